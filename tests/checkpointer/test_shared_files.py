@@ -12,6 +12,7 @@ import torch
 
 from statehold import Checkpointer, Directory, Memory
 from statehold.errors import StateholdError, StorageError
+from statehold.tensors import columns, facts
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
@@ -104,6 +105,26 @@ def test_so_is_what_a_state_dict_has(fs: SimFs) -> None:
     assert all(each > run.model.base_bytes for each in linked[3:])
     run.ckpt._close()
     run.check(fs)
+
+
+def test_so_is_what_new_tensors_have_whatever_tensors_were_there_before(
+    fs: SimFs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is behind a tensor may get the address of one that is gone. Here all get the same."""
+    for module in (columns, facts):
+        monkeypatch.setattr(module, "_impl", lambda tensor: 4096)
+    ckpt, model = opened(fs), Tuned()
+    memory, linked = [], []
+    for step in range(1, 6):
+        state = model.bits()
+        memory.append([each.untyped_storage() for each in state.values()])  # nobody else gets it
+        save = ckpt.save(step, state).wait("committed", DEADLINE_S)
+        inside(ckpt).pipeline.drain(DEADLINE_S)
+        del state
+        linked.append(save.stats.linked_bytes)
+    ckpt._close()
+    assert linked[:3] == [0, 0, 0]
+    assert all(each > model.base_bytes for each in linked[3:])
 
 
 @pytest.mark.parametrize("layers", [4, 200])  # 64 KiB, or 3 MiB: more than all staging memory

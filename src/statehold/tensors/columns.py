@@ -16,6 +16,7 @@ Facts about PyTorch that decide what is here:
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -29,7 +30,17 @@ from statehold.errors import TornSnapshot
 from statehold.layout.plan import TensorSpec
 from statehold.tensors.storable import Strided, devices_of, strides_of, version_of
 
-__all__ = ["BATCH", "CapturedTensor", "Form", "Run", "Structure", "Tensors", "described", "form_of"]
+__all__ = [
+    "BATCH",
+    "CapturedTensor",
+    "Form",
+    "Run",
+    "Stamps",
+    "Structure",
+    "Tensors",
+    "described",
+    "form_of",
+]
 
 # A batch is small, so that its tensors are still in the processor's cache when the next column is
 # read.
@@ -139,6 +150,42 @@ def described(
         spec, form, strided, external, owned, is_gated,
         tensor, storage, impl, version, address, wrapper,
     )  # fmt: skip
+
+
+class Stamps:
+    """What tells in a later capture which tensors of this one have changed since.
+
+    This does not keep them alive. So another tensor may have the memory of one by then, and what is
+    behind it may lie where that of one was: the references tell which tensor it is.
+    """
+
+    __slots__ = ("_addresses", "_impls", "_references", "_versions")
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        impls: Sequence[int],
+        versions: Sequence[int],
+        addresses: Sequence[int],
+    ) -> None:
+        self._references = list(map(weakref.ref, tensors))
+        self._impls, self._versions, self._addresses = impls, versions, addresses
+
+    def changed_since(self, then: Stamps) -> list[int]:
+        """The indices of tensors that have changed. Of another tensor, and of one that has got
+        something else behind it, version and address tell nothing."""
+        if self._versions == then._versions and self._addresses == then._addresses:
+            return []
+        both = enumerate(zip(then._rows(), self._rows(), strict=True))
+        return [
+            index
+            for index, ((was, impl, *before), (now, other, *after)) in both
+            if was is now and impl == other and before != after
+        ]
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        columns = self._references, self._impls, self._versions, self._addresses
+        return zip(*columns, strict=True)
 
 
 class Run:
@@ -359,11 +406,12 @@ class Tensors(Sequence[CapturedTensor]):
                         return index
         return None
 
-    def counts(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Of each of these what tells whether it has changed since another capture: what is behind
-        it, its version, and its address. If the first differs, the others tell nothing."""
-        _, _, impls, versions, addresses, _ = self._live
-        return [(impls[index], versions[index], addresses[index]) for index in indices]
+    def stamps(self, indices: Sequence[int]) -> Stamps:
+        """What tells later which of these have changed."""
+        tensors, _, impls, versions, addresses, _ = (
+            _picked(column, indices) for column in self._live
+        )
+        return Stamps(tensors, impls, versions, addresses)
 
     def _are_unmoved(self, indices: Sequence[int]) -> bool:
         """Whether none of these has changed; False, too, where that is to be asked one by one."""

@@ -41,13 +41,14 @@ if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
     from statehold.checkpoint.store.store import Store
     from statehold.io.runtime import Runtime
+    from statehold.tensors.columns import Stamps
 
 
 @dataclass(eq=False, slots=True)
 class SharedFile:
     """A file in the pool of `store`, durable, with parts of the state.
 
-    plan: its parts in file order, as the last save had them. seen: what counts their changes, then.
+    plan: its parts in file order, as the last save had them. seen: their stamps, then.
     users: saves under way that link it or have written it. steps: that hold it, or held it.
     """
 
@@ -55,7 +56,7 @@ class SharedFile:
     path: str
     plan: RankPlan
     sums: bytes
-    seen: list[tuple[int, int, int]]
+    seen: Stamps
     order: FileOrder = field(default_factory=FileOrder)
     users: int = 0
     steps: int = 0
@@ -105,7 +106,7 @@ class Fresh:
 
     plan: RankPlan
     ordered: Ordered | None
-    seen: list[tuple[int, int, int]]
+    seen: Stamps
     replaces: Link | None = None
     path: str = ""
     file: File | None = None

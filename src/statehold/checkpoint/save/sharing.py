@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.io.runtime import Runtime
     from statehold.ranks.peers import Peers
-    from statehold.tensors.columns import Tensors
+    from statehold.tensors.columns import Stamps, Tensors
 
 logger = logging.getLogger("statehold")
 
@@ -156,7 +156,7 @@ class Sharing:
         token = None if self._peers is None else self._peers.token
         path = store.pool.take(known.path, token)
         if path is not None:
-            seen = captured.counts([part.source for part in its.share.parts])
+            seen = _stamps(captured, its.share.parts)
             self._files.append(SharedFile(store, path, its, known.sums, seen, steps=1))
 
     def _links(self, captured: Tensors) -> list[Link]:
@@ -176,9 +176,8 @@ class Sharing:
         if any(key not in self._parts for key in keys):
             return None
         parts = tuple([self._parts[key] for key in keys])
-        seen = _counts(captured, parts)
-        pairs = zip(keys, file.seen, seen, strict=True)
-        changed = [key for key, then, now in pairs if then[0] == now[0] and then != now]
+        seen = _stamps(captured, parts)
+        changed = [keys[index] for index in seen.changed_since(file.seen)]
         if changed:
             self._history.broke(changed)
             return None
@@ -199,7 +198,7 @@ class Sharing:
         for some in _alike(wanted, captured):
             for run in groups.grouped([part.spec.nbytes for part in some]):
                 its = plan_of(some[run.start : run.stop], plan.save)
-                seen = _counts(captured, its.share.parts)
+                seen = _stamps(captured, its.share.parts)
                 found.append(Fresh(its, FileOrder().ordered(its, captured), seen))
         return found
 
@@ -304,13 +303,8 @@ def _alike(parts: Sequence[Part], captured: Tensors) -> Iterable[list[Part]]:
     return found.values()
 
 
-def _counts(captured: Tensors, parts: Sequence[Part]) -> list[tuple[int, int, int]]:
-    """What tells whether these have changed (Tensors.counts). A copy, which is another one in each
-    save, tells nothing."""
-    owned = captured.structure.owned
-    sources = [part.source for part in parts]
-    counts = zip(sources, captured.counts(sources), strict=True)
-    return [(0, 0, 0) if owned[source] else count for source, count in counts]
+def _stamps(captured: Tensors, parts: Sequence[Part]) -> Stamps:
+    return captured.stamps([part.source for part in parts])
 
 
 def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:
