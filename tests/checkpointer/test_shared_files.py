@@ -307,7 +307,7 @@ def test_after_a_failure_the_next_save_is_whole(fs: SimFs, operation: str, skip:
 
 
 def test_a_job_that_goes_on_saves_whole_steps_of_a_state_dict(fs: SimFs) -> None:
-    """The header of a file that an earlier job has written may differ, and none of its parts."""
+    """A shared file has the step in its header at which the earlier job wrote it."""
     first = Run(fs, Tuned(), is_loose=True)
     for step in range(1, 6):
         first.save(step)

@@ -118,6 +118,37 @@ def test_so_is_what_stays_the_same_in_a_state_dict(
     run.check()
 
 
+def inodes(run: Run, step: int) -> set[int]:
+    """Of the files that the step shares with others."""
+    files = [path.stat() for path in (run.path / f"step-{step:012d}").glob("*.safetensors")]
+    return {file.st_ino for file in files if file.st_nlink > 1}
+
+
+@pytest.mark.parametrize("state", [module, state_dict])
+@pytest.mark.parametrize("changes", [False, True], ids=["same", "changed"])
+def test_a_job_that_is_started_again_links_the_very_files(
+    begun: Callable[..., Run], state: State, changes: bool
+) -> None:
+    run = begun(state=state)
+    for step in range(1, 6):
+        run.save(step)
+    run.ckpt.close()
+    again = begun(state=state)
+    assert again.ckpt.restore(again.state(again)) == 5
+    if changes:
+        again.change(3)
+    stats = again.save(6).stats
+    common = inodes(again, 6) & inodes(again, 5)
+    if changes:
+        assert set() < common < inodes(again, 5)
+        assert stats.written_bytes > again.model.head.nbytes + 65536
+    else:
+        assert common == inodes(again, 5) != set()
+        assert stats.written_bytes < again.model.head.nbytes + 16384
+    again.expected |= run.expected
+    again.check()
+
+
 @pytest.mark.parametrize("state", [module, state_dict])
 @pytest.mark.parametrize("layers", [(3,), range(LAYERS)], ids=["one layer", "all layers"])
 def test_a_change_that_nothing_counts_is_found(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from statehold.checkpoint.levels.forking import fork
-from statehold.checkpoint.save import sharing
+from statehold.checkpoint.save import resumed, sharing
 from statehold.checkpoint.save.resumed import known_files
 from statehold.checkpoint.store.store import Store
 from statehold.testing import SimFs, checkpointer_on
@@ -37,21 +37,32 @@ def fs() -> Iterator[SimFs]:
 
 
 class Job:
-    """A job of a run, which restores first, and what its steps have to be."""
+    """A job of a run, which restores first, and what its steps have to be.
 
-    def __init__(self, fs: SimFs, run: str, layers: int = 4, **options: Any) -> None:
+    is_loose: it saves a state_dict, whose bytes are compared on their way through buffers.
+    """
+
+    def __init__(
+        self, fs: SimFs, run: str, layers: int = 4, *, is_loose: bool = False, **options: Any
+    ) -> None:
         self.ckpt = checkpointer_on(fs, run, **{**SMALL, **options})
-        self.model = Tuned(layers)
-        self.restored = self.ckpt.restore({"model": self.model})
+        self.model, self.is_loose = Tuned(layers), is_loose
+        self.restored = self.ckpt.restore(self.state)
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
+        self.written = 0  # by the newest save
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict() if self.is_loose else self.model}
 
     def save(self, step: int) -> int:
         """The bytes that the step has by second names."""
         self.ckpt.gate()
         self.model.train_once()
         self.expected[step] = self.model.bits()
-        stats = self.ckpt.save(step, {"model": self.model}).wait("committed", DEADLINE_S).stats
+        stats = self.ckpt.save(step, self.state).wait("committed", DEADLINE_S).stats
         inside(self.ckpt).pipeline.drain(DEADLINE_S)
+        self.written = stats.written_bytes
         return stats.linked_bytes or 0
 
     def end(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -59,8 +70,10 @@ class Job:
         return self.expected
 
 
-def begin(fs: SimFs, run: str = BASE, steps: int = 2) -> dict[int, dict[str, torch.Tensor]]:
-    job = Job(fs, run)
+def begin(
+    fs: SimFs, run: str = BASE, steps: int = 2, *, is_loose: bool = False
+) -> dict[int, dict[str, torch.Tensor]]:
+    job = Job(fs, run, is_loose=is_loose)
     for step in range(1, steps + 1):
         job.save(step)
     return job.end()
@@ -75,13 +88,20 @@ def check(fs: SimFs, run: str, expected: dict[int, dict[str, torch.Tensor]]) -> 
             assert same(model.bits(), bits)
 
 
-def test_a_job_that_is_started_again_links_what_it_has_saved_before(fs: SimFs) -> None:
-    expected = begin(fs)
-    again = Job(fs, BASE)
-    assert again.restored == 2
-    assert again.save(3) > again.model.base_bytes
-    assert again.save(4) > again.model.base_bytes
-    check(fs, BASE, expected | again.end())
+@pytest.mark.parametrize("is_loose", [False, True], ids=["in place", "through buffers"])
+def test_a_job_that_is_started_again_links_what_it_has_saved_before(
+    fs: SimFs, is_loose: bool
+) -> None:
+    """Whatever the steps were that wrote the files: their number is in the header of each."""
+    expected = begin(fs, steps=5, is_loose=is_loose)
+    for first in (6, 8):
+        again = Job(fs, BASE, is_loose=is_loose)
+        assert again.restored == first - 1
+        for step in (first, first + 1):
+            assert again.save(step) > again.model.base_bytes
+            assert again.written < again.model.head.nbytes + 8192
+        expected |= again.end()
+    check(fs, BASE, expected)
     assert names(fs, f"{BASE}/.shared") == []
 
 
@@ -110,12 +130,36 @@ def test_a_child_links_the_files_of_its_parent(fs: SimFs) -> None:
     direct.end()
 
 
-def test_what_has_changed_since_the_restore_is_written(fs: SimFs) -> None:
-    expected = begin(fs)
-    job = Job(fs, BASE)
-    job.model.base[1].detach().numpy()[3, 3] += 1.0  # counted by nobody
-    linked = job.save(3)
+@pytest.mark.parametrize("is_loose", [False, True], ids=["in place", "through buffers"])
+@pytest.mark.parametrize("layer", range(4))
+def test_what_has_changed_since_the_restore_is_written(
+    fs: SimFs, layer: int, is_loose: bool
+) -> None:
+    expected = begin(fs, steps=5, is_loose=is_loose)
+    job = Job(fs, BASE, is_loose=is_loose)
+    job.model.base[layer].detach().numpy()[3, 3] += 1.0  # counted by nobody
+    linked = job.save(6)
     assert 0 < linked < job.model.base_bytes
+    assert job.written > job.model.head.nbytes + job.model.base_bytes / 2
+    for step in range(7, 12):
+        job.save(step)
+    check(fs, BASE, expected | job.end())
+
+
+@pytest.mark.parametrize("is_loose", [False, True], ids=["in place", "through buffers"])
+def test_a_file_with_another_header_is_written_again(
+    fs: SimFs, is_loose: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another version of this library, or of a tensor that was a part of another."""
+    expected = begin(fs, steps=5, is_loose=is_loose)
+    real = resumed._header
+
+    def another(*args: Any) -> bytes:
+        return real(*args).replace(b'"format":"pt"', b'"format":"pp"')
+
+    monkeypatch.setattr(resumed, "_header", another)
+    job = Job(fs, BASE, is_loose=is_loose)
+    assert job.save(6) == 0
     check(fs, BASE, expected | job.end())
 
 

@@ -88,6 +88,19 @@ def test_the_step_never_moves_a_byte() -> None:
         assert other.header == plan.header_for(step)
         assert (other.begins, other.file_bytes) == (plan.begins, plan.file_bytes)
         assert plan.at_step(step) == other
+        assert plan.as_written(other.header) == other
+
+
+def test_the_header_of_another_file_is_of_no_step_of_the_plan() -> None:
+    plan = plan_save(many(60), step=7)
+    bits = bytearray(plan.header)
+    for at in range(len(bits)):
+        bits[at] ^= 1  # of a digit: another digit, so another step
+        found = plan.as_written(bytes(bits))
+        bits[at] ^= 1
+        assert found is None or found == plan.at_step(found.step) != plan
+    others = (b"", plan.header[:-1], plan.header + b" ", plan_save(many(61), step=7).header)
+    assert not any(map(plan.as_written, others))
 
 
 def test_a_name_that_looks_like_the_step_stays() -> None:

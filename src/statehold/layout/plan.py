@@ -83,6 +83,15 @@ class SavePlan:
     def at_step(self, step: int) -> SavePlan:
         return replace(self, step=step, header=self.header_for(step))
 
+    def as_written(self, header: bytes) -> SavePlan | None:
+        """The same plan at the step of a file with this header. None if more than the step
+        differs."""
+        digits = header[_STEP_AT : _STEP_AT + STEP_DIGITS]
+        if len(digits) != STEP_DIGITS or not digits.isdigit():
+            return None
+        plan = self.at_step(int(digits))
+        return plan if plan.header == header else None
+
 
 def file_name(rank: int, world_size: int, part: int = 0) -> str:
     """A file holds a name once. A rank with several boxes of one tensor has more files, with a

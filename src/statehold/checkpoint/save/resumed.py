@@ -3,6 +3,9 @@
 Without this, a job that is started again, or a child that has just begun from a step of its parent,
 would write all that never changes once more.
 
+The step that wrote such a file is in its header, and in no document. So the header is read, too:
+the file is compared with a plan of that step.
+
 Invariants: this only reads. What a file holds is compared with memory by the save that links it
 (shared), so a state that was changed since the restore is no danger.
 Not here: which of these parts the state has now (sharing), names in the pool (store/pool).
@@ -22,6 +25,7 @@ from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
 
 if TYPE_CHECKING:
+    from statehold._core import Fs
     from statehold.checkpoint.store.store import Store
 
 # Name, dtype, shape and offsets of the box that a rank writes.
@@ -31,9 +35,10 @@ Key: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class Known:
     """A shared file of a committed step. keys, begins: of its parts, in file order. sums: of all
-    its pieces, as a save has them."""
+    its pieces, as a save has them. header: as it is in the file; nobody has compared it."""
 
     path: str
+    header: bytes
     keys: tuple[Key, ...]
     begins: tuple[int, ...]
     file_bytes: int
@@ -49,7 +54,7 @@ def known_files(store: Store, step: int, rank: int | None, world: int) -> list[K
         if step in store.steps() and _shares(store, step):
             saved = store.open(step, rank, world)
             if saved.world_size == world:
-                return _files(saved, store.path(step))
+                return _files(store.fs, saved, store.path(step))
     return []
 
 
@@ -58,7 +63,7 @@ def _shares(store: Store, step: int) -> bool:
     return any(is_shared(name) for name, _ in store.fs.listdir(store.where(step)))
 
 
-def _files(saved: SavedStep, directory: str) -> list[Known]:
+def _files(fs: Fs, saved: SavedStep, directory: str) -> list[Known]:
     held: dict[str, list[tuple[Key, PlacedChunk]]] = {}
     foreign = set()  # files of an optimizer on tiers, whose padding is no tensor of the state
     for name, chunks in saved.own_chunks():
@@ -71,7 +76,7 @@ def _files(saved: SavedStep, directory: str) -> list[Known]:
             held.setdefault(chunk.file, []).append((key, chunk))
     headers = {file.name: file.header_sums for file in saved.files}
     return [
-        _known(f"{directory}/{name}", headers[name], sorted(found, key=_begin))
+        _known(fs, f"{directory}/{name}", headers[name], sorted(found, key=_begin))
         for name, found in held.items()
         if is_shared(name) and name not in foreign
     ]
@@ -81,12 +86,23 @@ def _begin(each: tuple[Key, PlacedChunk]) -> int:
     return each[1].begin
 
 
-def _known(path: str, header: str, found: Sequence[tuple[Key, PlacedChunk]]) -> Known:
+def _known(fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]) -> Known:
     chunks = [chunk for _, chunk in found]
     return Known(
         path=path,
+        header=_header(fs, path, chunks[0].begin),
         keys=tuple(key for key, _ in found),
         begins=tuple(map(attrgetter("begin"), chunks)),
         file_bytes=chunks[0].file_bytes,
-        sums=sums_to_bytes("".join((header, *(chunk.sums for chunk in chunks)))),
+        sums=sums_to_bytes("".join((header_sums, *(chunk.sums for chunk in chunks)))),
     )
+
+
+def _header(fs: Fs, path: str, nbytes: int) -> bytes:
+    raw = bytearray(nbytes)
+    file = fs.open_read(path)
+    try:
+        file.read_into(raw, 0)
+    finally:
+        file.close()
+    return bytes(raw)

@@ -336,8 +336,8 @@ class Shared:
         assert self._store is not None
         sums = job.checksums()
         if link is not None:
-            # Perhaps none: the state may have changed back before it was copied, or only the header
-            # differs. The step has one file of these parts in any case.
+            # Perhaps none: the state may have changed back before it was copied. The step has one
+            # file of these parts in any case.
             link.changed = differing(fresh.plan.save, sums, link.file.sums)
             link.is_replaced = True
         file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)

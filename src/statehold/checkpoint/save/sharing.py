@@ -150,14 +150,16 @@ class Sharing:
 
     def _name(self, known: Known, plan: RankPlan, captured: Tensors) -> None:
         its = plan_of([self._parts[key] for key in known.keys], plan.save)
-        if (its.save.begins, its.save.file_bytes) != (known.begins, known.file_bytes):
+        save = its.save.as_written(known.header)
+        if save is None or (save.begins, save.file_bytes) != (known.begins, known.file_bytes):
             return  # written with another header
         store = self._place.store
         token = None if self._peers is None else self._peers.token
         path = store.pool.take(known.path, token)
         if path is not None:
             seen = _stamps(captured, its.share.parts)
-            self._files.append(SharedFile(store, path, its, known.sums, seen, steps=1))
+            written = RankPlan(save, its.share)
+            self._files.append(SharedFile(store, path, written, known.sums, seen, steps=1))
 
     def _links(self, captured: Tensors) -> list[Link]:
         links = []
