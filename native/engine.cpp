@@ -215,8 +215,9 @@ void Engine::found_nothing(uint64_t& last_asked) {
 }
 
 // What one thread does may be work for another that has looked before: then all are asked again.
-void Engine::settle() {
+void Engine::settle(bool all_buffers) {
   Lock lock(shared_->mutex());
+  if (all_buffers) wanted_at_once_ = shared_->memory->count();
   bool is_settled = false;
   while (!is_settled && !stopping_) {
     const uint64_t done_before = done_;

@@ -58,7 +58,9 @@ class Engine {
 
   // Returns once no thread of the engine finds anything to do: nothing moves until somebody calls,
   // or a transfer ends. For tests in which simulated ranks take turns; one caller at a time.
-  void settle();
+  // all_buffers: while there are no jobs yet, have all of the memory faulted in. Then no job gets
+  // by chance a buffer sooner or later.
+  void settle(bool all_buffers = false);
 
   // Fails the jobs that are not complete, waits until nothing moves any more, joins the threads.
   // Buffers still lent to Python are no longer waited for. Idempotent.

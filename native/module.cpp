@@ -396,7 +396,8 @@ void declare_engine(nb::module_& m) {
           },
           "client"_a)
       .def(
-          "settle", [](PyEngine& self) { self->settle(); }, nb::call_guard<GilReleased>())
+          "settle", [](PyEngine& self, bool all_buffers) { self->settle(all_buffers); },
+          "all_buffers"_a = false, nb::call_guard<GilReleased>())
       .def("close", [](PyEngine& self) { self->close(); }, nb::call_guard<GilReleased>());
 }
 

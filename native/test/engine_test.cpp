@@ -426,6 +426,14 @@ TEST(read_ahead_fills_the_page_cache) {
   EXPECT(copy == data);
 }
 
+TEST(all_buffers_are_there_before_the_first_job_of_a_test) {
+  Engine engine(std::make_shared<SimFs>(SimOptions{}), {9 * kBufferBytes, kBufferBytes, 1});
+  engine.settle();
+  EXPECT(populated(engine) == 0);
+  engine.settle(true);
+  EXPECT(populated(engine) == 9);
+}
+
 // All that the disk waits for is known once the engine has settled: each time the same.
 TEST(a_held_disk_moves_only_when_it_is_told_to) {
   std::vector<std::string> before;

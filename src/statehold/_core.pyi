@@ -231,8 +231,9 @@ class Engine:
     def client_stats(self, client: int) -> dict[str, int]:
         """buffers: held now. read_bytes and written_bytes: by transfers to and from storage, not
         what was read through the page cache or stored in files that are memory."""
-    def settle(self) -> None:
-        """Return once no thread of the engine finds anything to do. For tests."""
+    def settle(self, all_buffers: bool = False) -> None:
+        """Return once no thread of the engine finds anything to do. For tests. all_buffers: before
+        the first job, all buffers are made ready for it."""
     def close(self) -> None: ...
 
 class Fill:

@@ -5,8 +5,9 @@
 The threads of the engine are native, and no scheduler sees them. They work while a task has called
 the engine, or the disk has completed a transfer, and the call returns only when none of them finds
 anything more to do (Engine.settle). So what they do is part of that turn. With one copy thread for
-each engine its order is that of the engine's queues. The disk holds every transfer until the
-scheduler chooses it (SimFs.hold).
+each engine its order is that of the engine's queues. Another thread makes the buffers, all of them
+before the first job: the order would depend on when a buffer comes. The disk holds every transfer
+until the scheduler chooses it (SimFs.hold).
 
 A wait for a job is a wait of the task: the scheduler asks the job, which never blocks. What waits
 for transfers inside native code lets a moment of virtual time pass first: then there are none.
@@ -173,7 +174,7 @@ def engines_in_turns(turns: Scheduler) -> Callable[..., Any]:
         disk = disk_of(turns, fs)
         stepped = SteppedEngine(turns, engine)
         disk.engines.append(weakref.ref(stepped))
-        stepped.settle()
+        engine.settle(all_buffers=True)
         return stepped
 
     return make
