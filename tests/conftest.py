@@ -7,9 +7,13 @@ import os
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from statehold.testing import SimFs
 
 pytest_plugins = ["support.limits"]
 
@@ -83,3 +87,22 @@ def memory() -> Iterator[Path]:
         pytest.skip("/dev/shm is no memory file system")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder, "steps")
+
+
+@pytest.fixture
+def fs() -> Iterator[SimFs]:
+    """A simulated disk without faults."""
+    from statehold.testing import SimFs
+
+    disk = SimFs(seed=1)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture
+def small_shared_files() -> Iterator[None]:
+    """Steps share files of a few KiB, too."""
+    from support.sharing import small_files
+
+    with small_files():
+        yield

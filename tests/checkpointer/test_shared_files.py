@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +15,26 @@ from statehold.tensors import columns, facts
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
-from support.sharing import Tuned, names, same, small_files
+from support.sharing import Tuned, TunedRun, names, same, whole_steps
 
 RUN = "/runs/x"
 POOL = f"{RUN}/.shared"
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 def opened(fs: SimFs, **options: Any) -> Checkpointer:
     return checkpointer_on(fs, RUN, **{**SMALL, **options})
 
 
-class Run:
-    """Saves a model step by step, and remembers what each step has to be.
-
-    is_loose: as a state_dict, which is copied before save() returns.
-    """
-
+class Run(TunedRun):
     def __init__(self, fs: SimFs, model: Tuned, *, is_loose: bool = False, **options: Any) -> None:
-        self.ckpt = opened(fs, **options)
-        self.model, self.is_loose = model, is_loose
-        self.expected: dict[int, dict[str, torch.Tensor]] = {}
-
-    def save(self, step: int, wait: bool = True) -> Any:
-        self.ckpt.gate()
-        self.model.train_once()
-        self.expected[step] = self.model.bits()
-        state = self.model.state_dict() if self.is_loose else self.model
-        save = self.ckpt.save(step, {"model": state})
-        if wait:
-            save.wait("committed", DEADLINE_S)
-            inside(self.ckpt).pipeline.drain(DEADLINE_S)
-        return save
+        super().__init__(opened(fs, **options), model, is_loose=is_loose)
 
     def check(self, fs: SimFs) -> None:
-        """Every step that is there restores bit for bit, from the run and by a new process."""
+        """Every step that is there restores bit for bit, by a new process."""
         reader = opened(fs)
-        assert reader.steps()
-        for step in reader.steps():
-            model = Tuned(len(self.model.base))
-            state = model.state_dict() if self.is_loose else model
-            assert reader.restore({"model": state}, step) == step
-            assert same(model.bits(), self.expected[step]), step
+        assert whole_steps(reader, self.expected, is_loose=self.is_loose)
         reader._close()
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 def test_what_needs_no_gradient_is_written_once(fs: SimFs) -> None:

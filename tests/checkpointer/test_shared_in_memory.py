@@ -9,13 +9,9 @@ import pytest
 
 import statehold
 from support.faults import DEADLINE_S, SMALL
-from support.sharing import Tuned, same, small_files
+from support.sharing import Tuned, same
 
-
-@pytest.fixture(autouse=True)
-def small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +11,11 @@ import torch
 from statehold.layout.plan import file_of
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S
-from support.levels import FAR, LATER, NEAR, files, only, opened_on, remove, save, step_path
-from support.sharing import Tuned, same, small_files
+from support.levels import FAR, LATER, NEAR, files, only, opened_on, remove, step_path
+from support.sharing import Tuned, TunedRun, whole_steps
 from support.travelled import Travelled
 
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 @pytest.fixture
@@ -35,27 +23,19 @@ def travelled(monkeypatch: pytest.MonkeyPatch) -> Travelled:
     return Travelled(monkeypatch)
 
 
-class Run:
-    """Saves a model step by step to the near level, and copies each step to the far one."""
+class Run(TunedRun):
+    """Saves a model step by step to the near level, and copies steps to the far one."""
 
     def __init__(self, fs: SimFs, **far: Any) -> None:
-        self.model = Tuned()
-        self.ckpt = opened_on(fs, far=far)
-        self.expected: dict[int, dict[str, torch.Tensor]] = {}
+        super().__init__(opened_on(fs, far=far), Tuned())
 
-    def save(self, step: int) -> None:
-        self.model.train_once()
-        self.expected[step] = self.model.bits()
-        save(self.ckpt, step, {"model": self.model})
+    def copy(self, step: int) -> None:
+        self.save(step)
         self.ckpt.flush(DEADLINE_S)
 
-    def check(self, fs: SimFs, root: str = FAR) -> None:
-        reader = only(fs, root)
-        assert reader.steps()
-        for step in reader.steps():
-            model = Tuned()
-            assert reader.restore({"model": model}, step) == step
-            assert same(model.bits(), self.expected[step]), step
+    def check(self, fs: SimFs) -> None:
+        reader = only(fs, FAR)
+        assert whole_steps(reader, self.expected)
         reader._close()
 
 
@@ -67,11 +47,11 @@ def data_bytes(fs: SimFs, root: str, step: int) -> int:
 @pytest.mark.parametrize("keep", [None, 1])
 def test_only_what_changed_travels(fs: SimFs, travelled: Travelled, keep: int | None) -> None:
     run = Run(fs, keep=keep)
-    run.save(1)
+    run.copy(1)
     assert travelled.nbytes == data_bytes(fs, NEAR, 1) > run.model.base_bytes
     for step in (2, 3, 4):
         travelled.reads.clear()
-        run.save(step)
+        run.copy(step)
         assert travelled.nbytes < run.model.head.nbytes + 8192
         assert files(fs, FAR, step) == files(fs, NEAR, step)
     run.ckpt._close()
@@ -83,9 +63,7 @@ def test_a_level_that_got_none_of_the_steps_between_links_what_it_has(
 ) -> None:
     run = Run(fs, **LATER)
     for step in range(1, 5):
-        run.model.train_once()
-        run.expected[step] = run.model.bits()
-        save(run.ckpt, step, {"model": run.model})
+        run.save(step)
     run.ckpt.flush(DEADLINE_S)
     at_far = only(fs, FAR)
     assert at_far.steps() == [1, 4]
@@ -99,16 +77,16 @@ def test_files_that_the_level_does_not_know_or_cannot_link_are_copied(
     fs: SimFs, travelled: Travelled
 ) -> None:
     run = Run(fs)
-    run.save(1)
+    run.copy(1)
     fs.write_file(f"{step_path(FAR, 1)}/manifest.json", b"damaged")
     travelled.reads.clear()
-    run.save(2)
+    run.copy(2)
     assert travelled.nbytes > run.model.base_bytes
     travelled.reads.clear()
     # The save links its files, and the copy does not.
     shared = [name for name in files(fs, NEAR, 2) if (file_of(name) or (0, 0, 0))[2]]
     fs.fail_next("link", errno.EXDEV, 1 << 20, len(shared))
-    run.save(3)
+    run.copy(3)
     assert fs.fired["injected link"] == len(shared) > 0
     assert travelled.nbytes > run.model.base_bytes
     fs.set_faults()
@@ -119,11 +97,11 @@ def test_files_that_the_level_does_not_know_or_cannot_link_are_copied(
 
 def test_a_file_is_not_another_with_one_bit_changed(fs: SimFs, travelled: Travelled) -> None:
     run = Run(fs)
-    run.save(1)
-    run.save(2)
+    run.copy(1)
+    run.copy(2)
     run.model.base[0].detach().view(torch.int32)[0, 0] ^= 1
     travelled.reads.clear()
-    run.save(3)
+    run.copy(3)
     assert 16384 < travelled.nbytes < run.model.base_bytes
     assert files(fs, FAR, 3) == files(fs, NEAR, 3)
     run.ckpt._close()

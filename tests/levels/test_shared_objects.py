@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,10 @@ from statehold.cli import main
 from statehold.errors import StateholdError, StorageError
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
-from support.sharing import Tuned, same, small_files
+from support.sharing import Tuned, same
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 class Run:

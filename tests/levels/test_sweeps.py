@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,10 @@ from statehold.errors import StorageError
 from statehold.io.objects.client import ObjectClient
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
-from support.sharing import Tuned, same, small_files
+from support.sharing import Tuned, same
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 class Run:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from lineage.test_forking import BASE, CHILD, check, manifest_of, save
@@ -14,13 +12,6 @@ from statehold.testing import SimFs
 from support.levels import step_path
 from support.rank_states import state
 from support.ranks import Ranks
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 @pytest.fixture

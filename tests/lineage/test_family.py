@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,9 @@ from statehold.cli import main
 from statehold.lineage.family import family
 from statehold.reading.sizes import sizes, sizes_of_steps
 from support.faults import DEADLINE_S, SMALL
-from support.sharing import Tuned, small_files
+from support.sharing import Tuned
 
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 def save(run: Path, *steps: int, model: Tuned | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ from support.rank_states import state as state_of_rank
 from support.ranks import Ranks
 
 BASE, CHILD = "/runs/base", "/runs/child"
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 def content(step: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.rank_states import state
 from support.ranks import Ranks
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 def opened(fs: SimFs, parent: str, **options: Any) -> Checkpointer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path
 from support.networks import mlp
 from support.ranks import Ranks
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 def state_of(model: nn.Module, *, recorded: bool = True, lr: float = 0.1) -> dict[str, Any]:

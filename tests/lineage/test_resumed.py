@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,78 +13,14 @@ from statehold.checkpoint.save import resumed, sharing
 from statehold.checkpoint.save.resumed import known_files
 from statehold.checkpoint.store.store import Store
 from statehold.testing import SimFs, checkpointer_on
+from support.descended import BASE, CHILD, Job, begin, check
 from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.levels import remove, step_path
 from support.ranks import Ranks
-from support.sharing import Tuned, names, same, small_files
+from support.sharing import Tuned, names, same
 
-BASE, CHILD = "/runs/base", "/runs/child"
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
-
-
-class Job:
-    """A job of a run, which restores first, and what its steps have to be.
-
-    is_loose: it saves a state_dict, whose bytes are compared on their way through buffers.
-    """
-
-    def __init__(
-        self, fs: SimFs, run: str, layers: int = 4, *, is_loose: bool = False, **options: Any
-    ) -> None:
-        self.ckpt = checkpointer_on(fs, run, **{**SMALL, **options})
-        self.model, self.is_loose = Tuned(layers), is_loose
-        self.restored = self.ckpt.restore(self.state)
-        self.expected: dict[int, dict[str, torch.Tensor]] = {}
-        self.written = 0  # by the newest save
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict() if self.is_loose else self.model}
-
-    def save(self, step: int) -> int:
-        """The bytes that the step has by second names."""
-        self.ckpt.gate()
-        self.model.train_once()
-        self.expected[step] = self.model.bits()
-        stats = self.ckpt.save(step, self.state).wait("committed", DEADLINE_S).stats
-        inside(self.ckpt).pipeline.drain(DEADLINE_S)
-        self.written = stats.written_bytes
-        return stats.linked_bytes or 0
-
-    def end(self) -> dict[int, dict[str, torch.Tensor]]:
-        self.ckpt._close()
-        return self.expected
-
-
-def begin(
-    fs: SimFs, run: str = BASE, steps: int = 2, *, is_loose: bool = False
-) -> dict[int, dict[str, torch.Tensor]]:
-    job = Job(fs, run, is_loose=is_loose)
-    for step in range(1, steps + 1):
-        job.save(step)
-    return job.end()
-
-
-def check(fs: SimFs, run: str, expected: dict[int, dict[str, torch.Tensor]]) -> None:
-    with checkpointer_on(fs, run, **SMALL) as ckpt:
-        assert ckpt.steps() == sorted(expected)
-        for step, bits in expected.items():
-            model = Tuned(sum(name.startswith("base") for name in bits))
-            assert ckpt.restore({"model": model}, step) == step
-            assert same(model.bits(), bits)
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 @pytest.mark.parametrize("is_loose", [False, True], ids=["in place", "through buffers"])
@@ -98,7 +33,7 @@ def test_a_job_that_is_started_again_links_what_it_has_saved_before(
         again = Job(fs, BASE, is_loose=is_loose)
         assert again.restored == first - 1
         for step in (first, first + 1):
-            assert again.save(step) > again.model.base_bytes
+            assert again.linked(step) > again.model.base_bytes
             assert again.written < again.model.head.nbytes + 8192
         expected |= again.end()
     check(fs, BASE, expected)
@@ -110,7 +45,7 @@ def test_without_that_all_is_written(fs: SimFs, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sharing, "known_files", lambda *_: [])
     begin(fs)
     job = Job(fs, BASE)
-    assert job.save(3) == 0
+    assert job.linked(3) == 0
     job.end()
 
 
@@ -118,15 +53,15 @@ def test_a_child_links_the_files_of_its_parent(fs: SimFs) -> None:
     expected = begin(fs)
     fork(fs, step_path(BASE, 2), CHILD)
     child = Job(fs, CHILD)
-    assert child.save(3) > child.model.base_bytes
-    assert child.save(4) > child.model.base_bytes
+    assert child.linked(3) > child.model.base_bytes
+    assert child.linked(4) > child.model.base_bytes
     mine = child.end()
     remove(fs, BASE)
     check(fs, CHILD, {2: expected[2], **mine})
     begin(fs, "/runs/other")
     direct = Job(fs, "/runs/direct", parent="/runs/other@2")
     assert direct.restored == 2
-    assert direct.save(3) > direct.model.base_bytes
+    assert direct.linked(3) > direct.model.base_bytes
     direct.end()
 
 
@@ -138,7 +73,7 @@ def test_what_has_changed_since_the_restore_is_written(
     expected = begin(fs, steps=5, is_loose=is_loose)
     job = Job(fs, BASE, is_loose=is_loose)
     job.model.base[layer].detach().numpy()[3, 3] += 1.0  # counted by nobody
-    linked = job.save(6)
+    linked = job.linked(6)
     assert 0 < linked < job.model.base_bytes
     assert job.written > job.model.head.nbytes + job.model.base_bytes / 2
     for step in range(7, 12):
@@ -159,7 +94,7 @@ def test_a_file_with_another_header_is_written_again(
 
     monkeypatch.setattr(resumed, "_header", another)
     job = Job(fs, BASE, is_loose=is_loose)
-    assert job.save(6) == 0
+    assert job.linked(6) == 0
     check(fs, BASE, expected | job.end())
 
 
@@ -197,9 +132,9 @@ def test_a_file_that_gets_no_name_is_written(fs: SimFs, code: int) -> None:
     expected = begin(fs)
     job = Job(fs, BASE)
     fs.fail_next("link", code, 2)  # of the two files
-    assert job.save(3) == 0
+    assert job.linked(3) == 0
     assert fs.fired["injected link"] == 2
-    assert job.save(4) > job.model.base_bytes
+    assert job.linked(4) > job.model.base_bytes
     check(fs, BASE, expected | job.end())
 
 
@@ -207,14 +142,14 @@ def test_a_step_that_is_retired_before_the_first_save(fs: SimFs) -> None:
     begin(fs)
     job = Job(fs, BASE)
     remove(fs, step_path(BASE, 2))
-    assert job.save(3) == 0
+    assert job.linked(3) == 0
     job.end()
 
 
 def test_it_can_be_switched_off(fs: SimFs) -> None:
     begin(fs)
     job = Job(fs, BASE, **small(share_files=False))
-    assert job.save(3) == 0
+    assert job.linked(3) == 0
     job.end()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ from support.ranks import Ranks
 
 RUN, OTHER = "/runs/run", "/runs/other"
 NUMEL = 300_000  # more than one block of checksums
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
 
 
 def content(step: int) -> dict[str, Any]:

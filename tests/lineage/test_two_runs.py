@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,31 +15,18 @@ import pytest
 import torch
 
 import statehold
-from lineage.test_resumed import BASE, CHILD, Job, begin, check
 from sim.crash_states import Sample
 from statehold.checkpoint.levels.forking import fork
 from statehold.cli import main
 from statehold.errors import CorruptionError, StateholdError
 from statehold.testing import SimFs, checkpointer_on
+from support.descended import BASE, CHILD, Bits, Job, begin, check
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path
-from support.sharing import Tuned, names, same, small_files
+from support.sharing import Tuned, names, same, whole_steps
 
-Bits = dict[str, torch.Tensor]
 STATES = os.environ.get("STATEHOLD_CRASH_STATES")
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
-
-
-@pytest.fixture
-def fs() -> Iterator[SimFs]:
-    disk = SimFs(seed=1)
-    yield disk
-    disk.close()
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 # -- at once ---------------------------------------------------------------------------------------
@@ -54,7 +41,7 @@ class Played:
         self.promised: list[tuple[int, str, int]] = []  # from this change on: run, newest step
 
     def save(self, run: str, job: Job, step: int) -> int:
-        linked = job.save(step)
+        linked = job.linked(step)
         self.bits[run, step] = job.expected[step]
         self.promised.append((len(self.fs.recorded), run, step))
         return linked
@@ -90,19 +77,11 @@ def play(fs: SimFs) -> Played:
     return played
 
 
-def whole(disk: SimFs, run: str, bits: dict[tuple[str, int], Bits]) -> int:
-    """The newest step of a run, all of whose steps are whole. Raises AssertionError."""
-    newest = 0
+def newest_whole(disk: SimFs, run: str, bits: dict[tuple[str, int], Bits]) -> int:
+    """The newest step of a run, all of whose steps are whole."""
+    mine = {step: each for (name, step), each in bits.items() if name == run}
     with checkpointer_on(disk, run, **SMALL) as ckpt:
-        for step in ckpt.steps():
-            model = Tuned()
-            try:
-                ckpt.restore({"model": model}, step)
-            except StateholdError as error:
-                raise AssertionError(f"step {step} of {run} is not whole: {error}") from error
-            assert same(model.bits(), bits[run, step]), f"step {step} of {run} has other bytes"
-            newest = step
-    return newest
+        return max(whole_steps(ckpt, mine), default=0)
 
 
 def test_a_crash_anywhere_leaves_both_runs_whole(fs: SimFs) -> None:
@@ -113,7 +92,7 @@ def test_a_crash_anywhere_leaves_both_runs_whole(fs: SimFs) -> None:
         for disk in sample.of(fs, moment):
             states += 1
             for run in (BASE, CHILD):
-                newest = whole(disk, run, played.bits)
+                newest = newest_whole(disk, run, played.bits)
                 assert newest >= played.newest(run, moment), f"before {moment}: {operation}"
     assert states > len(fs.recorded) // 13
 
@@ -301,7 +280,7 @@ def test_the_child_stands_on_its_links(fs: SimFs, act: Callable[[SimFs], None]) 
     check(fs, CHILD, expected)
     again = Job(fs, CHILD)
     assert again.restored == 3
-    assert again.save(4) > again.model.base_bytes
+    assert again.linked(4) > again.model.base_bytes
     check(fs, CHILD, expected | again.end())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,9 @@ from statehold.testing import SimFs
 from support.faults import DEADLINE_S
 from support.inside import inside
 from support.ranks import RUN, Ranks
-from support.sharing import Tuned, names, same, small_files
+from support.sharing import Tuned, names, same
 
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 def alike(size: int) -> list[Tuned]:

@@ -6,24 +6,16 @@ it is compared in place, and a part on its way through staging memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from sim.test_crash_states import ALL, LEAST, Record, Script, new_job, play, recover_all
 from statehold.checkpoint.save import shared
 from statehold.checkpoint.save.writes import Segments
 from statehold.testing import SimFs
-from support.sharing import small_files
 from support.stepped import simulated
 
 SHARED: Script = [("save", step) for step in (1, 2, 3, 4, 4, 5, 6)]
-
-
-@pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    with small_files():
-        yield
+pytestmark = pytest.mark.usefixtures("small_shared_files")
 
 
 def played(size: int) -> tuple[SimFs, Record]:

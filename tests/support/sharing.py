@@ -1,4 +1,4 @@
-"""Steps that share files, with states of a few KiB."""
+"""Steps that share files, with states of a few KiB, and what each of them has to be."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from statehold import Checkpointer, Save
 from statehold.layout import groups
 from statehold.testing import SimFs
+from support.faults import DEADLINE_S, must
+from support.inside import inside
 
 
 @contextmanager
@@ -54,3 +57,40 @@ def same(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> bool:
     return found.keys() == expected.keys() and all(
         torch.equal(found[name], expected[name]) for name in expected
     )
+
+
+class TunedRun:
+    """Saves a model step by step, and remembers what each step has to be.
+
+    is_loose: as a state_dict, whose bytes are compared on their way through buffers.
+    """
+
+    def __init__(self, ckpt: Checkpointer, model: Tuned, *, is_loose: bool = False) -> None:
+        self.ckpt, self.model, self.is_loose = ckpt, model, is_loose
+        self.expected: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict() if self.is_loose else self.model}
+
+    def save(self, step: int, wait: bool = True) -> Save:
+        self.ckpt.gate()
+        self.model.train_once()
+        self.expected[step] = self.model.bits()
+        save = self.ckpt.save(step, self.state)
+        if wait:
+            save.wait("committed", DEADLINE_S)
+            inside(self.ckpt).pipeline.drain(DEADLINE_S)
+        return save
+
+
+def whole_steps(
+    ckpt: Checkpointer, expected: dict[int, dict[str, torch.Tensor]], *, is_loose: bool = False
+) -> list[int]:
+    """The steps that are there: each restores bit for bit, or this raises AssertionError."""
+    steps = ckpt.steps()
+    for step in steps:
+        model = Tuned(sum(name.startswith("base") for name in expected[step]))
+        found = ckpt.restore({"model": model.state_dict() if is_loose else model}, step)
+        must(found == step and same(model.bits(), expected[step]), f"step {step} has other bytes")
+    return steps
