@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from lineage.test_forking import BASE, CHILD, check, manifest_of, save
 from statehold.checkpoint.levels.forking import fork
 from statehold.format.about import Origin
-from statehold.format.manifest import Manifest
 from statehold.testing import SimFs
 from support.levels import step_path
-from support.rank_states import state
-from support.ranks import Ranks
+from support.plain_runs import BASE, CHILD, check, manifest_of, save, save_on_ranks
 
 
 @pytest.fixture
@@ -42,11 +39,8 @@ def test_a_run_that_began_with_nothing_says_nothing(fs: SimFs) -> None:
 
 
 def test_a_run_of_several_ranks(fs: SimFs) -> None:
-    with Ranks(fs, 2, BASE) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank].save(1, state(rank, 2)).wait("committed"))
+    save_on_ranks(fs, 2, BASE, 1)
     parent = fork(fs, step_path(BASE, 1), CHILD).parent
-    with Ranks(fs, 2, CHILD) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank].save(2, state(rank, 2)).wait("committed"))
-    path = f"{step_path(CHILD, 2)}/manifest.json"
-    found = Manifest.decode(fs.read_file(path, 1 << 20), path)
+    save_on_ranks(fs, 2, CHILD, 2)
+    found = manifest_of(fs, CHILD, 2)
     assert (found.version, found.about.parent) == (5, parent)

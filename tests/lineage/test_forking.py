@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-from typing import Any
 
 import pytest
-import torch
 
 from sim.crash_states import Sample
 from statehold.checkpoint.levels.forking import fork
@@ -19,40 +17,22 @@ from statehold.errors import (
 )
 from statehold.format.about import Origin
 from statehold.format.entries import sha256
-from statehold.format.manifest import Manifest
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL
+from support.faults import SMALL
 from support.levels import remove, step_path
-from support.rank_states import state as state_of_rank
+from support.plain_runs import (
+    BASE,
+    CHILD,
+    RetiringOnLink,
+    check,
+    check_on_ranks,
+    content,
+    data_of,
+    manifest_of,
+    save,
+    save_on_ranks,
+)
 from support.ranks import Ranks
-
-BASE, CHILD = "/runs/base", "/runs/child"
-
-
-def content(step: int) -> dict[str, Any]:
-    return {"w": torch.arange(5000, dtype=torch.int32) * 7 + step, "step": step}
-
-
-def save(fs: SimFs, run: str, *steps: int, keep: int | None = None) -> None:
-    with checkpointer_on(fs, run, keep=keep, **SMALL) as ckpt:
-        for step in steps:
-            ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-
-
-def check(fs: SimFs, run: str, *steps: int) -> None:
-    with checkpointer_on(fs, run, **SMALL) as ckpt:
-        assert ckpt.steps() == list(steps)
-        for step in steps:
-            live = content(0)
-            assert ckpt.restore(live, step) == step
-            assert torch.equal(live["w"], content(step)["w"])
-
-
-def manifest_of(fs: SimFs, run: str, step: int) -> Manifest:
-    path = f"{step_path(run, step)}/manifest.json"
-    found = Manifest.decode(fs.read_file(path, 1 << 20), path)
-    assert isinstance(found, Manifest)
-    return found
 
 
 def test_a_fork_writes_no_data_and_says_where_it_comes_from(fs: SimFs) -> None:
@@ -95,12 +75,10 @@ def test_a_fork_of_a_fork(fs: SimFs) -> None:
 
 
 def test_a_step_of_several_ranks(fs: SimFs) -> None:
-    with Ranks(fs, 3, BASE) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank].save(1, state_of_rank(rank, 3)).wait("committed"))
+    save_on_ranks(fs, 3, BASE, 1)
     fork(fs, step_path(BASE, 1), CHILD)
     with Ranks(fs, 3, CHILD) as ranks:
-        found = [state_of_rank(rank, 3) for rank in range(3)]
-        assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [1, 1, 1]
+        check_on_ranks(ranks, 1)
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP])
@@ -116,8 +94,7 @@ def test_a_file_system_without_links_gets_a_copy(fs: SimFs, code: int) -> None:
 
 def test_a_damaged_file_is_not_copied(fs: SimFs) -> None:
     save(fs, BASE, 1)
-    name = next(name for name, _ in fs.listdir(step_path(BASE, 1)) if "safetensors" in name)
-    fs.corrupt(f"{step_path(BASE, 1)}/{name}", 5000, 1)
+    fs.corrupt(data_of(fs, BASE, 1), 5000, 1)
     fs.fail_next("link", errno.EXDEV, 1 << 20)
     with pytest.raises(CorruptionError):
         fork(fs, step_path(BASE, 1), CHILD)
@@ -141,22 +118,10 @@ def test_what_cannot_be_is_refused(fs: SimFs) -> None:
             fork(fs, step_path(BASE, 1), "/runs/busy")
 
 
-def test_a_step_that_is_retired_meanwhile(fs: SimFs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_retired_meanwhile(fs: SimFs) -> None:
     save(fs, BASE, 1)
-    link = fs.link
-
-    class Retiring:
-        """The base's job retires the step as soon as its files are linked."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(fs, name)
-
-        def link(self, path: str, target: str) -> None:
-            link(path, target)
-            fs.rename(step_path(BASE, 1), f"{step_path(BASE, 1)}.retired")
-
     with pytest.raises(StepNotFoundError, match="retired"):
-        fork(Retiring(), step_path(BASE, 1), CHILD)  # type: ignore[arg-type]
+        fork(RetiringOnLink(fs, BASE, 1), step_path(BASE, 1), CHILD)  # type: ignore[arg-type]
     check(fs, CHILD)
 
 

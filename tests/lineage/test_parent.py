@@ -9,12 +9,21 @@ import pytest
 import torch
 
 import statehold
-from lineage.test_forking import BASE, CHILD, check, content, manifest_of, save
 from statehold import Checkpointer
 from statehold.errors import PeerFailedError, StepNotFoundError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
-from support.rank_states import state
+from support.plain_runs import (
+    BASE,
+    CHILD,
+    check,
+    check_on_ranks,
+    content,
+    manifest_of,
+    save,
+    save_on_ranks,
+)
+from support.rank_states import blank
 from support.ranks import Ranks
 
 
@@ -56,11 +65,9 @@ def test_a_run_that_saves_first_begins_with_nothing(fs: SimFs) -> None:
 
 
 def test_every_rank_gets_it(fs: SimFs) -> None:
-    with Ranks(fs, 2, BASE) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank].save(4, state(rank, 2)).wait("committed"))
+    save_on_ranks(fs, 2, BASE, 4)
     with Ranks(fs, 2, CHILD, parent=f"{BASE}@4") as ranks:
-        found = [state(rank, 2) for rank in range(2)]
-        assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [4, 4]
+        check_on_ranks(ranks, 4)
 
 
 def test_a_parent_that_is_not_there(fs: SimFs) -> None:
@@ -71,7 +78,7 @@ def test_a_parent_that_is_not_there(fs: SimFs) -> None:
         Ranks(fs, 2, CHILD, parent=f"{BASE}@9") as ranks,
         pytest.raises((StepNotFoundError, PeerFailedError)),
     ):
-        ranks.each(lambda rank: ranks.ckpts[rank].restore(state(rank, 2)))
+        ranks.each(lambda rank: ranks.ckpts[rank].restore(blank()))
     check(fs, CHILD)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lineage.test_forking import BASE, CHILD, manifest_of
 from statehold.errors import (
     CorruptionError,
     PeerFailedError,
@@ -24,6 +23,7 @@ from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path
 from support.networks import mlp
+from support.plain_runs import BASE, CHILD, manifest_of
 from support.ranks import Ranks
 
 

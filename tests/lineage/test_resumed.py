@@ -13,10 +13,11 @@ from statehold.checkpoint.save import resumed, sharing
 from statehold.checkpoint.save.resumed import known_files
 from statehold.checkpoint.store.store import Store
 from statehold.testing import SimFs, checkpointer_on
-from support.descended import BASE, CHILD, Job, begin, check
+from support.descended import Job, begin, check
 from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside
 from support.levels import remove, step_path
+from support.plain_runs import BASE, CHILD
 from support.ranks import Ranks
 from support.sharing import Tuned, names, same
 

@@ -29,60 +29,44 @@ from statehold.errors import (
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path, steps_at
-from support.rank_states import state as state_of_rank
+from support.plain_runs import (
+    BASE,
+    RetiringOnLink,
+    check,
+    check_on_ranks,
+    content,
+    data_of,
+    save,
+    save_on_ranks,
+)
 from support.ranks import Ranks
 
-RUN, OTHER = "/runs/run", "/runs/other"
-NUMEL = 300_000  # more than one block of checksums
-
-
-def content(step: int) -> dict[str, Any]:
-    return {"w": torch.arange(NUMEL, dtype=torch.int32) * 7 + step, "step": step}
-
-
-def save(fs: SimFs, run: str, *steps: int, keep: int | None = None) -> None:
-    with checkpointer_on(fs, run, keep=keep, **SMALL) as ckpt:
-        for step in steps:
-            ckpt.save(step, content(step), tags=["t"]).wait("committed", DEADLINE_S)
-
-
-def check(fs: SimFs, run: str, *steps: int) -> None:
-    with checkpointer_on(fs, run, **SMALL) as ckpt:
-        assert ckpt.steps() == list(steps)
-        for step in steps:
-            live = content(0)
-            assert ckpt.restore(live, step) == step
-            assert torch.equal(live["w"], content(step)["w"])
-
-
-def data_of(fs: SimFs, run: str, step: int) -> str:
-    found = [name for name, _ in fs.listdir(step_path(run, step)) if "safetensors" in name]
-    return f"{step_path(run, step)}/{found[0]}"
+OTHER = "/runs/other"
 
 
 @pytest.mark.parametrize("link", [True, False])
 def test_a_copy_is_the_same_step_and_stands_on_its_own(fs: SimFs, link: bool) -> None:
-    save(fs, RUN, 1, 2)
-    copied = copy_into(fs, step_path(RUN, 1), OTHER, link=link)
+    save(fs, BASE, 1, 2, tags=["t"])
+    copied = copy_into(fs, step_path(BASE, 1), OTHER, link=link)
     assert copied.path == step_path(OTHER, 1)
     assert bool(copied.linked_bytes) == link
     assert bool(copied.copied_bytes) != link
     name = "manifest.json"
-    same = [fs.read_file(f"{step_path(run, 1)}/{name}", 1 << 20) for run in (RUN, OTHER)]
+    same = [fs.read_file(f"{step_path(run, 1)}/{name}", 1 << 20) for run in (BASE, OTHER)]
     assert same[0] == same[1]
-    save(fs, RUN, 3, 4, keep=1)  # retires step 1, and would write over its files
+    save(fs, BASE, 3, 4, keep=1)  # retires step 1, and would write over its files
     check(fs, OTHER, 1)
-    remove(fs, RUN)
+    remove(fs, BASE)
     check(fs, OTHER, 1)
 
 
 def test_the_steps_of_the_destination_stay(fs: SimFs) -> None:
-    save(fs, RUN, 5)
+    save(fs, BASE, 5)
     save(fs, OTHER, 3, 9)
-    copy_into(fs, step_path(RUN, 5), OTHER)
+    copy_into(fs, step_path(BASE, 5), OTHER)
     check(fs, OTHER, 3, 5, 9)
-    assert copy_into(fs, step_path(RUN, 5), OTHER).was_there
-    assert copy_into(fs, step_path(RUN, 5), RUN).was_there
+    assert copy_into(fs, step_path(BASE, 5), OTHER).was_there
+    assert copy_into(fs, step_path(BASE, 5), BASE).was_there
     save(fs, "/runs/third", 3)
     with pytest.raises(UsageError, match="another save of this step"):
         copy_into(fs, step_path("/runs/third", 3), OTHER)
@@ -90,18 +74,16 @@ def test_the_steps_of_the_destination_stay(fs: SimFs) -> None:
 
 
 def test_a_step_of_several_ranks(fs: SimFs) -> None:
-    with Ranks(fs, 3, RUN) as ranks:
-        ranks.each(lambda rank: ranks.ckpts[rank].save(1, state_of_rank(rank, 3)).wait("committed"))
-    copy_into(fs, step_path(RUN, 1), OTHER)
+    save_on_ranks(fs, 3, BASE, 1)
+    copy_into(fs, step_path(BASE, 1), OTHER)
     with Ranks(fs, 3, OTHER) as ranks:
-        found = [state_of_rank(rank, 3) for rank in range(3)]
-        assert ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank])) == [1, 1, 1]
+        check_on_ranks(ranks, 1)
 
 
 def test_a_file_system_without_links_gets_a_copy(fs: SimFs) -> None:
-    save(fs, RUN, 1)
+    save(fs, BASE, 1)
     fs.fail_next("link", errno.EXDEV, 1 << 20)
-    copied = copy_into(fs, step_path(RUN, 1), OTHER)
+    copied = copy_into(fs, step_path(BASE, 1), OTHER)
     assert fs.fired["injected link"] == 1
     assert copied.linked_bytes == 0 < copied.copied_bytes
     fs.set_faults()
@@ -110,15 +92,15 @@ def test_a_file_system_without_links_gets_a_copy(fs: SimFs) -> None:
 
 @pytest.mark.parametrize("link", [True, False])
 def test_a_damaged_step_is_not_copied(fs: SimFs, link: bool) -> None:
-    save(fs, RUN, 1)
-    fs.corrupt(data_of(fs, RUN, 1), 1_000_000, 1)
+    save(fs, BASE, 1)
+    fs.corrupt(data_of(fs, BASE, 1), 1_000_000, 1)
     with pytest.raises(CorruptionError):
-        copy_into(fs, step_path(RUN, 1), OTHER, link=link)
+        copy_into(fs, step_path(BASE, 1), OTHER, link=link)
     assert steps_at(fs, OTHER) == []
 
 
 def test_an_interrupted_copy_is_continued(fs: SimFs, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(fs, RUN, 1)
+    save(fs, BASE, 1)
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt  # all data is there, and the manifest is not
@@ -126,10 +108,10 @@ def test_an_interrupted_copy_is_continued(fs: SimFs, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(DirectoryPlace, "commit", stop)
         with pytest.raises(KeyboardInterrupt):
-            copy_into(fs, step_path(RUN, 1), OTHER, link=False)
+            copy_into(fs, step_path(BASE, 1), OTHER, link=False)
     assert steps_at(fs, OTHER) == []
     fs.record()
-    copy_into(fs, step_path(RUN, 1), OTHER, link=False)
+    copy_into(fs, step_path(BASE, 1), OTHER, link=False)
     taken = [each for each in fs.recorded if each.startswith("rename ") and "rank-" in each]
     assert len(taken) == 1  # into the new attempt, which verifies it
     check(fs, OTHER, 1)
@@ -137,31 +119,19 @@ def test_an_interrupted_copy_is_continued(fs: SimFs, monkeypatch: pytest.MonkeyP
 
 
 def test_what_cannot_be_is_refused(fs: SimFs) -> None:
-    save(fs, RUN, 1)
+    save(fs, BASE, 1)
     with checkpointer_on(fs, OTHER, **SMALL) as ckpt:
         ckpt.save(2, content(2))
         with pytest.raises(RunBusyError):
-            copy_into(fs, step_path(RUN, 1), OTHER)
+            copy_into(fs, step_path(BASE, 1), OTHER)
     with pytest.raises(StorageError):
-        copy_into(fs, step_path(RUN, 3), OTHER)
+        copy_into(fs, step_path(BASE, 3), OTHER)
 
 
 def test_a_step_that_is_retired_meanwhile(fs: SimFs) -> None:
-    save(fs, RUN, 1)
-    link = fs.link
-
-    class Retiring:
-        """The job of the run retires the step as soon as its files are linked."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(fs, name)
-
-        def link(self, path: str, target: str) -> None:
-            link(path, target)
-            fs.rename(step_path(RUN, 1), f"{step_path(RUN, 1)}.retired")
-
+    save(fs, BASE, 1)
     with pytest.raises((StepNotFoundError, MissingFileError)):
-        copy_into(Retiring(), step_path(RUN, 1), OTHER)  # type: ignore[arg-type]
+        copy_into(RetiringOnLink(fs, BASE, 1), step_path(BASE, 1), OTHER)  # type: ignore[arg-type]
     assert steps_at(fs, OTHER) == []
 
 
@@ -178,33 +148,33 @@ class Closing:
 
 
 def test_a_step_that_is_retired_when_all_was_read(fs: SimFs) -> None:
-    save(fs, RUN, 1)
+    save(fs, BASE, 1)
 
     class Retiring:
         def __getattr__(self, name: str) -> Any:
             return getattr(fs, name)
 
         def open_read(self, path: str) -> Any:
-            where = step_path(RUN, 1)
+            where = step_path(BASE, 1)
             return Closing(fs.open_read(path), lambda: fs.rename(where, f"{where}.retired"))
 
     with pytest.raises(StepNotFoundError, match="retired"):
-        copy_into(Retiring(), step_path(RUN, 1), OTHER)  # type: ignore[arg-type]
+        copy_into(Retiring(), step_path(BASE, 1), OTHER)  # type: ignore[arg-type]
     assert steps_at(fs, OTHER) == []
 
 
 @pytest.mark.parametrize("link", [True, False])
 def test_a_crash_leaves_no_step_or_a_whole_one(fs: SimFs, link: bool) -> None:
-    save(fs, RUN, 1)
+    save(fs, BASE, 1)
     fs.record()
-    copy_into(fs, step_path(RUN, 1), OTHER, link=link)
+    copy_into(fs, step_path(BASE, 1), OTHER, link=link)
     states, committed = 0, 0
     for moment in range(len(fs.recorded)):
         for disk in Sample(4, whole=False).of(fs, moment, 0):
             states += 1
             steps = steps_at(disk, OTHER)
             check(disk, OTHER, *steps)
-            assert not copy_into(disk, step_path(RUN, 1), OTHER, link=link).was_there or steps
+            assert not copy_into(disk, step_path(BASE, 1), OTHER, link=link).was_there or steps
             check(disk, OTHER, 1)
             committed += bool(steps)
     assert states > 8

@@ -20,9 +20,10 @@ from statehold.checkpoint.levels.forking import fork
 from statehold.cli import main
 from statehold.errors import CorruptionError, StateholdError
 from statehold.testing import SimFs, checkpointer_on
-from support.descended import BASE, CHILD, Bits, Job, begin, check
+from support.descended import Bits, Job, begin, check
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path
+from support.plain_runs import BASE, CHILD
 from support.sharing import Tuned, names, same, whole_steps
 
 STATES = os.environ.get("STATEHOLD_CRASH_STATES")

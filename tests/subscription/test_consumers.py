@@ -13,7 +13,7 @@ import torch
 import statehold
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from support.faults import DEADLINE_S
-from support.published import NAMES, applied, content, save, whole
+from support.published import NAMES, applied, brought, content, save, whole
 
 # -- the consumer's tensors ---------------------------------------------------------------------
 
@@ -21,26 +21,22 @@ from support.published import NAMES, applied, content, save, whole
 def test_a_tensor_that_the_consumer_changes_or_replaces_is_read_as_a_whole(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     live["a"].zero_()
     live["b"] = torch.zeros_like(live["b"])
-    save(ckpt, 2)
-    applied(updates)
+    brought(ckpt, updates, 2)
     assert whole(live) == 2
 
 
 def test_a_step_that_does_not_fit_changes_nothing(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2, {**content(2), "a": torch.zeros(3)})
     with pytest.raises(StateMismatchError, match=r"model\.a"):
         updates.wait(0)
     assert whole(live) == 1
-    save(ckpt, 3)
-    applied(updates)
+    brought(ckpt, updates, 3)
     assert whole(live) == 3
 
 
@@ -98,11 +94,9 @@ def step_fused(tensor: torch.Tensor) -> None:
 def test_a_tensor_that_a_fused_optimizer_has_changed_is_read_as_a_whole(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     step_fused(live["a"])
-    save(ckpt, 2)
-    applied(updates)
+    brought(ckpt, updates, 2)
     assert whole(live) == 2
 
 
@@ -113,8 +107,7 @@ def test_a_tensor_that_changes_between_wait_and_apply(
     live: dict[str, Any],
     change: Callable[[torch.Tensor], object],
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2)
     update = updates.wait(DEADLINE_S)
     assert update is not None
@@ -134,8 +127,7 @@ def test_a_tensor_that_changes_between_wait_and_apply(
 def test_a_fork_leaves_the_subscription_to_its_parent(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
 
     child = os.fork()
     if child == 0:
@@ -147,8 +139,7 @@ def test_a_fork_leaves_the_subscription_to_its_parent(
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    save(ckpt, 2)
-    applied(updates)
+    brought(ckpt, updates, 2)
     assert whole(live) == 2
 
 

@@ -18,7 +18,7 @@ from statehold.errors import ClosedError, UsageError
 from statehold.subscription import copying, subscribe, watching
 from statehold.subscription.spare import Spare
 from support.faults import DEADLINE_S, SMALL
-from support.published import PIECE, applied, content, data_files, flip, save, whole
+from support.published import PIECE, applied, brought, content, data_files, flip, save, whole
 
 DOCUMENTS_BYTES_MAX = 64 << 10
 
@@ -46,16 +46,13 @@ def test_only_pieces_that_differ_are_read(
 ) -> None:
     whole_bytes = sum(tensor.nbytes for tensor in live.values())
     state = content(0)
-    save(ckpt, 1, state)
-    assert applied(updates).changed_bytes == whole_bytes
+    assert brought(ckpt, updates, 1, state).changed_bytes == whole_bytes
     state["c"][-1] = 99  # in the last piece of this tensor, or where it meets the next one
-    save(ckpt, 2, state)
-    update = applied(updates)
+    update = brought(ckpt, updates, 2, state)
     assert 0 < update.changed_bytes <= 2 * PIECE
     assert update.read_bytes - update.changed_bytes < DOCUMENTS_BYTES_MAX
     assert all(torch.equal(live[name], state[name]) for name in state)
-    save(ckpt, 3, state)
-    assert applied(updates).changed_bytes == 0
+    assert brought(ckpt, updates, 3, state).changed_bytes == 0
 
 
 def test_files_that_steps_share_cost_nothing(run: Path) -> None:
@@ -93,8 +90,7 @@ def test_the_newest_step_counts(
 def test_a_skipped_update_is_in_the_next_one(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2)
     skipped = updates.wait(DEADLINE_S)
     assert skipped is not None
@@ -104,8 +100,7 @@ def test_a_skipped_update_is_in_the_next_one(
     with pytest.raises(UsageError, match="already"):
         skipped.apply()
     assert whole(live) == 1
-    save(ckpt, 3)
-    applied(updates)
+    brought(ckpt, updates, 3)
     assert whole(live) == 3
 
 
@@ -237,8 +232,7 @@ def test_the_tensors_go_back_with_the_run(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription, live: dict[str, Any]
 ) -> None:
     save(ckpt, 1)
-    save(ckpt, 2)
-    applied(updates)
+    brought(ckpt, updates, 2)
     ckpt.rewind(1)
     assert applied(updates).step == 1
     assert whole(live) == 1
@@ -318,8 +312,7 @@ def test_a_damaged_step_leaves_the_tensors_at_the_old_one(
     live: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2)
     (file,) = data_files(run, 2)
     for at in range(PIECE // 2, file.stat().st_size, PIECE):  # a piece that differs among them
@@ -330,8 +323,7 @@ def test_a_damaged_step_leaves_the_tensors_at_the_old_one(
     told = [each.getMessage() for each in caplog.records]
     assert sum("step 2" in text and "is damaged" in text for text in told) == 1
     assert (whole(live), updates.step) == (1, 1)
-    save(ckpt, 3)
-    applied(updates)
+    brought(ckpt, updates, 3)
     assert whole(live) == 3
 
 
@@ -343,8 +335,7 @@ def test_a_file_that_is_gone_is_damage(
     updates: statehold.Subscription,
     live: dict[str, Any],
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2)
     (run / "step-000000000002" / name).unlink()
     assert updates.wait(0) is None
@@ -457,8 +448,7 @@ def test_after_an_update_that_failed_everything_is_read_again(
     live: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save(ckpt, 1)
-    applied(updates)
+    brought(ckpt, updates, 1)
     save(ckpt, 2)
     update = updates.wait(DEADLINE_S)
     assert update is not None

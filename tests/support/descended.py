@@ -8,9 +8,9 @@ import torch
 
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL, must
+from support.plain_runs import BASE
 from support.sharing import Tuned, TunedRun, whole_steps
 
-BASE, CHILD = "/runs/base", "/runs/child"
 Bits = dict[str, torch.Tensor]
 
 

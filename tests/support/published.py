@@ -55,6 +55,17 @@ def save(ckpt: statehold.Checkpointer, step: int, state: dict[str, Any] | None =
     ckpt.save(step, {"model": model, "more": torch.ones(3)}).wait("committed", DEADLINE_S)
 
 
+def brought(
+    ckpt: statehold.Checkpointer,
+    updates: statehold.Subscription,
+    step: int,
+    state: dict[str, Any] | None = None,
+) -> statehold.Update:
+    """Save a step, and have it in place."""
+    save(ckpt, step, state)
+    return applied(updates)
+
+
 def applied(updates: statehold.Subscription) -> statehold.Update:
     update = updates.wait(DEADLINE_S)
     assert update is not None
