@@ -20,7 +20,12 @@ from sim.seeds import Report, run_seed
 from statehold._core import WriteJob
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.save.work import Work
+from statehold.checkpoint.save.writes import Ordered, Segments, start_write
 from statehold.errors import StateholdError
+from statehold.io.clients import open_engine
+from statehold.layout.plan import plan_save
+from statehold.tensors.columns import Tensors
+from statehold.testing import SimFs
 from support.scheduler import Deadlock
 from support.stepped import simulated
 
@@ -156,3 +161,23 @@ def test_what_waits_for_ever_ends_with_the_run() -> None:
         time.sleep(1)
     begun[0].join(60)
     assert not begun[0].is_alive()
+
+
+def dawdle() -> None:
+    """Others may go on meanwhile, a hundred times."""
+    for _ in range(100):
+        time.sleep(0)
+
+
+def test_an_engine_is_closed_when_its_last_transfer_has_ended(fs: SimFs) -> None:
+    """However late the disk has its turn: here, when nobody else can go on."""
+    with simulated(0) as turns, ThreadPoolExecutor(1) as pool:
+        turns._disk_weight = 1e-9
+        engine = open_engine(fs, 1 << 20, 1 << 20, 1)
+        plan = plan_save([], step=1)
+        nothing = Ordered(Tensors(), Segments.of(plan, Tensors().structure))
+        start_write(engine, plan, nothing, fs.open_write("/x", plan.file_bytes))
+        pool.submit(dawdle)
+        assert len(fs.waiting) == 1
+        engine.close()
+        assert not fs.waiting

@@ -142,7 +142,8 @@ class Scheduler:
         return self._wait(task, ready, until, what)
 
     def sleep(self, seconds: float) -> None:
-        """Return when so much virtual time is over: all that could happen before has happened."""
+        """Return when so much virtual time is over. Choices take time, too, so what could happen
+        before may still wait for its turn."""
         self.wait(_never, seconds, f"{seconds} s to pass")
 
     def start(self, name: str) -> Task:

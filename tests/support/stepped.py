@@ -9,8 +9,9 @@ each engine its order is that of the engine's queues. Another thread makes the b
 before the first job: the order would depend on when a buffer comes. The disk holds every transfer
 until the scheduler chooses it (SimFs.hold).
 
-A wait for a job is a wait of the task: the scheduler asks the job, which never blocks. What waits
-for transfers inside native code lets a moment of virtual time pass first: then there are none.
+A wait for a job is a wait of the task: the scheduler asks the job, which never blocks. What would
+wait for transfers inside native code is called when there are none: nobody else could complete them
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from support.turns import replaced
 
 _WAITS = ("wait", "wait_eager", "wait_copied", "wait_compared", "wait_written")
 _STIRS = ("attach", "filled", "release", "cancel")
-_MOMENT_S = 1e-4
 
 
 @contextlib.contextmanager
@@ -39,13 +39,18 @@ def simulated(seed: object) -> Iterator[Scheduler]:
     real = pipeline._give_back
 
     def give_back(file: Any) -> None:
-        turns.sleep(_MOMENT_S)
+        turns.wait(lambda: not _is_moving(turns, file.path), None, f"transfers of {file.path}")
         real(file)
 
     engines = mock.patch.object(_core, "Engine", engines_in_turns(turns))
     files = mock.patch.object(pipeline, "_give_back", give_back)
     with replaced(turns), engines, files, turns.running():
         yield turns
+
+
+def _is_moving(turns: Scheduler, path: str) -> bool:
+    """Whether a transfer of the file waits for its turn."""
+    return any(f" {path} " in what for disk in turns.disks for what in disk.waiting())
 
 
 class SteppedDisk:
@@ -70,10 +75,11 @@ class SteppedDisk:
 class SteppedEngine:
     """Stands before an engine."""
 
-    def __init__(self, turns: Scheduler, engine: Any) -> None:
+    def __init__(self, turns: Scheduler, engine: Any, clients: int) -> None:
         self.turns = turns
         self.settle: Callable[[], None] = engine.settle
         self._engine = engine
+        self._clients = clients
         self._jobs: weakref.WeakValueDictionary[int, SteppedJob] = weakref.WeakValueDictionary()
         self._count = 0
 
@@ -89,8 +95,13 @@ class SteppedEngine:
     def close(self) -> None:
         for job in list(self._jobs.values()):
             job.cancel()
-        self.turns.sleep(_MOMENT_S)
+        self.turns.wait(self._has_all_buffers, None, "the last transfers of an engine")
         self._engine.close()
+
+    def _has_all_buffers(self) -> bool:
+        """Each transfer has one."""
+        stats = map(self._engine.client_stats, range(self._clients))
+        return not any(each["buffers"] for each in stats)
 
     def _began(self, native: Any) -> SteppedJob:
         job = SteppedJob(self, native)
@@ -172,7 +183,7 @@ def engines_in_turns(turns: Scheduler) -> Callable[..., Any]:
     def make(fs: Any, *args: Any, **options: Any) -> Any:
         engine = real(fs, *args, **options)
         disk = disk_of(turns, fs)
-        stepped = SteppedEngine(turns, engine)
+        stepped = SteppedEngine(turns, engine, len(options.get("clients", [None])))
         disk.engines.append(weakref.ref(stepped))
         engine.settle(all_buffers=True)
         return stepped
