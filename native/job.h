@@ -124,7 +124,7 @@ class Job : public std::enable_shared_from_this<Job> {
   bool idle() const REQUIRES(engine_mutex) { return workers_inside_ == 0 && in_flight_ == 0; }
 
   // Fails the job with Status::closed, unless it is complete; quiet on return.
-  void cancel();
+  virtual void cancel();
 
  protected:
   virtual bool complete() const REQUIRES(engine_mutex) = 0;

@@ -129,6 +129,7 @@ void WriteJob::finish() {
   wait(std::chrono::steady_clock::now(), [] { return true; });  // raises the error of the job
   {
     const Lock lock(shared_->mutex());
+    if (abandoned_) throw Failure(Status::closed("a transfer"));
     CHECK(writes_left_ == 0);
     CHECK(!finished_);
     CHECK(file_ != nullptr);
@@ -144,6 +145,15 @@ void WriteJob::finish() {
   if (padded) must(file->truncate(file_bytes_));
   must(file->sync());
   file->close();
+}
+
+void WriteJob::cancel() {
+  Job::cancel();
+  std::shared_ptr<File> file;
+  const Lock lock(shared_->mutex());
+  if (!complete() || memory_ != nullptr || file_ == nullptr) return;
+  file = std::move(file_);
+  abandoned_ = true;
 }
 
 std::vector<uint64_t> WriteJob::checksums() {

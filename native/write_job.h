@@ -77,6 +77,8 @@ class WriteJob final : public Job {
   // After wait_written: exact size, durable, closed. A file that is memory has all it can have; its
   // size is checked, and its other owners go on.
   void finish();
+  // As any job. A complete one lets go of its file, too, and finish() throws from then on.
+  void cancel() override;
   std::vector<uint64_t> checksums();  // throws std::invalid_argument before all is copied
   // nullopt: the deadline passed, or fills_left() is 0.
   std::optional<Fill> next_fill(Deadline deadline);
@@ -162,6 +164,7 @@ class WriteJob final : public Job {
   uint64_t externals_queued_ GUARDED_BY(engine_mutex) =
       0;  // blocks to copy that need a buffer whatever the file is
   bool finished_ GUARDED_BY(engine_mutex) = false;
+  bool abandoned_ GUARDED_BY(engine_mutex) = false;
   WriteStats stats_ GUARDED_BY(engine_mutex);
 };
 

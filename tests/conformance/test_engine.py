@@ -220,6 +220,19 @@ def test_a_cancelled_job_lets_go_of_its_file(disk: Disk, engine: _core.Engine) -
     assert disk.fs.can_reuse(disk.path("f"))
 
 
+def test_a_job_that_is_cancelled_when_all_is_written_does_too(
+    disk: Disk, engine: _core.Engine
+) -> None:
+    job = State(random_arrays(1, 1000)).write(engine)
+    file = disk.fs.open_write(disk.path("f"), 5096)
+    job.attach(file)
+    must(job.wait_written(DEADLINE_S))
+    job.cancel()
+    must(file.close_alone(DEADLINE_S))
+    with pytest.raises(ClosedError):
+        job.finish()
+
+
 def test_staging_is_one_block_of_memory(disk: Disk, engine: _core.Engine) -> None:
     assert engine.buffer_count == 3
     assert engine.buffer_bytes == BUFFER
