@@ -1,22 +1,16 @@
 """`python -m bench.integrations.trainer`: the Trainer of transformers with a save at every step.
 
-Owns: the time of a step, from the beginning of one to that of the next; and the wall time of
-train() for each step. At the end of train() our saves are committed at every level, and the last
-weights for from_pretrained are written.
-Invariants: the Trainer without saves, with its own checkpoints, and ours without and with a level
-in memory take turns in one process, with the same seed, data and model. The first five steps of a
-training do not count. All keep two checkpoints. Ours are durable when they are committed. The
-Trainer calls no fsync: its checkpoints survive the death of the process, like those in memory.
+Owns: the Trainer without saves, with its own checkpoints, and ours without and with a level in
+memory. At the end of train() our saves are committed at every level, and the last weights for
+from_pretrained are written.
+Invariants: all have the same seed, data and model, and keep two checkpoints. Ours are durable when
+they are committed. The Trainer calls no fsync: its checkpoints survive the death of the process,
+like those in memory.
+Not here: the rounds, the times and the table (comparison.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +25,7 @@ from transformers import (
 )
 
 import statehold
-from bench.harness import ROOT, median
-from statehold.checkpoint.levels.memory import memory_root
+from bench.integrations.comparison import Clock, Comparison, step_wall
 from statehold.integrations.transformers import StateholdTrainer
 
 # hidden, intermediate, layers, heads, vocabulary, tokens of a step
@@ -54,16 +47,9 @@ CASES = {
 }  # fmt: skip
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.begun: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.begun.append(time.perf_counter())
-
-    def steps(self) -> list[float]:
-        pairs = zip(self.begun, self.begun[1:], strict=False)
-        return [later - earlier for earlier, later in pairs][WARM:]
+class Times(Clock, TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.begin()
 
 
 def model_of(size: str) -> Any:
@@ -76,9 +62,13 @@ def model_of(size: str) -> Any:
     return LlamaForCausalLM(config)
 
 
-def train(size: str, case: str, steps: int, folder: Path) -> tuple[list[float], float, int]:
-    """The times of the steps, the wall time of a step, and the parameters of the model."""
-    model, clock = model_of(size), Clock()
+def parameters(size: str) -> int:
+    with torch.device("meta"):
+        return sum(each.numel() for each in model_of(size).parameters())
+
+
+def train(size: str, case: str, steps: int, folder: Path) -> tuple[list[float], float]:
+    model, times = model_of(size), Times()
     tokens = torch.randint(SIZES[size][4], (steps, SIZES[size][5]))
     arguments = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=1, save_steps=1,
@@ -86,68 +76,14 @@ def train(size: str, case: str, steps: int, folder: Path) -> tuple[list[float], 
         logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     trainer = CASES[case](
-        model=model, args=arguments, callbacks=[clock],
+        model=model, args=arguments, callbacks=[times],
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
     )  # fmt: skip
-    begin = time.perf_counter()
-    trainer.train()
-    wall = (time.perf_counter() - begin) / steps
-    return clock.steps(), wall, sum(each.numel() for each in model.parameters())
-
-
-def measure(size: str, steps: int, rounds: int, base: Path) -> dict[str, Any]:
-    taken: dict[str, list[float]] = {case: [] for case in CASES}
-    walls: dict[str, list[float]] = {case: [] for case in CASES}
-    parameters = 0
-    for _ in range(rounds):
-        for case in CASES:
-            folder = Path(tempfile.mkdtemp(prefix="trainer-", dir=base))
-            try:
-                found, wall, parameters = train(size, case, steps, folder)
-            finally:
-                shutil.rmtree(folder)
-                shutil.rmtree(memory_root(str(folder)), ignore_errors=True)
-            taken[case] += found
-            walls[case].append(wall)
-    return {
-        "size": size, "parameters": parameters, "steps": steps, "rounds": rounds,
-        "step_s": {case: median(each) for case, each in taken.items()},
-        "wall_s": {case: median(each) for case, each in walls.items()},
-    }  # fmt: skip
-
-
-def shown(found: dict[str, Any]) -> str:
-    free, free_wall = found["step_s"]["no saves"], found["wall_s"]["no saves"]
-    title = f"{found['size']}: {found['parameters'] / 1e6:.1f} million parameters, "
-    lines = [f"{title}{found['steps']} steps, {found['rounds']} rounds"]
-    lines.append(f"{'':12}{'step':>12}{'over no saves':>16}{'train() a step':>18}{'':>8}")
-    for case in CASES:
-        step, wall = found["step_s"][case], found["wall_s"][case]
-        lines.append(
-            f"{case:12}{step * 1e3:9.1f} ms{step / free:14.2f} x"
-            f"{wall * 1e3:15.1f} ms{wall / free_wall:6.2f} x"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.integrations.trainer")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--steps", type=int, help="of a training; by default 100 and 14")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=ROOT / "bench/out")
-    arguments = parser.parse_args()
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    record: list[dict[str, Any]] = []
-    for size in arguments.sizes:
-        record.append(
-            measure(size, arguments.steps or STEPS[size], arguments.rounds, arguments.dir)
-        )
-        print(shown(record[-1]), flush=True)
-    load = " ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"load {load}; torch {torch.__version__}, {torch.get_num_threads()} threads")
-    (arguments.dir / "trainer.json").write_text(json.dumps({"load": load, "cases": record}))
+    wall = step_wall(trainer.train, steps)
+    return times.steps(WARM), wall
 
 
 if __name__ == "__main__":
-    main()
+    Comparison(
+        "bench.integrations.trainer", "trainer.json", [*CASES], STEPS, parameters, train
+    ).main()
