@@ -329,7 +329,7 @@ def test_a_rank_that_cannot_copy_fails_the_copy_for_all_by_name(size) -> None:
 
 @pytest.mark.parametrize("size", [2, 4], indirect=True)
 def test_a_rank_that_takes_no_part_is_given_up_and_shifts_nothing(size) -> None:
-    """It was not told of a copy: that one fails in time, by name; the next ones go on."""
+    """A rank that starts no copy fails that copy in time and is named. The next copies succeed."""
     fs = SimFs(seed=1)
     with job(fs, size) as ranks:
         ranks.save(1, lambda rank: state(rank, 1))

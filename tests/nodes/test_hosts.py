@@ -307,7 +307,8 @@ CHANGES = ("mkdir", "open_write", "write_file", "rename", "exchange", "sync_dir"
 
 def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -> None:
     """At every seventh moment (STATEHOLD_NODES: at each) of the two rounds, of retention and of
-    copies; each time the newest step that all were told of is there, and the next job goes on."""
+    copies. Each time the newest step that save() reported on all ranks is there, and the next job
+    goes on."""
     seen: set[int | None] = set()
     for moment in range(0, 1000, EACH):
         hosts = disks(3)
@@ -337,7 +338,7 @@ def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -
 
 
 def _told(ranks: HostRanks, step: int) -> list[bool]:
-    """Save on all ranks; which of them were told that the step is committed."""
+    """Save on all ranks; the ranks on which the save reported its commit."""
 
     def act(rank: int) -> None:
         ckpt = ranks.ckpts[rank]

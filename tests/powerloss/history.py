@@ -1,8 +1,8 @@
 """What happened in a run, and at which position of the disk's log: what the oracle knows.
 
-A process that saves notes each fact with the position that the log had then: what it begins, before
-it begins; what it was told, after it was told. So a disk whose power went off at position p has
-seen all that was begun later than p not at all, and keeps all that was told up to p.
+A process that saves notes each fact with the position that the log had then. It notes what it
+begins before it begins, and what statehold reports after the report. So a disk whose power went off
+at position p has seen nothing that was begun later than p, and keeps all that was reported up to p.
 
     begin    a save of `step` with `serial` by `ranks` ranks may be there
     promise  it was reported as committed

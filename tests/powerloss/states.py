@@ -68,7 +68,7 @@ def draw(journal: Journal, cut: int, kind: str, chance: random.Random, sector_by
 
 def moments(journal: Journal, marks: Sequence[int], count: int, chance: random.Random) -> list[int]:
     """Positions at which the power goes off: most of them while changes are open, others just when
-    a flush was answered or somebody was told something (`marks`), or a little beside that."""
+    a flush was answered or a process noted a fact (`marks`), or a little beside that."""
     told = [mark for mark in marks if mark <= journal.records]
     answered = [at + 1 for _, at in journal.flushes]
     open_ = [cut for cut in range(journal.records + 1) if parted(journal, cut)[1]]

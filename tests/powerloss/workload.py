@@ -1,4 +1,4 @@
-"""What runs on the disk until its power goes off: saves of a plan, and what was told of them.
+"""What runs on the disk until its power goes off: saves of a plan, and what they reported.
 
 Runs in a process of its own, to its end; the power goes off afterwards, at positions of the log.
 """

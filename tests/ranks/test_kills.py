@@ -1,7 +1,7 @@
 """SIGKILL of one of four processes: at each step of the commit protocol, and at random moments.
 
 What has to hold, for either way to coordinate: the others' saves fail in time with an error that
-names the dead rank; no torn step is visible; no step that a rank was told is committed is lost; the
+names the dead rank; no torn step is visible; no step that a rank reported as committed is lost; the
 next job restores the newest step bit for bit on all ranks and saves on. All kills of a lane hit the
 same run directory, so each job also has to cope with what the death before it left behind.
 """
@@ -91,7 +91,7 @@ class Lane:
         return event
 
     def settle(self) -> None:
-        """Hold the next job to what this one was told, and its ranks to one another."""
+        """Hold the next job to what this one reported, and its ranks to one another."""
         assert len({(e["restored"], *e["steps"]) for e in self.events if "restored" in e}) == 1
         told = [event["committed"] for event in self.events if "committed" in event]
         self.committed = max([self.committed, *told])

@@ -2,7 +2,7 @@
 
 At operation k, whichever rank makes it, the machine stops: every later operation of both fails.
 Then the disk drops, keeps or tears what was not synced, seeded. The next job must find a committed
-step whole on both ranks, and no step that any rank was told is committed may be missing. The ranks
+step whole on both ranks, and no step that any rank reported as committed may be missing. The ranks
 take turns by the seed, so a failure replays.
 """
 
@@ -55,7 +55,7 @@ def blank() -> dict[str, Any]:
 
 
 def train(ranks: Ranks, rank: int, outlet: Outlet) -> int:
-    """Restore and save on; the newest step that this rank was told is committed."""
+    """Restore and save on; the newest step that a save of this rank reported as committed."""
     committed, state = 0, blank()
     try:
         start = ranks.ckpts[rank].restore(state) or 0

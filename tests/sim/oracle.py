@@ -5,7 +5,7 @@ So whatever a restore brings back says itself which save it is, and is compared 
 for bit.
 
     begun       saves that may be there: they were started
-    promised    the newest save of each step that some rank was told is committed
+    promised    the newest save of each step that some rank reported as committed
     suspect     steps with bytes that rot or a misdirected write has changed: these may be refused
     far         steps that only the second level has: it may not have got the newest save of them
 

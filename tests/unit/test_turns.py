@@ -1,4 +1,4 @@
-"""Whose turn it is: the same on all ranks, whatever they were told when, and soon again if not."""
+"""Whose turn it is: all ranks agree, whatever each one knows, or agree again soon."""
 
 from __future__ import annotations
 

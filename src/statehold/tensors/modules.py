@@ -37,7 +37,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def replicas(module: nn.Module) -> tuple[Any, list[torch.Tensor]] | None:
     """What DistributedDataParallel keeps equal over a process group, and the group; None without.
 
-    Parameters, and buffers unless it was told not to broadcast them: each rank has its own then.
+    These are the parameters, and the buffers unless `broadcast_buffers=False` leaves each rank its
+    own.
     """
     while not isinstance(module, nn.parallel.DistributedDataParallel):
         if isinstance(module, nn.DataParallel):
