@@ -14,7 +14,7 @@ from statehold import Checkpointer, Save
 from statehold.checkpoint.save import callbacks
 from statehold.errors import StateholdError, UsageError
 from statehold.testing import SimFs
-from support.faults import DEADLINE_S, SMALL, spy_on
+from support.faults import DEADLINE_S, SMALL, must, spy_on
 from support.levels import settle
 from support.ranks import Ranks
 
@@ -83,7 +83,7 @@ def test_no_save_waits_for_a_callback_that_hangs(
     monkeypatch.setattr(callbacks.Callbacks.close, "__defaults__", (0.0,))
     with Checkpointer(run, on_commit=stuck, keep=2, **SMALL) as ckpt:
         ckpt.save(1, {"x": 1})
-        assert stuck.here.wait(DEADLINE_S)
+        must(stuck.here.wait(DEADLINE_S))
         for step in range(2, 8):  # three of them wait, and three are left out
             ckpt.save(step, {"x": step}).wait("committed", DEADLINE_S)
         settle(ckpt)

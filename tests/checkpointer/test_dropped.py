@@ -80,7 +80,7 @@ def test_the_next_one_waits_for_what_is_still_being_saved(
     restored: Future[int | None] = aside.submit(ckpt.restore, live)
     assert not save.done("committed")
     holdup.release()
-    assert restored.result(DEADLINE_S) == 1
+    must(restored.result(DEADLINE_S) == 1)
     ckpt.save(2, state(2.0)).wait("committed", DEADLINE_S)
     ckpt.close()
     assert save.done("committed")

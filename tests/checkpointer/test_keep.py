@@ -14,7 +14,7 @@ import torch
 import statehold
 from statehold import Checkpointer, Directory, Keep, Memory, ObjectStore
 from statehold.testing import SimFs
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.hosts import LOCAL, HostRanks, disks
 from support.inside import inside
 from support.levels import FAR, NEAR, HeldCopy, opened_on, settle, step_path, steps_at
@@ -182,7 +182,7 @@ def test_a_step_that_is_being_copied_stays_until_it_is_there() -> None:
         save_all(ckpt, {1: 0.1})
         with HeldCopy(ckpt) as held:
             save(ckpt, 2, metrics={"loss": 0.9})
-            assert held.waiting.wait(DEADLINE_S)
+            must(held.waiting.wait(DEADLINE_S))
             save(ckpt, 3, metrics={"loss": 0.8})
             inside(ckpt).pipeline.drain()
             assert steps_at(fs, NEAR) == [1, 2, 3]
@@ -280,7 +280,7 @@ def test_a_pinned_step_goes_to_the_levels_that_pin_it_whatever_their_cadence() -
         settle(ckpt)
         with HeldCopy(ckpt) as held:
             save(ckpt, 3)
-            assert held.waiting.wait(DEADLINE_S)
+            must(held.waiting.wait(DEADLINE_S))
             save(ckpt, 4, tags=["warm"])  # the level is busy
             save(ckpt, 5, tags=["cold"])
         settle(ckpt)

@@ -23,13 +23,16 @@ from statehold.reading.places import file_system
 from support.faults import DEADLINE_S, SMALL, must
 from support.levels import settle
 
+# Holds a lock; ends when the test ends, as an agent also when the lock is wanted, which it can only
+# look for.
 HOLDER = """
-import sys, time
+import select, sys
 from statehold.checkpoint.store.lock import RunLock
 lock = RunLock(sys.argv[1], yields=sys.argv[2] == "agent")
 print("held", flush=True)
 while not (sys.argv[2] == "agent" and lock.is_wanted):
-    time.sleep(0.005)
+    if select.select([sys.stdin], [], [], 0.01)[0]:
+        break
 lock.release()
 """
 
@@ -145,15 +148,17 @@ def test_memory_in_use_is_refused(run: Path, who: str, capsys: pytest.CaptureFix
     save(run)
     memory = memory_path(str(run))
     command = [sys.executable, "-c", HOLDER, memory, who]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         try:
             must(holder.stdout is not None and holder.stdout.readline() == b"held\n")
             assert answer(capsys, "free", run)["memory"][0]["used"]
             assert "a job or an agent uses" in answer(capsys, "free", run, "--yes", code=4)
             assert Path(memory).is_dir()
             if who == "agent":
-                assert answer(capsys, "free", run, "--yes", "--force")["done"]
-                assert holder.wait(DEADLINE_S) == 0
+                freed = answer(capsys, "free", run, "--yes", "--force")
+                assert freed["done"]
+                ended = holder.wait(DEADLINE_S)
+                assert ended == 0
             else:
                 assert "already saving" in answer(capsys, "free", run, "--yes", "--force", code=4)
             assert Path(memory).is_dir() == (who == "job")

@@ -23,6 +23,7 @@ import pytest
 import statehold.cli
 from statehold.cli import main, output, progress, tables, terminal
 from statehold.units import format_age
+from support.faults import must
 from support.runs import write_step
 
 HAS_RICH = importlib.util.find_spec("rich") is not None
@@ -335,7 +336,7 @@ def in_a_terminal(words: list[str], columns: int) -> str:
         pass  # how Linux says that the other end is closed
     finally:
         os.close(ours)
-    assert child.wait() == 0
+    must(child.wait() == 0, raw)
     return raw.decode().replace("\r\n", "\n")
 
 

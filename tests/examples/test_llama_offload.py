@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from support import scripts
+from support.faults import DEADLINE_S, must
 
 torch = pytest.importorskip("torch")
 
@@ -85,7 +86,7 @@ except RuntimeError as error:
 
 def test_the_kernel_enforces_the_limit(llama, capfd) -> None:
     env = os.environ | {"PYTHONPATH": str(LLAMA)}
-    assert scripts.start(["-c", LIMITED], env=env).wait() == 0
+    must(scripts.start(["-c", LIMITED], env=env).wait(DEADLINE_S) == 0)
     assert "refused" in capfd.readouterr().out
 
 
@@ -94,5 +95,5 @@ def test_the_demo_as_people_see_it(tmp_path) -> None:
     words = [LLAMA / "demo.py", "--offload", "--out", tmp_path / "demo", "--steps", "4"]
     script = scripts.start(words, stdout=scripts.PIPE)
     said, _ = script.communicate(timeout=600)
-    assert script.wait() == 0, said
+    must(script.wait() == 0, said)
     assert "equal bit for bit" in said

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support import scripts
-from support.faults import DEADLINE_S
+from support.faults import DEADLINE_S, must
 from support.offloaded import Plain
 from support.seeds import seed_of_today
 
@@ -95,7 +95,7 @@ def test_no_kill_costs_a_committed_step_or_a_bit(tmp_path: Path) -> None:
             for last, step, *_ in lines:
                 if last == "committed":
                     committed = int(step)
-            assert script.wait(DEADLINE_S) == -signal.SIGKILL, script.stderr.read()
+            must(script.wait(DEADLINE_S) == -signal.SIGKILL, script.stderr.read)
         hit[last] += 1
     print(f"seed {seed}: killed after {dict(hit)}, {committed} steps")
     assert sum(hit.values()) == KILLS
@@ -103,9 +103,9 @@ def test_no_kill_costs_a_committed_step_or_a_bit(tmp_path: Path) -> None:
         assert hit.keys() >= {"started", "update", "save"}
     with trainer(tmp_path, committed + 3) as script:
         *_, (word, step) = lines_of(script)
-        assert script.wait(DEADLINE_S) == 0, script.stderr.read()
+        must(script.wait(DEADLINE_S) == 0, script.stderr.read)
         assert [word, int(step)] == ["save", committed + 3]
     with trainer(tmp_path, 0) as script:
         assert next(lines_of(script))[1:] == [step, plain.digest_after(int(step))]
-        assert script.wait(DEADLINE_S) == 0
+        must(script.wait(DEADLINE_S) == 0)
     assert not list(tmp_path.glob("*/optimizer-*/*.state"))

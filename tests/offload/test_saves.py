@@ -497,7 +497,7 @@ def saved_late(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) 
     may_go, files = threading.Event(), Held.files
 
     def late(held: Held, heads: Any) -> Any:
-        assert may_go.wait(DEADLINE_S)
+        must(may_go.wait(DEADLINE_S))
         return files(held, heads)
 
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:

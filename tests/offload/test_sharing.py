@@ -11,7 +11,7 @@ import torch
 from statehold import offload
 from statehold.errors import StorageError
 from support import scripts
-from support.faults import DEADLINE_S
+from support.faults import DEADLINE_S, must
 from support.twins import Twins
 
 SMALL = 49_152
@@ -69,7 +69,7 @@ def test_a_dead_job_leaves_nothing_and_living_ones_lose_nothing(tmp_path: Path) 
         assert folders == {tmp_path / "optimizer-0", tmp_path / "optimizer-1"}
         owner = {int((each / ".lock").read_text().split()[1]): each for each in folders}
         dying.kill()
-        assert dying.wait() == -9
+        must(dying.wait(DEADLINE_S) == -9)
         stale = list(owner[dying.pid].glob("*.state"))
         kept = {file: file.stat().st_ino for file in owner[living.pid].glob("*.state")}
         assert stale
@@ -88,8 +88,8 @@ def test_a_dead_job_leaves_nothing_and_living_ones_lose_nothing(tmp_path: Path) 
         assert {file: file.stat().st_ino for file in kept} == kept
         living.stdin.write("go on\n")
         living.stdin.flush()
-        assert living.stdout.readline().startswith("again")
-        assert living.wait(DEADLINE_S) == 0, living.stderr.read()
+        must(living.stdout.readline().startswith("again"))
+        must(living.wait(DEADLINE_S) == 0, living.stderr.read)
     assert list(tmp_path.rglob("*.state")) == [foreign]
 
 
@@ -108,7 +108,7 @@ def test_a_fork_keeps_no_folder_of_its_dead_parent(tmp_path: Path) -> None:
     with scripts.start(["-c", code], stdout=scripts.PIPE) as script:
         child = int(script.stdout.readline())
         try:
-            assert script.wait(DEADLINE_S) == -9
+            must(script.wait(DEADLINE_S) == -9)
             optimizer = offload.AdamW([torch.nn.Parameter(torch.ones(3))],
                                       tiers=[offload.Path(tmp_path)])  # fmt: skip
             optimizer.close()

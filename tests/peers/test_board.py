@@ -213,7 +213,8 @@ def test_what_a_loss_of_power_has_left_of_notes_is_passed_over(
         if following.done():
             following.result()
         token = leader.open(0, 2, later())
-        assert following.result(DEADLINE_S) == token
+        followed = following.result(DEADLINE_S)
+        assert followed == token
     left = sorted(each.name for each in tmp_path.iterdir())
     assert left == sorted(["call", token])
 

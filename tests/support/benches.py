@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support import scripts
+from support.faults import must
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
@@ -28,7 +29,7 @@ def run(module: str, *words: object) -> None:
     """`python -m MODULE WORDS`, which has to end well."""
     script = start(module, *words, stdout=scripts.PIPE, stderr=scripts.PIPE)
     out, err = script.communicate(timeout=DEADLINE_S)
-    assert script.wait() == 0, f"{out}\n{err}"
+    must(script.wait() == 0, f"{out}\n{err}")
 
 
 @contextmanager

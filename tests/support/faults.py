@@ -24,10 +24,11 @@ def small(**io: Any) -> dict[str, Any]:
 def must(holds: object, what: object = "this does not hold, or did not happen in time") -> None:
     """An assertion that also runs under python -O, with the work or the wait in its argument.
 
-    For all that pytest does not rewrite: modules of support, and what runs in other processes.
+    For all that pytest does not rewrite: modules of support, and what runs in other processes. A
+    function as `what` is called only if it does not hold.
     """
     if not holds:
-        raise AssertionError(what)
+        raise AssertionError(what() if callable(what) else what)
 
 
 class Spy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from statehold.process.cached import cached
+from support.faults import must
 
 DEADLINE_S = 30
 
@@ -19,7 +20,7 @@ class Slow:
         """What it is."""
         self.count += 1
         self.began.set()
-        assert self.may_end.wait(DEADLINE_S)
+        must(self.may_end.wait(DEADLINE_S))
         return [self.count]
 
 
@@ -36,7 +37,7 @@ def test_a_thread_that_stalls_holds_nobody_up() -> None:
     stalled, other = Slow(), Slow()
     thread = threading.Thread(target=lambda: stalled.value)
     thread.start()
-    assert stalled.began.wait(DEADLINE_S)
+    must(stalled.began.wait(DEADLINE_S))
     other.may_end.set()
     found: list[list[int]] = []
     reader = threading.Thread(target=lambda: found.append(other.value), daemon=True)

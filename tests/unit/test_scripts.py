@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import scripts
+from support.faults import must
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_it_can_be_talked_to_and_killed() -> None:
         assert script.stdout is not None
         script.stdin.write("word\n")
         script.stdin.flush()
-        assert script.stdout.readline() == "word\n"
+        must(script.stdout.readline() == "word\n")
         assert script.poll() is None
         with pytest.raises(subprocess.TimeoutExpired):
             script.wait(0.01)

@@ -18,6 +18,7 @@ import torch
 from statehold.resilience import gloo
 from statehold.resilience.groups import GroupLostError, Groups
 from statehold.resilience.meeting import Desk, meet
+from support.faults import must
 
 HOST = "127.0.0.1"
 FAILURES = int(os.environ.get("STATEHOLD_GROUP_FAILURES", "20"))
@@ -44,7 +45,7 @@ def on_ranks(
             return result
         finally:
             groups.drop()
-            assert groups.join(30)
+            must(groups.join(30))
 
     built, done = threading.Barrier(size[0] * size[1]), threading.Barrier(size[0] * size[1])
     places = [(i, j) for i in range(size[0]) for j in range(size[1])]
@@ -251,7 +252,7 @@ def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk
         pending.wait()
     assert not groups.join(0)  # it keeps what the operation may write into
     stuck.released.set()
-    assert groups.join(30)
+    must(groups.join(30))
 
 
 def test_groups_that_end_while_an_operation_begins_are_not_released_before_it(desk: Desk) -> None:
@@ -270,4 +271,4 @@ def test_groups_that_end_while_an_operation_begins_are_not_released_before_it(de
         pending.wait()
     assert not groups.join(0)
     stuck.released.set()
-    assert groups.join(30)
+    must(groups.join(30))

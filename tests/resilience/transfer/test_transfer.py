@@ -19,6 +19,7 @@ from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.state_bytes import Arriving, Offer
 from statehold.resilience.transfer import Transfer
+from support.faults import must
 
 HOST = "127.0.0.1"
 HOLDERS = 3
@@ -239,7 +240,7 @@ def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
         instead(each._server, "_send", send)
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(job.fetch)
-        assert asked.wait(60)
+        must(asked.wait(60))
         job.revoked.set()
         with pytest.raises(GroupLostError) as caught:
             fetching.result()
