@@ -76,9 +76,8 @@ def _run_processes(path: Path, spec: dict[str, Any], log: Any) -> None:
 
 
 def _run_forked(path: Path, ranks: range, environment: dict[str, str], log: Any) -> None:
-    """Smoke runs take their processes from a server that has imported torch for all jobs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.ranks.process"])
+    """The processes of smoke runs are forks of this one, which has imported torch for all jobs."""
+    context = multiprocessing.get_context("fork")
     words = str(path), environment, log.name
     processes = [context.Process(target=forked, args=(rank, *words)) for rank in ranks]
     for each in processes:

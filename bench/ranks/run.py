@@ -3,7 +3,7 @@
 Owns: the options and the order. One run measures everything that its ratios compare: the limits of
 the storage before and after each round, and in each round every library once.
 Invariants: outside smoke runs each task has processes of its own, that start after a sync and with
-the page cache dropped; smoke runs put tasks of as many ranks into one job.
+the page cache dropped. Smoke runs put tasks of as many ranks into one job, and measure limits here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.case import Case
+from bench.case import Case, run_case
 from bench.ranks import report
 from bench.ranks.job import run_job
 from bench.ranks.task import Task
@@ -99,7 +99,8 @@ class Runner:
         directory.mkdir()
         case = Case("limit", str(directory), size=self._options.size)
         try:
-            self.limits.append(run_process(case, self._options.out))
+            smoke = self._options.smoke
+            self.limits.append(run_case(case) if smoke else run_process(case, self._options.out))
         finally:
             shutil.rmtree(directory)
 
@@ -181,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     facts = harness.facts(options.dir or options.out) | {"command": report.command(options)}
-    work = Compute().calibrate(options.step_seconds)
+    work = 1 if options.smoke else Compute().calibrate(options.step_seconds)
     runner = Runner(options)
     runner.limit()
     for number in range(options.reps):

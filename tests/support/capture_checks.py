@@ -29,6 +29,7 @@ from statehold.layout.layout import Box, Layout, Mesh
 from statehold.tensors.captured import CapturedTensor
 from support.faults import must
 from support.jobs import Job, captured
+from support.wrapped import compiled
 
 
 class Mlp(nn.Module):
@@ -169,7 +170,7 @@ def check_data_parallel(job: Job) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = trained(wrapped)
-    captured = found({"m": torch.compile(wrapped), "o": optimizer, "own": torch.ones(2)})
+    captured = found({"m": compiled(wrapped), "o": optimizer, "own": torch.ones(2)})
     live = live_tensors(model, optimizer)
     live |= {f"m.{name}": value for name, value in model.named_buffers()}
     own = captured.pop("own")
@@ -185,12 +186,12 @@ def check_data_parallel(job: Job) -> None:
 def check_names_do_not_depend_on_wrappers(job: Job) -> None:
     expected = {f"m.{name}" for name, _ in Mlp().named_parameters()}
     model = Mlp()
-    model.up, model.down = checkpoint_wrapper(model.up), torch.compile(model.down)
+    model.up, model.down = checkpoint_wrapper(model.up), compiled(model.down)
     for part in (model.up, model.down, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (4,)))
     optimizer = trained(model)
     must(found({"m": model}).keys() == expected)
-    state = found({"m": torch.compile(checkpoint_wrapper(model)), "o": optimizer})
+    state = found({"m": compiled(checkpoint_wrapper(model)), "o": optimizer})
     steps = {f"o.state.{name}.step" for name in expected}
     must(expected | steps <= state.keys())
     must(all(each.spec.layout for each in state.values()))

@@ -1,10 +1,16 @@
-"""Optimizers behind wrappers as frameworks have them, and with a state_dict() of their own."""
+"""Modules and optimizers behind wrappers as frameworks have them, or with a state of their own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+
+
+def compiled(module: nn.Module) -> Any:
+    """In the wrapper of torch.compile; importing its default backend takes a process seconds."""
+    return torch.compile(module, backend="eager")
 
 
 class Subclassing(torch.optim.Optimizer):

@@ -21,6 +21,7 @@ from statehold.tensors.parts import parts
 from statehold.tensors.recognition import Seen
 from statehold.tensors.stepping import Stepping
 from support.matching import captured, eager
+from support.wrapped import compiled
 
 
 class Everything(nn.Module):
@@ -54,16 +55,15 @@ def test_the_entries_of_a_module() -> None:
     assert eager({"model": Everything()}) == {"model.kept"}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile's
 def test_wrappers_leave_no_trace_in_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = set(captured({"m": model}))
-    compiled = nn.Sequential(torch.compile(model[0]), model[1])
-    assert any("_orig_mod" in name for name in compiled.state_dict())
-    assert set(captured({"m": compiled})) == expected
-    assert set(captured({"m": torch.compile(model)})) == expected
+    partly = nn.Sequential(compiled(model[0]), model[1])
+    assert any("_orig_mod" in name for name in partly.state_dict())
+    assert set(captured({"m": partly})) == expected
+    assert set(captured({"m": compiled(model)})) == expected
     assert set(captured({"m": nn.DataParallel(model)})) == expected
-    assert set(captured({"m": nn.DataParallel(torch.compile(model))})) == expected
+    assert set(captured({"m": nn.DataParallel(compiled(model))})) == expected
 
 
 def test_a_module_whose_own_name_is_module_keeps_it() -> None:

@@ -16,6 +16,7 @@ from statehold.tensors import captured as captured_module
 from statehold.tensors.capture import capture
 from statehold.tensors.rng import Rng
 from support.matching import MemoryStep, captured, eager
+from support.wrapped import compiled
 
 
 def refusal(state: dict[str, Any]) -> UnsupportedValueError:
@@ -139,10 +140,6 @@ def test_volatile_makes_a_device_tensor_a_clone_in_either_order(
 
 
 # -- modules -----------------------------------------------------------------------------------
-
-
-def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="eager")  # the default backend warns when imported
 
 
 def test_wrappers_leave_names_in_whatever_order_they_are() -> None:

@@ -15,6 +15,7 @@ from statehold.errors import StateMismatchError
 from support.faults import DEADLINE_S, SMALL
 from support.matching import MemoryStep
 from support.training import Training, bits
+from support.wrapped import compiled
 
 
 class Everything(nn.Module):
@@ -81,12 +82,11 @@ def test_saved_untied_restored_into_tied_needs_equal_values() -> None:
     assert same(live, saved)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile's
 def test_wrapped_and_bare_models_take_each_other() -> None:
     for saved, live in (
         (nn.DataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)),
-        (nn.Linear(2, 2), torch.compile(nn.Linear(2, 2))),
-        (torch.compile(nn.Linear(2, 2)), nn.DataParallel(torch.compile(nn.Linear(2, 2)))),
+        (nn.Linear(2, 2), compiled(nn.Linear(2, 2))),
+        (compiled(nn.Linear(2, 2)), nn.DataParallel(compiled(nn.Linear(2, 2)))),
     ):
         MemoryStep({"m": saved}).restore({"m": live})
         pairs = zip(saved.parameters(), live.parameters(), strict=True)
