@@ -7,12 +7,9 @@ middle of a save, resumed, and compared bit for bit.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,27 +17,32 @@ from typing import Any
 
 import pytest
 
+from support import scripts
+from support.llama import call, imported
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("statehold._core", reason="the native module is not built")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODULES = (
-    "config", "data", "display", "journal", "model", "ranks", "report", "story", "train", "trainer"
+    "config", "data", "demo", "display", "journal", "model", "ranks", "report", "story",
+    "story_alone", "train", "trainer"
 )  # fmt: skip
+# Another script, whose output comes line by line.
+BY_LINES = """
+import runpy, sys
+sys.stdout.reconfigure(line_buffering=True)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 TEXT = bytes(range(1, 256)) * 40
 TINY = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 16}
 
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[SimpleNamespace]:
-    """The example's modules, which are scripts side by side and not a package."""
-    sys.path.insert(0, str(EXAMPLES / "llama"))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(EXAMPLES / "llama"))
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    with imported(*MODULES) as modules:
+        yield modules
 
 
 def tiny_model(llama: SimpleNamespace, **changes: Any) -> Any:
@@ -191,26 +193,18 @@ def test_a_run_keeps_its_settings(llama, tmp_path, capsys):
 # -- the programs ------------------------------------------------------------------------------
 
 
-def run_demo(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def test_the_demo_dies_in_a_save_and_loses_nothing(llama, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(llama.story_alone, "call", call)
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    program = [sys.executable, EXAMPLES / "llama/demo.py", "--out", out, "--data", EXAMPLES]
     words = ["--steps=6", "--kill-at=3", "--staging=32MiB", "--batch=4", "--accumulate=2"]
-    return subprocess.run(
-        [*program, *words, *sizes, *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def test_the_demo_dies_in_a_save_and_loses_nothing(llama, tmp_path):
-    done = run_demo(tmp_path / "demo")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "staged yes, written" in done.stdout
-    assert "committed no; now SIGKILL" in done.stdout
-    assert "equal the reference in every bit" in done.stdout
-    assert "durable throughput" in done.stdout
+    where = ["--out", str(tmp_path / "demo"), "--data", str(EXAMPLES)]
+    status = llama.demo.main([*where, *words, *sizes])
+    said, errors = capfd.readouterr()
+    assert status == 0, said + errors
+    assert "staged yes, written" in said
+    assert "committed no; now SIGKILL" in said
+    assert "equal the reference in every bit" in said
+    assert "durable throughput" in said
 
     demo = llama.story.Demo(out=tmp_path / "demo", steps=6, kill_at=3, options=())
     llama.story.compare(demo)
@@ -233,11 +227,8 @@ def test_the_demo_removes_nothing_but_demos(llama, tmp_path):
 
 def test_the_minimal_example_resumes_after_a_kill(tmp_path):
     def lines_until(wanted: str) -> list[str]:
-        with subprocess.Popen(
-            [sys.executable, "-u", str(EXAMPLES / "minimal.py"), str(tmp_path / "run")],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
+        words = ["-c", BY_LINES, EXAMPLES / "minimal.py", tmp_path / "run"]
+        with scripts.start(words, stdout=scripts.PIPE) as process:
             assert process.stdout is not None
             lines = []
             for line in process.stdout:

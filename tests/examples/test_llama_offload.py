@@ -5,10 +5,8 @@ With STATEHOLD_OFFLOAD_DEMO=1 it runs as people see it, under the limit, in two 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +15,10 @@ import pytest
 
 from support import scripts
 from support.faults import DEADLINE_S, must
+from support.llama import LLAMA, call, imported
 
 torch = pytest.importorskip("torch")
 
-LLAMA = Path(__file__).resolve().parents[2] / "examples/llama"
 MODULES = ("journal", "memory", "report", "report_offload", "story", "story_alone", "story_offload")
 TINY = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--subgroup=48KiB")
 FULL = os.environ.get("STATEHOLD_OFFLOAD_DEMO") == "1"
@@ -28,17 +26,8 @@ FULL = os.environ.get("STATEHOLD_OFFLOAD_DEMO") == "1"
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(LLAMA))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(LLAMA))
-        for name in [*sys.modules]:
-            if (
-                getattr(sys.modules[name], "__file__", None)
-                and LLAMA in Path(sys.modules[name].__file__ or "").parents
-            ):
-                del sys.modules[name]
+    with imported(*MODULES) as modules:
+        yield modules
 
 
 def demo(llama: SimpleNamespace, out: Path, rate: str) -> object:
@@ -48,12 +37,6 @@ def demo(llama: SimpleNamespace, out: Path, rate: str) -> object:
 
 
 def test_the_story_in_small(llama, tmp_path, monkeypatch, capfd) -> None:
-    def call(program: str, words: list[str]) -> int:
-        path = os.pathsep.join([str(LLAMA), str(LLAMA.parents[1] / "src")])
-        return scripts.start(
-            [LLAMA / program, *words], env=os.environ | {"PYTHONPATH": path}
-        ).wait()
-
     monkeypatch.setattr(llama.story_offload, "call", call)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
     llama.story_offload.carry_out(demo(llama, tmp_path / "demo", "5MB"))

@@ -6,37 +6,29 @@ middle of a save, the others told so, and the state brought back on as many rank
 
 from __future__ import annotations
 
-import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from support.llama import LLAMA, fork_jobs, imported
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("statehold._core", reason="the native module is not built")
 
-LLAMA = Path(__file__).resolve().parents[2] / "examples" / "llama"
 MODULES = (
-    "config", "data", "differences", "display", "job", "journal", "model", "ranks", "report",
-    "story", "story_ranks", "trainer"
+    "config", "data", "demo", "differences", "display", "job", "journal", "model", "ranks",
+    "report", "story", "story_ranks", "trainer"
 )  # fmt: skip
 SMALL = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12")
 
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[SimpleNamespace]:
-    """The example's modules, which are scripts side by side and not a package."""
-    sys.path.insert(0, str(LLAMA))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(LLAMA))
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    with imported(*MODULES) as modules:
+        yield modules
 
 
 def log(run: Path, records: list[dict[str, object]]) -> None:
@@ -52,20 +44,23 @@ def trained(step: int, loss: float) -> dict[str, object]:
     return {"event": "step", "step": step, "loss": loss.hex(), "step_s": 0.1, "blocked_s": 0.0}
 
 
-def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path):
-    done = subprocess.run(
-        [sys.executable, LLAMA / "demo.py", "--ranks=2", "--steps=8", "--kill-at=2",
-         "--out", tmp_path / "demo", "--data", LLAMA, *SMALL],
-        capture_output=True, text=True, timeout=120, check=False,
+def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    fork_jobs()
+    status = llama.demo.main(
+        ["--ranks=2", "--steps=8", "--kill-at=2",
+         "--out", str(tmp_path / "demo"), "--data", str(LLAMA), *SMALL]
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks (FSDP 1 x TP 2)" in done.stdout
-    assert "now SIGKILL" in done.stdout
-    assert "lost ranks: [1]" in done.stdout
-    assert "ranks did not arrive within" in done.stdout
-    assert "the state restored on 2 is that of the reference" in done.stdout
-    assert "the state restored on 1 is that of the reference" in done.stdout
-    assert "equal the reference in every bit" in done.stdout
+    said, errors = capfd.readouterr()
+    assert status == 0, said + errors
+    assert "2 ranks (FSDP 1 x TP 2)" in said
+    assert "now SIGKILL" in said
+    assert "lost ranks: [1]" in said
+    assert "ranks did not arrive within" in said
+    assert "the state restored on 2 is that of the reference" in said
+    assert "the state restored on 1 is that of the reference" in said
+    assert "equal the reference in every bit" in said
 
     options = {"out": tmp_path / "demo", "steps": 8, "kill_at": 2, "options": (), "ranks": 2}
     starts = list(llama.journal.read_events(tmp_path / "demo/run-on-1/log.jsonl", "start"))

@@ -5,12 +5,9 @@ With STATEHOLD_REPLICAS_DEMO=1 it runs as people see it, too, in a minute.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +15,11 @@ from typing import Any
 import pytest
 
 from support import scripts
-from support.forked import forked
+from support.llama import LLAMA, fork_jobs, imported
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("statehold._core", reason="the native module is not built")
 
-LLAMA = Path(__file__).resolve().parents[2] / "examples/llama"
 MODULES = ("data", "demo", "report_replicas", "story", "story_replicas")
 # A busy machine is no hang, so the lease is long: the one replica that hangs takes as long.
 TINY = ("--dim=32", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=2",
@@ -34,22 +30,14 @@ FULL = os.environ.get("STATEHOLD_REPLICAS_DEMO") == "1"
 
 @pytest.fixture(scope="module")
 def llama() -> Iterator[SimpleNamespace]:
-    """The example's modules, which are scripts side by side and not a package."""
-    sys.path.insert(0, str(LLAMA))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(LLAMA))
-        for name, module in [*sys.modules.items()]:
-            if LLAMA in Path(getattr(module, "__file__", None) or "").parents:
-                del sys.modules[name]
+    with imported(*MODULES) as modules:
+        yield modules
 
 
 def test_replicas_die_and_hang_and_come_back(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    forked()
-    forkserver.ensure_running()  # the replicas are forked by the server that all tests share
+    fork_jobs()
     options = ("--data", str(LLAMA), *TINY)
     out = tmp_path / "demo"
     llama.story_replicas.carry_out(

@@ -1,0 +1,45 @@
+"""examples/llama as tests run it: in this process, and its programs as forks of a server.
+
+Leaves its command as people start it to tests/packaging, which runs the demo from a wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+
+from support import scripts
+from support.forked import forked
+
+LLAMA = Path(__file__).resolve().parents[2] / "examples/llama"
+
+
+@contextmanager
+def imported(*names: str) -> Iterator[SimpleNamespace]:
+    """The example's modules, which are scripts side by side and not a package."""
+    sys.path.insert(0, str(LLAMA))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(LLAMA))
+        for name, module in [*sys.modules.items()]:
+            if LLAMA in Path(getattr(module, "__file__", None) or "").parents:
+                del sys.modules[name]
+
+
+def call(program: str, words: Sequence[str]) -> int:
+    """As story_alone.call."""
+    path = os.pathsep.join([str(LLAMA), str(LLAMA.parents[1] / "src")])
+    return scripts.start([LLAMA / program, *words], env=os.environ | {"PYTHONPATH": path}).wait()
+
+
+def fork_jobs() -> None:
+    """Ranks and replicas are forked by the server that all tests share."""
+    forked()
+    forkserver.ensure_running()
