@@ -20,7 +20,8 @@ from support.llama import LLAMA, call, imported
 torch = pytest.importorskip("torch")
 
 MODULES = ("journal", "memory", "report", "report_offload", "story", "story_alone", "story_offload")
-TINY = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--subgroup=48KiB")
+TINY = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--subgroup=48KiB",
+        "--threads=1")  # fmt: skip
 FULL = os.environ.get("STATEHOLD_OFFLOAD_DEMO") == "1"
 
 

@@ -22,7 +22,8 @@ MODULES = (
     "config", "data", "demo", "differences", "display", "job", "journal", "model", "ranks",
     "report", "story", "story_ranks", "trainer"
 )  # fmt: skip
-SMALL = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12")
+SMALL = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12",
+         "--threads=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

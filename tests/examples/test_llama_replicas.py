@@ -23,7 +23,7 @@ pytest.importorskip("statehold._core", reason="the native module is not built")
 MODULES = ("data", "demo", "report_replicas", "story", "story_replicas")
 # A busy machine is no hang, so the lease is long: the one replica that hangs takes as long.
 TINY = ("--dim=32", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=2",
-        "--lease-s=4")  # fmt: skip
+        "--threads=1", "--lease-s=4")  # fmt: skip
 STEPS, KILL_AT, HANG_AT = 12, 2, 6
 FULL = os.environ.get("STATEHOLD_REPLICAS_DEMO") == "1"
 
