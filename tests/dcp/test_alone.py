@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,9 +15,9 @@ from statehold.integrations.dcp.writing import Place
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
+from support.faults import must
 
 SIZE = 2
-PATIENCE_S = 2.0
 DEADLINE_S = 60.0
 
 
@@ -26,7 +27,7 @@ class SaveRound(alone.SaveRound):
     def __init__(self, board: MemoryBoard, rank: int) -> None:
         self.rank, self.world_size = rank, SIZE
         self._board = board
-        self._peers = Peers(board, Membership(rank, SIZE), PATIENCE_S)
+        self._peers = Peers(board, Membership(rank, SIZE), DEADLINE_S)
 
 
 def sent(rank: int) -> Sent:
@@ -54,30 +55,41 @@ def meetings() -> list[SaveRound]:
     return [SaveRound(board, rank) for rank in range(SIZE)]
 
 
-def mute(meeting: SaveRound, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Rank 0 cannot say how the save has ended."""
+def mute(meetings: list[SaveRound], monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Rank 0 cannot say how the save has ended; once it has tried, the other one waits no more."""
     fired: list[object] = []
+    tried = threading.Event()
+    first, other = (meeting._peers for meeting in meetings)
+    outcome = other.outcome
 
     def conclude(*args: object) -> None:
         fired.append(args)
+        tried.set()
         raise StorageError("the store is gone")
 
-    monkeypatch.setattr(meeting._peers, "conclude", conclude)
+    def in_vain(seq: int) -> bytes:
+        must(tried.wait(DEADLINE_S))
+        other.timeout_s = 0.0
+        return outcome(seq)
+
+    monkeypatch.setattr(first, "conclude", conclude)
+    monkeypatch.setattr(other, "outcome", in_vain)
     return fired
 
 
 def test_a_rank_that_is_not_told_looks_for_the_checkpoint(meetings, monkeypatch, caplog) -> None:
-    fired, published = mute(meetings[0], monkeypatch), []
+    fired, published = mute(meetings, monkeypatch), []
     assert ends(meetings, published.append, lambda: bool(published)) == [None, None]
     assert (len(fired), len(published)) == (1, 1)
     assert "the checkpoint is committed; could not tell the other ranks" in caplog.text
 
 
 def test_a_rank_that_is_not_told_and_finds_none_raises(meetings, monkeypatch) -> None:
-    mute(meetings[0], monkeypatch)
+    fired = mute(meetings, monkeypatch)
     own, other = ends(meetings, lambda _: None, lambda: False)
     assert own is None
     assert isinstance(other, PeerLostError)
+    assert len(fired) == 1
 
 
 def test_an_unforeseen_error_is_told_at_once(meetings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,11 @@ SIZE = 3
 class Boom:
     def __init__(self) -> None:
         self.fired = 0
+        self.has_fired = threading.Event()
 
     def __call__(self, *_args: Any, **_options: Any) -> None:
         self.fired += 1
+        self.has_fired.set()
         raise OSError(errno.ENOMEM, "this fails after the commit")
 
 
@@ -52,18 +55,35 @@ def ended(ranks: Ranks, rank: int, step: int) -> None:
     must(save._wait_ended("committed", DEADLINE_S))
 
 
+def wait_in_vain(ranks: Ranks, boom: Boom, patched: pytest.MonkeyPatch) -> None:
+    """Rank 0 fails to say how a save ended; then the time of the ranks that wait for it is over."""
+
+    def impatient(peers: Any, outcome: Callable[[int], bytes]) -> Callable[[int], bytes]:
+        def wait(number: int) -> bytes:
+            must(boom.has_fired.wait(DEADLINE_S))
+            with pytest.MonkeyPatch.context() as now:
+                now.setattr(peers, "timeout_s", 0.0)
+                return outcome(number)
+
+        return wait
+
+    for ckpt in ranks.ckpts[1:]:
+        peers = inside(ckpt).peers
+        patched.setattr(peers, "outcome", impatient(peers, peers.outcome))
+
+
 @pytest.mark.parametrize(("name", "failing"), CASES)
 def test_all_ranks_know_that_the_step_is_committed(
     name: str, failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Who is not told by rank 0 looks for the step when its time is over.
-    patience = 3.0 if name == "conclude" else DEADLINE_S
-    with Ranks(SimFs(seed=1), SIZE, peer_timeout_s=patience) as ranks:
+    with Ranks(SimFs(seed=1), SIZE) as ranks:
         check_all_know(ranks, 1)
         owner, method = LATER[name](inside(ranks.ckpts[failing]))
         boom = Boom()
         with monkeypatch.context() as patched:
             patched.setattr(owner, method, boom)
+            if name == "conclude":
+                wait_in_vain(ranks, boom, patched)
             check_all_know(ranks, 2)
             ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
         assert boom.fired == 1
