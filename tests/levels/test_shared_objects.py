@@ -17,6 +17,7 @@ from statehold.cli import main
 from statehold.errors import StateholdError, StorageError
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
+from support.levels import settle
 from support.sharing import Tuned, same
 
 pytest.importorskip("obstore")
@@ -49,7 +50,7 @@ class Run:
         self.model.train_once()
         self.expected[step] = self.model.bits()
         self.ckpt.save(step, {"model": self.model}).wait("committed", DEADLINE_S)
-        inside(self.ckpt).levels.promotions.wait(DEADLINE_S)
+        settle(self.ckpt)  # the copy may begin after the commit
 
     @property
     def steps(self) -> ObjectSteps:
