@@ -186,8 +186,9 @@ def test_flush_again_and_again(fs) -> None:
 
 def test_a_flush_that_is_not_done_in_time_says_so_and_the_copy_goes_on(fs) -> None:
     with opened_on(fs) as ckpt:
-        with HeldCopy(ckpt):
+        with HeldCopy(ckpt) as held:
             save(ckpt, 1, content(1))
+            must(held.waiting.wait(DEADLINE_S))
             with pytest.raises(WaitTimeout, match="step 1 did not reach level far in time"):
                 ckpt.flush(0.05)
         ckpt.flush(DEADLINE_S)

@@ -18,6 +18,7 @@ from statehold import errors
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
 from support.inside import inside
+from support.levels import settle
 
 NUMEL = 2_000_000
 BYTES = 4 * NUMEL
@@ -47,7 +48,7 @@ def test_steps_are_copied_once_into_files_that_are_used_again(memory: Path, run:
         reused = []
         for step in range(1, 8):
             save = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
             reused.append(save.stats.reused)
         # The second finds one that was made ready; later ones the one that was retired.
         assert reused == [False] + [True] * 6
@@ -77,11 +78,11 @@ def test_memory_of_steps_that_are_given_up_comes_back(memory: Path, run: Path) -
     with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-        inside(ckpt).levels.promotions.wait(DEADLINE_S)
+        settle(ckpt)
         assert used() < 3.2 * BYTES
         ckpt.rewind(2)
         ckpt.save(3, {"small": torch.ones(3)}).wait("committed", DEADLINE_S)
-        inside(ckpt).levels.promotions.wait(DEADLINE_S)
+        settle(ckpt)
     assert used() < BYTES
     assert mapped_files(memory) == []
 
@@ -143,8 +144,8 @@ def test_a_failed_save_gives_its_memory_back(memory: Path, run: Path) -> None:
         got = ckpt.restore(live)
         assert got == 5
         assert torch.equal(live["w"], content(5)["w"])  # type: ignore[arg-type]
-        inside(ckpt).levels.promotions.wait(DEADLINE_S)  # one may still be copied elsewhere
-        inside(ckpt).pipeline.drain()
+        settle(ckpt)  # one may still be copied elsewhere
+        inside(ckpt).pipeline.drain()  # a copy that ends gives a file back
         assert len(mapped_files(memory)) <= 2
 
 

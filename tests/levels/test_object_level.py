@@ -16,7 +16,7 @@ from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError
 from support.faults import DEADLINE_S, SMALL
-from support.inside import inside
+from support.levels import settle
 
 pytest.importorskip("obstore")
 
@@ -46,7 +46,7 @@ def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
     with statehold.Checkpointer(run, levels=levels(tmp_path, every=2, keep=2), **SMALL) as ckpt:
         for step in range(1, 5):
             ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
         assert [level.newest for level in ckpt.levels()] == [4, 4]
         ckpt.save(5, content(5))
     shutil.rmtree(run)  # the disk is lost

@@ -16,6 +16,7 @@ from statehold.checkpoint.store import ready
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
+from support.levels import settle
 from support.ranks import Ranks
 
 NUMEL = 300_000
@@ -38,8 +39,8 @@ def data_files(memory: Path) -> int:
 def save(ckpt: statehold.Checkpointer, step: int) -> bool:
     """Whether a file was there for it; nothing is under way on return, and a spare one is ready."""
     saved = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
-    inside(ckpt).levels.promotions.wait(DEADLINE_S)
-    inside(ckpt).pipeline.drain()
+    settle(ckpt)
+    inside(ckpt).pipeline.drain()  # a copy that ends gives a file back
     inside(ckpt).levels.store._ready.wait()
     return bool(saved.stats.reused)
 
@@ -145,7 +146,7 @@ def test_each_rank_has_its_own(memory: Path, tmp_path: Path) -> None:
             saves = job.save(step, lambda rank, step=step: {"r": {rank: content(step + rank)["w"]}})
             reused.append([save.stats.reused for save in saves])
             for ckpt in job.ckpts:
-                inside(ckpt).levels.promotions.wait(DEADLINE_S)
+                settle(ckpt)
                 inside(ckpt).pipeline.drain()
                 inside(ckpt).levels.store._ready.wait()
         assert len(list(memory.glob(f"{ready.READY_NAME}/*"))) == 0

@@ -15,7 +15,6 @@ from statehold.layout.layout import Layout, Mesh
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.hosts import HostRanks, disks
-from support.inside import inside
 from support.levels import FAR, NEAR, files, opened_on, settle
 from support.stored import OnFiles
 
@@ -64,7 +63,7 @@ def test_a_level_in_memory_copies_and_the_next_one_too(memory: Path, tmp_path: P
             done = ckpt.save(step, state_of(stored)).wait("committed", DEADLINE_S)
             assert done.stats.linked_bytes == 0
             assert done.stats.files == 3
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
             check(ckpt, step, step - 1.0)
             stored.update(1.0)
     shutil.rmtree(memory)
@@ -85,8 +84,7 @@ def test_a_level_in_memory_links_what_lies_there(memory: Path, tmp_path: Path) -
         for step in range(1, 7):
             done = ckpt.save(step, state_of(stored)).wait("committed", DEADLINE_S)
             assert done.stats.linked_bytes == sum(file.file_bytes for file in stored.files)
-            inside(ckpt).pipeline.drain(DEADLINE_S)
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
             stored.update(1.0)
             for kept in ckpt.steps():
                 check(ckpt, kept, kept - 1.0)
@@ -108,7 +106,7 @@ def test_an_object_store_gets_the_files(tmp_path: Path) -> None:
     with checkpointer_on(fs, str(run), levels=levels, **SMALL) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state_of(stored)).wait("committed", DEADLINE_S)
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
             stored.update(1.0)
     shutil.rmtree(run)
     with statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt:

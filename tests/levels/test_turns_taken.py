@@ -17,7 +17,7 @@ from statehold.errors import PeerLostError, StateholdError, UnsupportedValueErro
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
 from support.inside import borrowed, inside
-from support.levels import steps_at
+from support.levels import settle, steps_at
 from support.rank_states import state
 from support.ranks import Ranks
 
@@ -293,7 +293,7 @@ def test_a_level_away_gets_what_is_worth_it() -> None:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in range(1, 60):
             save(ckpt, step)
-            inside(ckpt).levels.promotions.wait(DEADLINE_S)
+            settle(ckpt)
         near, far = ckpt.levels()
     assert near.interval is None
     assert far.interval is not None
