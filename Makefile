@@ -9,7 +9,7 @@ STATES ?= 5000
 FAULTS ?= 1000
 MINUTES ?= 120
 bin := .venv/bin
-# A worker more than there are cores; a run of one test is quicker without: ARGS="-n0 -k torn".
+# Two workers for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
 pytest := $(bin)/python -m pytest -q -n auto --dist worksteal
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 

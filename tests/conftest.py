@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("everyday", deadline=None, print_blob=True)
 settings.load_profile("everyday")
 
-# A worker needs a core and up to 2 GB of memory.
 WORKERS_MAX = 8
+WORKER_BYTES = 2 << 30  # of memory, at most
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,8 +64,9 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means: one more than the cores, because many tests wait for a deadline."""
-    return min(len(os.sched_getaffinity(0)) + 1, WORKERS_MAX)
+    """What `-n auto` means: twice the cores, because many tests wait for a disk or a deadline."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(2 * len(os.sched_getaffinity(0)), WORKERS_MAX, memory // WORKER_BYTES))
 
 
 @pytest.fixture(autouse=True, scope="session")
