@@ -15,6 +15,8 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "statehold.checkpoint.checkpointer",
+    "statehold.offload.optimizer",
+    "pytest",  # by modules of support
 ]
 
 
