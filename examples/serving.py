@@ -51,12 +51,14 @@ def train(run: Path) -> None:
 
 def answer(model: nn.Module, updates: statehold.Subscription, lock: threading.Lock,
            answers: list[tuple[int, float]], ended: threading.Event) -> None:  # fmt: skip
-    """Answer requests. The lock keeps the weights as they are while the model runs."""
-    while not ended.is_set():
+    """Answer requests, the last one after the end. The lock keeps the weights as they are while the
+    model runs."""
+    is_last = False
+    while not is_last:
+        is_last = ended.wait(0.0005)  # until the next request
         with lock, torch.inference_mode():
             if updates.step is not None:
                 answers.append((updates.step, model(PROBE).item()))
-        ended.wait(0.0005)  # until the next request
 
 
 def serve(run: Path) -> None:
