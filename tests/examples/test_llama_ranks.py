@@ -48,7 +48,7 @@ def trained(step: int, loss: float) -> dict[str, object]:
 def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    fork_jobs()
+    fork_jobs(monkeypatch)
     status = llama.demo.main(
         ["--ranks=2", "--steps=8", "--kill-at=2",
          "--out", str(tmp_path / "demo"), "--data", str(LLAMA), *SMALL]

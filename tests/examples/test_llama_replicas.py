@@ -37,7 +37,7 @@ def llama() -> Iterator[SimpleNamespace]:
 def test_replicas_die_and_hang_and_come_back(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    fork_jobs()
+    fork_jobs(monkeypatch)
     options = ("--data", str(LLAMA), *TINY)
     out = tmp_path / "demo"
     llama.story_replicas.carry_out(

@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from support import scripts
 from support.forked import forked
@@ -39,7 +42,26 @@ def call(program: str, words: Sequence[str]) -> int:
     return scripts.start([LLAMA / program, *words], env=os.environ | {"PYTHONPATH": path}).wait()
 
 
-def fork_jobs() -> None:
-    """Ranks and replicas are forked by the server that all tests share."""
+def fork_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and replicas are forked by the server that all tests share, and print to this test."""
     forked()
     forkserver.ensure_running()
+    job = importlib.import_module("job")
+    start = job.start
+    monkeypatch.setattr(job, "start", lambda *words: start(_printing, _Output(), *words))
+
+
+class _Output:
+    """Where this process prints. The server prints where the test did that has started it."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _take, (reduction.DupFd(1), reduction.DupFd(2))
+
+
+def _take(*outputs: Any) -> None:
+    for fd, output in enumerate(outputs, 1):
+        os.dup2(output.detach(), fd)
+
+
+def _printing(_: None, body: Callable[..., None], *arguments: object) -> None:
+    body(*arguments)
