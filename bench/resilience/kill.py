@@ -3,7 +3,7 @@
 Each kill is a job of its own, of 32 samples a step. The victim dies in a step, before the first or
 the last microbatch of its share. A pause is the longest time that a survivor takes from the commit
 before to the commit of that step, less its median step before. With torchrun a survivor is a new
-process with the same rank.
+process with the same rank. A job that has not ended in time counts as hung.
 
 Invariants: subjects take turns, and the victim changes from round to round. What was thrown away is
 what the survivors have computed of that step, less what they have contributed to it.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.resilience.killed.work import Order
-from bench.resilience.processes import lines
+from bench.resilience.processes import Processes, lines
 from bench.resilience.subjects import SUBJECTS, Subject
 
 Record = dict[str, Any]
@@ -33,7 +33,7 @@ MICROBATCHES = 32
 MODEL = (2, 256)  # layers, features
 KILL, UNTIL = 10, 14
 WARM_UP = 3  # steps that do not count for the median
-DEADLINE_S = 180.0
+DEADLINE_S = 90.0  # of a job that takes ten seconds
 
 
 def measure(given: Namespace) -> list[Record]:
@@ -70,12 +70,22 @@ def _killed(subject: Subject, given: Namespace, number: int) -> Record:
             victim=number % given.replicas,
             moment=subject.moment,
         )
+        told = {"subject": subject.name, "moment": subject.moment}
         with subject.start(order, given.peers) as processes:
-            deadline = time.monotonic() + DEADLINE_S
-            for each in processes:
-                each.wait(deadline - time.monotonic())
+            if not _have_ended(processes):
+                return {**told, "victim": order.victim, "hangs": True}
         logs = [lines(Path(folder, f"replica{i}")) for i in range(order.replicas)]
-    return {"subject": subject.name, "moment": subject.moment, **_facts(order, logs)}
+    return {**told, **_facts(order, logs)}
+
+
+def _have_ended(processes: Processes) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for each in processes:
+            each.wait(deadline - time.monotonic())
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _facts(order: Order, logs: Sequence[list[Record]]) -> Record:
@@ -115,7 +125,7 @@ def _steps(log: list[Record], until: int) -> dict[int, float]:
 def table(records: Sequence[Record]) -> str:
     rows = [
         f"{'subject':22} {'killed':6} {'kills':>5} {'pause s: min med max':>24} {'step s':>7} "
-        f"{'microbatches thrown away':>24} {'samples in the step':>20}",
+        f"{'microbatches thrown away':>24} {'samples in the step':>20} {'hung':>5}",
     ]
     names = dict.fromkeys((each["subject"], each["moment"]) for each in records)
     for subject, moment in names:
@@ -127,11 +137,15 @@ def table(records: Sequence[Record]) -> str:
 def _line(of: Sequence[Record]) -> str:
     if "skipped" in of[0]:
         return f"not measured: {of[0]['skipped']}"
+    hung = sum("hangs" in each for each in of)
+    of = [each for each in of if "hangs" not in each]
+    if not of:
+        return f"all {hung} jobs hung for {DEADLINE_S:g} s"
     pauses = sorted(each["pause_s"] for each in of)
     step = statistics.median(each["step_s"] for each in of)
     thrown = statistics.median(each["thrown_away"] for each in of)
     batch = statistics.median(each["batch"] for each in of)
     return (
         f"{len(of):5} {pauses[0]:8.3f}{statistics.median(pauses):8.3f}{pauses[-1]:8.3f} "
-        f"{step:7.3f} {thrown:24.0f} {batch:10.0f} of {of[0]['microbatches']:6}"
+        f"{step:7.3f} {thrown:24.0f} {batch:10.0f} of {of[0]['microbatches']:6} {hung:5}"
     )

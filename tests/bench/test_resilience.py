@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from support import benches
 
 torch = pytest.importorskip("torch")
 from bench.resilience.killed.work import Order  # noqa: E402
+from bench.resilience.processes import ended  # noqa: E402
 
 
 @pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
@@ -104,6 +107,23 @@ def test_a_discarded_step_counts_as_thrown_away_and_as_a_pause() -> None:
     victim = _log({2: 2.0, 3: 3.0}, [2, 3])
     facts = _facts(_order(), [survivor, victim])
     assert (facts["pause_s"], facts["thrown_away"], facts["batch"]) == (5.5, 2, 2)
+
+
+def test_a_job_that_hangs_is_counted_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench.resilience import kill
+
+    monkeypatch.setattr(kill, "DEADLINE_S", 0.1)
+    waits = [sys.executable, "-c", "import signal; signal.pause()"]
+    with ended([subprocess.Popen(waits, text=True)]) as jobs:
+        assert not kill._have_ended(jobs)
+    named = {"subject": "a peer", "moment": "late"}
+    facts = {"pause_s": 1.5, "step_s": 0.5, "thrown_away": 3, "batch": 4, "microbatches": 4}
+    hung = {**named, "victim": 0, "hangs": True}
+    row = kill.table([{**named, **facts}, hung]).splitlines()[-1].split()
+    assert (row[:4], row[4], row[-1]) == (["a", "peer", "late", "1"], "1.500", "1")
+    assert "all 1 jobs hung" in kill.table([hung])
 
 
 def test_a_sample_that_two_replicas_contribute_is_an_error() -> None:

@@ -26,7 +26,7 @@ ALL = os.environ.get("STATEHOLD_INTEGRATIONS") == "1"
 ABOUT = {
     "trainer": "transformers", "adapters": "peft", "accelerated": "accelerate",
     "loader_workers": "torchdata", "lightning_trainer": "lightning", "fabric_loop": "lightning",
-    "streaming": "datasets",
+    "streaming": "datasets", "sft": "trl",
 }  # fmt: skip
 NAMES = [name for name, package in ABOUT.items() if importlib.util.find_spec(package) is not None]
 RANKS = {"streaming": 2}
