@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader
 lightning = pytest.importorskip("lightning")
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
+torchmetrics = pytest.importorskip("torchmetrics")
 from lightning.pytorch.callbacks import (  # noqa: E402
     Callback,
     EarlyStopping,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 
@@ -101,6 +104,41 @@ class Batches(Net):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         self.batches.append((self.current_epoch, self.global_step, batch.sum().item()))
         return super().training_step(batch, index)
+
+
+class Noisy(Net):
+    """Draws random numbers in a validation."""
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        super().validation_step(batch + torch.randn_like(batch), index)
+
+
+class Means(Net):
+    """Its learning rate depends on means over an epoch, of torchmetrics, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.mean(loss.detach() + batch.sum())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("greatest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        if index == 0:
+            self.log("first", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "mean", "interval": "epoch"}]
+
+
+class ByValidation(Means):
+    def configure_optimizers(self) -> Any:
+        optimizers, (config,) = super().configure_optimizers()
+        return optimizers, [{**config, "monitor": "val", "interval": "step", "strict": False}]
 
 
 class Stop(Exception):
@@ -201,6 +239,51 @@ def test_each_checkpoint_goes_on_bit_for_bit(tmp_path: Path, moment: str) -> Non
         assert same_weights(whole, again), path
         assert again.seen == whole.seen[step:]
         assert other.global_step == trainer.global_step
+
+
+def averages() -> list[Any]:
+    return [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+
+
+# What Lightning leaves out when it resumes, or forgets: here it comes as in a run left alone.
+RESTS: dict[str, dict[str, Any]] = {
+    "no validation at the end": {"val_check_interval": 3},
+    "fewer batches": {"val_check_interval": 2, "limit_train_batches": 3},
+    "no validation before the first batch": {"val_check_interval": 3, "num_sanity_val_steps": 0},
+    "a validation that draws": {"val_check_interval": 2, "make": Noisy},
+    "means": {"val_check_interval": 3, "make": Means},
+    "a scheduler that looks at a validation": {"val_check_interval": 2, "make": ByValidation},
+    "loaders that are made again": {"reload_dataloaders_every_n_epochs": 1},
+    "loaders that are made in every second epoch": {"reload_dataloaders_every_n_epochs": 2},
+    "accumulation by epoch": {"more": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})]},
+    "averaged weights": {"more": averages},
+    "patience": {"val_check_interval": 2, "more": lambda: [EarlyStopping("val", patience=9)]},
+}
+
+
+@pytest.mark.parametrize("saves", ["batches", "validations", "epochs"])
+@pytest.mark.parametrize("rest", RESTS)
+def test_the_rest_of_a_batch_and_of_an_epoch_follows(tmp_path: Path, rest: str, saves: str) -> None:
+    kinds = {"batches": {"every_n_train_steps": 1}, "validations": {},
+             "epochs": {"save_on_train_epoch_end": True}}  # fmt: skip
+    options = {
+        **RESTS[rest], "max_epochs": 3,
+        "saves": {**kinds[saves], "save_top_k": -1, "filename": "{epoch}-{step}"},
+    }  # fmt: skip
+    whole, trainer, one = fit(tmp_path / "whole", **options)
+    paths = sorted((tmp_path / "whole").glob("*step=*.ckpt"), key=lambda path: path.stat().st_mtime)
+    assert len(paths) >= 3
+    for path in paths[:-1][-7:]:  # nothing is left to do after the last
+        again, other, two = fit(tmp_path / path.stem, path, seed=99, **options)
+        assert again.seen == whole.seen[len(whole.seen) - len(again.seen) :], path
+        assert same_weights(whole, again), path
+        assert str(other.callback_metrics) == str(trainer.callback_metrics), path
+        rates = [each.optimizers[0].param_groups[0]["lr"] for each in (trainer, other)]
+        assert rates[0] == rates[1], path
+        assert Path(one.best_model_path).name == Path(two.best_model_path).name
+        for mine, its in zip(trainer.callbacks, other.callbacks, strict=True):
+            if isinstance(mine, EarlyStopping):
+                assert str(mine.state_dict()) == str(its.state_dict()), path
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import signal
 import threading
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.integrations.lightning.strategy import KEEP, Layer
@@ -20,7 +20,7 @@ __all__ = ["StateholdCallback"]
 
 EVALUATING = ("teardown", "load_checkpoint")
 FITTING = (
-    *EVALUATING, "setup", "process_dataloader", "on_train_start", "on_train_batch_start",
+    *EVALUATING, "setup", "process_dataloader", "on_train_start",
     "load_optimizer_state_dict", "save_checkpoint", "remove_checkpoint",
     "lightning_module_state_dict", "optimizer_state",
 )  # fmt: skip
@@ -72,6 +72,12 @@ class StateholdCallback(Callback):
         self._seen = step
         if layer.ckpt.is_last(step):
             layer.leave()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """StochasticWeightAveraging changes weights after this, and not by an optimizer."""
+        is_averaged = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
+        if is_averaged and self.layer is not None and self.layer.ckpt is not None:
+            self.layer.ckpt.gate()
 
     def _opened(self, run: str) -> Checkpointer:
         ckpt = self.checkpointer(run, KEEP)

@@ -1,70 +1,33 @@
-"""Where a loader of the training goes on, and what its iterators draw until the first batch.
+"""Where a loader of the training goes on, and what is known to go wrong.
 
-A step inside an epoch has the iterator of that epoch behind it: `loaders.load` makes one that draws
-nothing. After the last batch of an epoch, the next iterator is that of the next epoch, and draws.
-Lightning then makes one or two iterators before the first batch. So each of them begins from
-the position and the generators of the step, and the last one is as in the run that was killed.
-
-Owns: `_get_iterator` of such a loader until the first batch.
+A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
+the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch in
+its turn (moments), with the generators of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import SequentialSampler
 
-from statehold.tensors import first_iterator, loaders
+from statehold.tensors import loaders
 
-__all__ = ["NextEpoch", "Place", "doubts", "goes_on", "shuffle_once"]
+__all__ = ["doubts", "goes_on", "shuffle_once"]
 
-_MAKER = "_get_iterator"
-
-
-class Place(NamedTuple):
-    """Where a step was saved. put_back: sets the generators to those of the step."""
-
-    epoch: int
-    is_epoch_over: bool
-    put_back: Callable[[], None]
+_IS_USED_UP = "_iterator_finished"
 
 
-def goes_on(loader: Any, position: Any, place: Place) -> NextEpoch | None:
-    """Give a loader its position. Returns what has to end() at the first batch, if anything."""
-    if place.is_epoch_over and first_iterator.is_supported(loader):
-        return NextEpoch(loader, position, place)
-    _set_epoch(loader, place.epoch)
+def goes_on(loader: Any, position: Any, epoch: int) -> None:
+    """Give a loader its position in an epoch."""
+    _set_epoch(loader, epoch)
+    if isinstance(position, dict) and position.get(_IS_USED_UP):
+        # torchdata would make the iterator of the next epoch at once, too.
+        position = {**position, _IS_USED_UP: False}
     loaders.load(loader, position)
-    return None
-
-
-class NextEpoch:
-    """Stands for `_get_iterator` of a loader whose epoch is over."""
-
-    def __init__(self, loader: Any, position: Any, place: Place) -> None:
-        self._loader = loader
-        self._position = position
-        self._place = place
-        vars(loader)[_MAKER] = self
-
-    def __call__(self) -> Any:
-        loader = self._loader
-        self.end()
-        _set_epoch(loader, self._place.epoch)
-        loaders.load(loader, self._position)
-        loader._get_iterator()  # that of the epoch which is over
-        _set_epoch(loader, self._place.epoch + 1)
-        self._place.put_back()
-        iterator = loader._get_iterator()
-        vars(loader)[_MAKER] = self
-        return iterator
-
-    def end(self) -> None:
-        vars(self._loader).pop(_MAKER, None)
 
 
 def doubts(loader: Any) -> str | None:

@@ -1,7 +1,8 @@
 """What a Trainer gets back from a step: everything, before the first batch.
 
 Lightning asks for the checkpoint, then for the optimizers, and makes the iterators of the loaders
-last. So the generators of random numbers are put back after each of them.
+last. So the generators of random numbers are put back after each of them. When the training begins,
+the loops go on from the moment of the save (moments).
 
 Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
 that rank 0 has found. With another number of ranks, a warning names what is not restored.
@@ -20,7 +21,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import StepNotFoundError
 from statehold.integrations.lightning.checkpoints import Checkpoint, Found
-from statehold.integrations.lightning.positions import NextEpoch, Place, goes_on, shuffle_once
+from statehold.integrations.lightning.logged import finish_epoch, give_back
+from statehold.integrations.lightning.moments import go_on, put_back_reloaded
+from statehold.integrations.lightning.positions import goes_on, shuffle_once
 from statehold.integrations.lightning.state import LiveOptimizers, optimizers_of, values
 from statehold.reading.load import load
 from statehold.tensors.marks import Volatile
@@ -42,7 +45,6 @@ class Restoring:
         self._stock = stock
         self._resumed: Found | None = None
         self._known: dict[str, Any] = {}
-        self._next_epochs: list[NextEpoch] = []
 
     # -- the checkpoint --------------------------------------------------------------------
 
@@ -139,26 +141,26 @@ class Restoring:
         return self._stock["process_dataloader"](dataloader)
 
     def _place_loader(self, loader: Any) -> None:
-        known, positions = self._known, self._known.get("data", [])
+        positions = self._known.get("data", [])
         if positions:
-            place = Place(known["epoch"], known["is_epoch_over"], self._put_back_generators)
-            next_epoch = goes_on(loader, positions.pop(0), place)
-            self._next_epochs += [next_epoch] if next_epoch is not None else []
+            goes_on(loader, positions.pop(0), self._known["epoch"])
+
+    # -- the loops -------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Inside an epoch, all iterators are made now. The next batch follows."""
-        if not self._known.get("is_epoch_over", True):
-            self._put_back_generators()
+        """All iterators are made now. What Lightning was about to do at the save follows."""
         self._stock["on_train_start"]()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for each in self._next_epochs:
-            each.end()
-        self._next_epochs, self._known = [], {}
-        self._stock["on_train_batch_start"](batch, batch_idx)
+        known, trainer = self._known, self._trainer
+        if known:
+            give_back(trainer, known["shown"], known.get("results"))
+            put_back_reloaded(trainer, known["reloaded"])
+            self._put_back_generators()
+            go_on(trainer, known["moment"], lambda: finish_epoch(trainer))
+        self._known = {}
 
 
 _OTHER_RANKS = (
-    "step %d was saved on %d ranks and is resumed on %d: the random generators of each rank and "
-    "its position in the data are not restored, so an epoch that had begun begins once more"
+    "step %d was saved on %d ranks and is resumed on %d: the random generators of each rank, its "
+    "position in the data and its means over the epoch are not restored, so an epoch that had "
+    "begun begins once more"
 )

@@ -2,6 +2,7 @@
 
     model, optimizer, optimizer_1, ...   the objects themselves, so that they are copied lazily
     lightning                            everything else of the checkpoint, by rank 0
+    logged                               what was logged in the epoch, by each rank
     data                                 positions of the loaders, and the rest of each rank
     rng                                  the generators of each rank
 
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from statehold.integrations.lightning import moments
+from statehold.integrations.lightning.logged import results_of, shown
 from statehold.integrations.trained import persistent_buffers
 from statehold.reading.load import load
 from statehold.tensors.marks import Volatile
@@ -71,10 +74,12 @@ def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "world": trainer.world_size,
         "optimizers": len(trainer.optimizers) if "optimizer" in state else 0,
         "is_module": not isinstance(model, Volatile),
+        "reloaded": moments.reloaded(trainer),
     }
     # Any number of ranks may resume, so what is the same for all is saved by one.
     own = own if trainer.is_global_zero else {}
-    return {**state, "lightning": own, "data": data, "rng": Rng()}
+    logged = {"shown": shown(trainer), "results": results_of(trainer)}
+    return {**state, "lightning": own, "logged": logged, "data": data, "rng": Rng()}
 
 
 def stateful(loaders: Any) -> list[Any]:
@@ -93,18 +98,20 @@ def _without_loaders(rest: dict[str, Any]) -> None:
 def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checkpoint of a step without weights and optimizer states, and what is known of it.
 
-    The latter has "world", "optimizers", "is_module", "epoch" and "is_epoch_over". If as many
-    ranks saved the step, it also has "data" and "rng" of this rank.
+    The latter has "world", "optimizers", "is_module", "epoch", "moment" and what was "shown". If as
+    many ranks saved the step, it also has "results", "data" and "rng" of this rank.
     """
     known = load(run, "lightning", step=step, rank=0)
     checkpoint = known.pop("checkpoint")
     fit = checkpoint["loops"]["fit_loop"]
     known["epoch"] = max(fit["epoch_progress"]["current"]["ready"] - 1, 0)
-    progress = fit["epoch_loop.batch_progress"]
-    # If the last batch has raised (save_on_exception), Lightning still asks its epoch for another.
-    is_done = progress["current"]["processed"] == progress["current"]["ready"]
-    known["is_epoch_over"] = progress["is_last_batch"] and is_done
-    if known["world"] == world:
+    known["moment"] = moments.moment_of(fit)
+    moments.adjust(fit, known["moment"])
+    is_same_world = known["world"] == world
+    logged = load(run, "logged", step=step, rank=rank if is_same_world else 0)
+    known["shown"] = logged["shown"]
+    if is_same_world:
+        known["results"] = logged["results"]
         known["data"] = load(run, "data", step=step, rank=rank)
         known["rng"] = load(run, "rng", step=step, rank=rank)
     return checkpoint, known
