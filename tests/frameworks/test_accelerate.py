@@ -119,3 +119,33 @@ def test_a_loader_without_a_position_is_refused() -> None:
         accelerator_state(own)
     assert "data" not in accelerator_state(own, loaders=[])
     assert parts["counter"] is accelerator_state(own, loaders=[])["custom"]
+
+
+def evaluated(run: Path, steps: int) -> list[float]:
+    """The losses of a loop with dropout that evaluates after each step, with a prepared loader."""
+    reset()
+    own = accelerator()
+    parts = prepared(own)
+    held_out = own.prepare(stateful.StatefulDataLoader(DATA[:8], batch_size=4))
+    losses = []
+    with statehold.Checkpointer(run, staging_bytes="64MiB") as ckpt:
+        state = accelerator_state(own, loaders=[parts["loader"]])
+        step = ckpt.restore(state) or 0
+        while step < steps:
+            for batch in parts["loader"]:
+                losses += train(own, parts, iter([batch]), 1)
+                if own.sync_gradients:
+                    step += 1
+                    for held in held_out:
+                        parts["one"](held)
+                    ckpt.save(step, state)
+                if step == steps:
+                    break
+    return losses
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_evaluations_draw_the_same_numbers_after_a_restore(tmp_path: Path, step: int) -> None:
+    whole = evaluated(tmp_path / "whole", 5)
+    evaluated(tmp_path / "cut", step)
+    assert evaluated(tmp_path / "cut", 5) == whole[2 * step :]

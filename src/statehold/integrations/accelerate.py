@@ -6,7 +6,9 @@
 
 It holds every prepared model, optimizer, scheduler and loader, the scaler, the objects of
 register_for_checkpointing(), the count of accumulate(), and the random generators. save_state()
-forgets the position inside an accumulation; here it is the entry "accelerator".
+forgets the position inside an accumulation; here it is the entry "accelerator". That entry also
+says which other loaders have begun, because only their first iterator draws no random number:
+prepare() has made it before.
 
 Invariants: the names are those of a state written by hand: "model", "optimizer", "scheduler",
 "data", "rng". A second object of a kind is "model_1". So a step restores with Accelerate and
@@ -35,24 +37,24 @@ def accelerator_state(
     Args:
         accelerator: the Accelerator that has prepared the model and the rest.
         loaders: the prepared loaders whose position counts; None takes all. Pass [train_loader] if
-            a loader of an evaluation was prepared, too, and [] if the loop finds its position
-            itself.
+            a loader of an evaluation was prepared, too: each evaluation begins at its first batch.
+            Pass [] if the loop finds its position itself.
 
     Raises:
         UsageError: a loader does not know its position.
     """
+    chosen = list(accelerator._dataloaders if loaders is None else loaders)
+    for loader in chosen:
+        _check_position(loader)
     state: dict[str, Any] = {
         **_numbered("model", [_part(accelerator, model) for model in accelerator._models]),
         **_numbered("optimizer", accelerator._optimizers),
         **_numbered("scheduler", accelerator._schedulers),
         **_numbered("custom", accelerator._custom_objects),
-        "accelerator": _Progress(accelerator),
+        "accelerator": _Progress(accelerator, chosen),
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
-    chosen = list(accelerator._dataloaders if loaders is None else loaders)
-    for loader in chosen:
-        _check_position(loader)
     return {**state, **_numbered("data", chosen), "rng": Rng()}
 
 
@@ -75,14 +77,25 @@ def _check_position(loader: Any) -> None:
         )
 
 
+# Of torchdata's loader: its iterator was made by state_dict(), and its first loop takes that one.
+_IS_UNTOUCHED = "_initial_iter_for_state_dict"
+
+
 class _Progress:
-    """What the Accelerator counts itself."""
+    """What the Accelerator counts itself, and which loaders without a position have begun."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, loaders: Sequence[Any]) -> None:
         self._accelerator = accelerator
+        with_position = {id(each) for each in loaders}
+        others = [each for each in accelerator._dataloaders if id(each) not in with_position]
+        self._others = [getattr(each, "base_dataloader", None) for each in others]
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+    def state_dict(self) -> dict[str, Any]:
+        begun = [not getattr(each, _IS_UNTOUCHED, False) for each in self._others]
+        return {"step": self._accelerator.step, "begun": begun}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.step = state["step"]
+        for loader, has_begun in zip(self._others, state.get("begun", []), strict=False):
+            if has_begun and getattr(loader, _IS_UNTOUCHED, False):
+                setattr(loader, _IS_UNTOUCHED, False)
