@@ -192,10 +192,12 @@ class OptimizerMatching(Matching):
         unknown = [key for key in missing_of(saved, group) if takes(f"{path}.{key}")]
         lacking = [key for key in missing_of(live.defaults, saved) if key in group]
         if saved and unknown and lacking:
-            for key in lacking:
-                self.missing(f"{path}.{key}", f"an option of {type(live).__name__}")
-            for key in unknown:
-                self.unexpected(f"{path}.{key}", "an option of another kind of optimizer")
+            self.restoration.missing += [f"{path}.{key}" for key in lacking]
+            self.restoration.unexpected += [f"{path}.{key}" for key in unknown]
+            if self._selection.strict:
+                ours = f"the options of {type(live).__name__} ({', '.join(lacking)})"
+                theirs = f"those of another kind of optimizer ({', '.join(unknown)})"
+                self.problem(path, ours, theirs)
 
     def _group(
         self, live: Mapping[str, Any], saved: Mapping[str, Any], path: str
