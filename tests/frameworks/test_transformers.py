@@ -27,7 +27,7 @@ from transformers import (  # noqa: E402
 )
 
 import statehold  # noqa: E402
-from statehold.errors import StepNotFoundError, UsageError  # noqa: E402
+from statehold.errors import StateMismatchError, StepNotFoundError, UsageError  # noqa: E402
 from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
 from statehold.integrations.transformers.logged import logged_at  # noqa: E402
 
@@ -147,6 +147,42 @@ def test_callbacks_and_schedulers_that_look_at_metrics_go_on(tmp_path: Path) -> 
     again.train(resume_from_checkpoint=True)
     assert same_weights(again.model, whole.model)
     assert logged(again)[:-1] == logged(whole)[:-1]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> str:
+    texts = "\n".join(each.getMessage() for each in caplog.records if each.name == "statehold")
+    caplog.clear()
+    return texts
+
+
+def test_what_differs_after_a_resume_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "max_steps": 1}
+    trainer(tmp_path / "workers", **workers).train()
+    assert "dataloader_persistent_workers=True" in told(caplog)
+    for changes, text in (
+        ({}, "the step has the state of EarlyStoppingCallback, and it is not restored"),
+        ({"restore_callback_states_from_checkpoint": True}, None),
+        ({"save_only_model": True}, "no optimizer and no scheduler"),
+    ):
+        out = tmp_path / f"out-{len(changes)}-{text is None}"
+        evaluated = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
+                     **changes}  # fmt: skip
+        for steps in (1, 2):
+            patience = EarlyStoppingCallback(50)
+            trainer(out, more=[patience], max_steps=steps, **evaluated).train(
+                resume_from_checkpoint=steps > 1
+            )
+            said = told(caplog)
+            assert (text in said) if steps > 1 and text else "the step" not in said, said
+
+
+def test_another_kind_of_optimizer_is_one_difference_of_a_group(tmp_path: Path) -> None:
+    trainer(tmp_path / "out", max_steps=1).train()
+    with pytest.raises(StateMismatchError, match="those of another kind of optimizer") as caught:
+        trainer(tmp_path / "out", optim="sgd").train(resume_from_checkpoint=True)
+    assert "differ in 2 places" in str(caught.value)
 
 
 def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.trained import trained_part
+from statehold.integrations.transformers import doubts
 from statehold.integrations.transformers.exporting import Exporter
 from statehold.integrations.transformers.folders import Folders
 from statehold.integrations.transformers.logged import logged_at
@@ -144,6 +145,9 @@ class StateholdTrainer(Trainer):
             raise UsageError("this Trainer does not save engines of DeepSpeed")
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             log.warning("only the end of the training is pushed to the Hub, not every save")
+        if self.args.save_strategy != SaveStrategy.NO:
+            for doubt in doubts.at_the_start(self.args):
+                log.warning("%s", doubt)
 
     def _keep(self) -> int | None:
         """How many steps the run keeps: those that have a folder are among them."""
@@ -184,6 +188,8 @@ class StateholdTrainer(Trainer):
         if self.args.should_save:
             opened.folders.discard_after(step)
         opened.step = step
+        for doubt in doubts.at_a_resume(self.args, self.callback_handler.callbacks):
+            log.warning("%s", doubt)
         trainer = {"state": "", "world": 0}
         opened.source.restore({"trainer": trainer}, step, only=["trainer"])
         opened.is_same_world = trainer["world"] == self.args.world_size
