@@ -34,6 +34,7 @@ class Net(lightning.LightningModule):
         self.seen += 1
         loss = nn.functional.mse_loss(self.net(batch), batch)
         self.losses.append(loss.item())
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
