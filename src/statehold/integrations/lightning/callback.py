@@ -31,9 +31,10 @@ class StateholdCallback(Callback):
 
         trainer = Trainer(callbacks=[StateholdCallback(), ModelCheckpoint("out", save_last=True)])
 
-    run: the directory for the newest steps. None: that of the first ModelCheckpoint.
-    leave_within_s: after SIGTERM or SIGUSR1, all ranks save once more, as last.ckpt, and exit with
-        code 75 within so many seconds; None leaves the signals to Lightning.
+    Args:
+        run: the directory for the newest steps. None: that of the first ModelCheckpoint.
+        leave_within_s: after SIGTERM or SIGUSR1, all ranks save once more, as last.ckpt, and exit
+            with code 75 within so many seconds; None leaves the signals to Lightning.
     """
 
     def __init__(
@@ -45,17 +46,23 @@ class StateholdCallback(Callback):
         self._seen = -1
 
     def checkpointer(self, run: str, keep: int) -> Checkpointer:
-        """Open the run. Override it for more levels or other options; pass `keep` on. The first
-        level has to be Directory()."""
+        """Open the run. Override it for more levels or other options.
+
+        Args:
+            run: the directory for the newest steps. The first level has to be Directory().
+            keep: how many steps the run needs. Pass it on.
+        """
         return Checkpointer(run, keep=keep)
 
     # -- what the Trainer calls ------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the layer over the strategy. All arguments are those of Lightning's Callback."""
         self.layer = Layer(trainer, self._opened)
         self.layer.install(FITTING if stage == "fit" else EVALUATING)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the run. All arguments are those of Lightning's Callback."""
         if self.layer is None or trainer.fast_dev_run:
             return
         first = getattr(trainer.checkpoint_callback, "dirpath", None)
@@ -66,6 +73,7 @@ class StateholdCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Leave, if it is time. All arguments are those of Lightning's Callback."""
         layer, step = self.layer, trainer.global_step
         if layer is None or layer.ckpt is None or step == self._seen:
             return  # no update: the batch accumulates
@@ -74,7 +82,10 @@ class StateholdCallback(Callback):
             layer.leave()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """StochasticWeightAveraging changes weights after this, and not by an optimizer."""
+        """Wait for copies if StochasticWeightAveraging is about to change weights.
+
+        All arguments are those of Lightning's Callback.
+        """
         is_averaged = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
         if is_averaged and self.layer is not None and self.layer.ckpt is not None:
             self.layer.ckpt.gate()

@@ -160,7 +160,7 @@ class Restoring:
 
 
 _OTHER_RANKS = (
-    "step %d was saved on %d ranks and is resumed on %d: the random generators of each rank, its "
-    "position in the data and its means over the epoch are not restored, so an epoch that had "
-    "begun begins once more"
+    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
+    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
+    "begins once more"
 )

@@ -18,7 +18,7 @@ _PERSISTENT = (
     "dataloader_persistent_workers=True for the same bits"
 )
 _MODEL_ONLY = (
-    "save_only_model=True: the step has no optimizer and no scheduler, so both begin anew, and the "
+    "save_only_model=True: the step has no optimizer and no scheduler, so both are new, and the "
     "random generators do not go on"
 )
 _FORGETFUL = (
