@@ -113,17 +113,38 @@ class Noisy(Net):
         super().validation_step(batch + torch.randn_like(batch), index)
 
 
+class Double(torchmetrics.Metric):  # type: ignore[misc]
+    """Wraps another metric, which has the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def update(self, value: torch.Tensor) -> None:
+        self.mean.update(value)
+
+    def compute(self) -> torch.Tensor:
+        return 2 * self.mean.compute()
+
+    def reset(self) -> None:
+        super().reset()
+        self.mean.reset()
+
+
 class Means(Net):
     """Its learning rate depends on means over an epoch, of torchmetrics, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean = torchmetrics.MeanMetric()
+        self.twice = Double()
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss = super().training_step(batch, index)
         self.mean(loss.detach() + batch.sum())
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.twice(loss.detach())
+        self.log("twice", self.twice, on_step=False, on_epoch=True)
         self.log("greatest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         if index == 0:
             self.log("first", loss, on_step=True, on_epoch=True)

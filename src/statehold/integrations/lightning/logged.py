@@ -12,6 +12,7 @@ Not here: metrics of torchmetrics that no `self.log` was given. Nobody knows whe
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from torchmetrics import Metric
 
 __all__ = ["finish_epoch", "give_back", "results_of", "shown"]
 
@@ -102,8 +104,7 @@ def _state(result: _ResultMetric) -> dict[str, Any]:
         "is_tensor": result.is_tensor,
         "has_reset": result.has_reset,
         "newest": result._forward_cache,
-        "count": summed._update_count,
-        "sums": {name: getattr(summed, name) for name in summed._defaults},
+        "sums": {name: _sums(each) for name, each in _metrics_in(summed)},
     }
 
 
@@ -120,10 +121,20 @@ def _made(trainer: Any, state: dict[str, Any]) -> _ResultMetric:
 
 
 def _set(result: _ResultMetric, state: dict[str, Any]) -> None:
-    result._update_count = state["count"]
     summed = result if result.is_tensor else getattr(result, "value", None)
     if summed is not None:  # otherwise the metric of the module has it, which is about to come
-        summed._update_count, summed._computed = state["count"], None
-        for name, value in state["sums"].items():
-            setattr(summed, name, value)
+        for name, metric in _metrics_in(summed):
+            count, sums = state["sums"].get(name, (metric._update_count, {}))
+            metric._update_count, metric._computed = count, None
+            for each, value in sums.items():
+                setattr(metric, each, value)
     result.has_reset, result._forward_cache = state["has_reset"], state["newest"]
+
+
+def _metrics_in(metric: Metric) -> Iterator[tuple[str, Metric]]:
+    """A metric, and those that it wraps, by their names in it."""
+    return ((name, each) for name, each in metric.named_modules() if isinstance(each, Metric))
+
+
+def _sums(metric: Metric) -> tuple[int, dict[str, Any]]:
+    return metric._update_count, {name: getattr(metric, name) for name in metric._defaults}
