@@ -427,6 +427,45 @@ def test_weights_alone_are_saved_beside_a_full_checkpoint(tmp_path: Path) -> Non
         fit(tmp_path / "other", tmp_path / "weights/step=4.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("averaging", "changes"),
+    [
+        (lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1), ["transfer_weights"]),
+        (WeightAveraging, ["_swap_models", "_copy_average_to_current"]),
+    ],
+)
+def test_averaged_weights_wait_for_the_copies_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averaging: Any, changes: list[str]
+) -> None:
+    """They are written through .data, which no save notices."""
+    calls: list[str] = []
+    callback, gate = averaging(), statehold.Checkpointer.gate
+
+    def gated(ckpt: statehold.Checkpointer) -> None:
+        calls.append("gate")
+        gate(ckpt)
+
+    def noted(name: str, change: Any, *args: Any) -> None:
+        calls.append(name)
+        change(*args)
+
+    monkeypatch.setattr(statehold.Checkpointer, "gate", gated)
+    for name in changes:
+        original = getattr(type(callback), name)
+        monkeypatch.setattr(
+            type(callback), name, lambda *args, n=name, o=original: noted(n, o, *args)
+        )
+        if name == "transfer_weights":
+            monkeypatch.setattr(type(callback), name, staticmethod(vars(type(callback))[name]))
+    fit(
+        tmp_path, max_epochs=3, num_sanity_val_steps=0, val_check_interval=2,
+        more=lambda: [callback], saves={"every_n_train_steps": 1},
+    )  # fmt: skip
+    made = [at for at, call in enumerate(calls) if call in changes]
+    assert {calls[at] for at in made} == set(changes)
+    assert all(calls[at - 1] == "gate" for at in made)
+
+
 class StopIn(Callback):  # type: ignore[misc]
     """Ends the training with an error, after the forward pass of the batch after a step."""
 

@@ -11,9 +11,10 @@ import signal
 import threading
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback
 
 from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.integrations.lightning.averaging import wait_for_copies
 from statehold.integrations.lightning.strategy import KEEP, Layer
 
 __all__ = ["StateholdCallback"]
@@ -60,6 +61,7 @@ class StateholdCallback(Callback):
         """Put the layer over the strategy. All arguments are those of Lightning's Callback."""
         self.layer = Layer(trainer, self._opened)
         self.layer.install(FITTING if stage == "fit" else EVALUATING)
+        wait_for_copies(trainer, self._gate)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run. All arguments are those of Lightning's Callback."""
@@ -81,13 +83,10 @@ class StateholdCallback(Callback):
         if layer.ckpt.is_last(step):
             layer.leave()
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for copies if StochasticWeightAveraging is about to change weights.
+    # -- the run ---------------------------------------------------------------------------
 
-        All arguments are those of Lightning's Callback.
-        """
-        is_averaged = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
-        if is_averaged and self.layer is not None and self.layer.ckpt is not None:
+    def _gate(self) -> None:
+        if self.layer is not None and self.layer.ckpt is not None:
             self.layer.ckpt.gate()
 
     def _opened(self, run: str) -> Checkpointer:
