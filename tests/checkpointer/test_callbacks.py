@@ -53,6 +53,13 @@ def test_callbacks_are_called_in_order_with_what_is_committed(run: Path) -> None
     assert seen == [(name, step, True, True) for step in (1, 2, 3) for name in "ab"]
 
 
+def written() -> None:
+    """Wait for the thread that writes the lines of the log (background_log)."""
+    for thread in threading.enumerate():
+        if thread.name == "statehold-log":
+            thread.join(DEADLINE_S)
+
+
 def test_what_a_callback_raises_is_logged_and_the_others_are_called(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,6 +72,7 @@ def test_what_a_callback_raises_is_logged_and_the_others_are_called(
         ckpt.save(1, {"x": 1})
         ckpt.save(2, {"x": 2}).wait("committed", DEADLINE_S)
     assert called == [1, 2]
+    written()
     errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
     assert [text.split(";")[0] for text in errors] == [
         f"step {step} is committed and safe" for step in (1, 2)
@@ -88,6 +96,7 @@ def test_no_save_waits_for_a_callback_that_hangs(
             ckpt.save(step, {"x": step}).wait("committed", DEADLINE_S)
         settle(ckpt)
         assert ckpt.steps() == [6, 7]
+    written()
     texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert [f"step {step} is committed" in texts[step - 5] for step in (5, 6, 7)] == [True] * 3
     assert texts[-1].endswith("since step 1 was committed; the Checkpointer closes without it")
