@@ -386,7 +386,7 @@ def test_a_cancelled_job_leaves_the_queue_of_the_disk(disk: Disk, engine: _core.
     first = paths.write(engine, [aligned(0, 0, PAGE).filled_with(1)])
     must(first.wait(DEADLINE_S))  # what comes first is not held back
     job = paths.write(engine, [aligned(0, 0, BUFFER), ragged(1, 0, BUFFER)])
-    assert not job.wait(0)
+    must(not job.wait(0))
     job.cancel()
     engine.set_limit(0, 0, 0)
     must(paths.write(engine, [aligned(0, 0, BUFFER)]).wait(DEADLINE_S))
@@ -400,7 +400,7 @@ def test_a_limit_holds_back_its_path_only(disk: Disk, engine: _core.Engine) -> N
     held = paths.write(engine, [aligned(0, 0, PAGE)], paths=[7, 8])
     other = paths.write(engine, [aligned(1, 0, BUFFER)], paths=[7, 8])
     must(other.wait(DEADLINE_S))
-    assert not held.wait(0)
+    must(not held.wait(0))
     engine.set_limit(7, None, 0)
     must(held.wait(DEADLINE_S))
 

@@ -97,7 +97,7 @@ class Lane:
         self.committed = max([self.committed, *told])
 
     def check_survivors(self, dead: int) -> None:
-        """All but the dead rank were told of it, by name and in time."""
+        """All but the dead rank learned its name, in time."""
         failed = {event["rank"]: event for event in self.events if "failed" in event}
         assert failed.keys() == set(range(SIZE)) - {dead}
         for event in failed.values():

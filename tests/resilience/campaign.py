@@ -6,9 +6,9 @@ hold of everything that the replicas have written down, beside the run of one re
 happens to. It prints the pauses of survivors: the longest time between two commits around a fault,
 less the median step.
 
---replicas 8 --low 5: the same replicas to the last step, of which three are killed in steps of
-their own and come back later, with more faults among them; compared with undisturbed runs of 8
-and of 1.
+--replicas 8 --low 5: a run of eight replicas to the last step. Three of them are killed, each in
+another step, and come back later. One more is killed while it takes the state. The run is compared
+with undisturbed runs of 8 and of 1.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from resilience.faults import DECK, LEASE_S, Fault, Faults
@@ -158,16 +159,10 @@ def report(outcome: Outcome) -> None:
 
 
 def many(
-    folder: Path,
-    faults: int,
-    seed: int,
-    *,
-    size: int,
-    settle_s: float,
-    kinds: Sequence[str] = tuple(DECK),
+    folder: Path, faults: int, seed: int, *, kinds: Sequence[str] = tuple(DECK), **job: Any
 ) -> list[str]:
     """What is wrong after so many faults; from 100 on each kind must have fired."""
-    outcome = campaign(folder, faults, seed, size=size, settle_s=settle_s, kinds=kinds)
+    outcome = campaign(folder, faults, seed, kinds=kinds, **job)
     report(outcome)
     silent = [kind for kind in kinds if not outcome.fired[kind]]
     if {"kill", "stop until fenced"} <= {*kinds}:

@@ -82,7 +82,7 @@ BROKEN: dict[str, Change] = {
     "another version": lambda d: d.update(version=3),
     "a version of no rates with rates": lambda d: d.update(version=1),
     "a version of rates without them": lambda d: d.pop("rates"),
-    "a rate that is none": lambda d: d["rates"].update(write_bytes_per_s=0),
+    "a rate of zero": lambda d: d["rates"].update(write_bytes_per_s=0),
     "a rate that is half": lambda d: d["rates"].update(read_bytes_per_s=0.5),
     "rates in words": lambda d: d.update(rates="fast"),
     "a version that is true": lambda d: d.update(version=True, format="x"),

@@ -188,7 +188,7 @@ class Local(threading.local):
         self.device = 0
         self.streams: dict[int, Stream] = {}
         self.is_relaxed = False
-        self.error = ""  # of a call that was told so; a launch reports it once more
+        self.error = ""  # a call has returned it; the next launch reports it once more
 
 
 def device_of(machine: Machine, device: Any) -> torch.device:
