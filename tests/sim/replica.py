@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sim.undisturbed import MODULUS, gradient, updated
 from statehold.errors import InvariantError
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.actions import GroupLost
+from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
     Beat,
@@ -47,26 +48,31 @@ class Collective:
 
 
 class Rank:
-    """One process: a member, its training thread, and its connection to the coordinator."""
+    """One process: a member, its training thread, and its connection to the coordinator.
 
-    def __init__(self, world: World, slot: int, life: int, place: int) -> None:
+    view: of its state.
+    """
+
+    def __init__(
+        self, world: World, slot: int, life: int, place: int, view: View, state: int
+    ) -> None:
         self.world = world
         self.slot, self.life, self.place = slot, life, place
         self.replica = f"r{slot}.{life}"
         self.name = f"{self.replica}/{place}"
-        step, state = world.saved
         hello = Hello(
             replica=self.replica,
             place=place,
             width=world.width,
             job={"seed": str(world.seed)},
-            view=View(step, digest=f"{state} {place}"),
+            view=replace(view, digest=f"{view.digest} {place}"),
             min_replicas=world.min_replicas,
             lease_s=LEASE_S,
             desk=self.name,
         )
         self.member = Member(hello, world.microbatches, world.redundancy)
-        self.state, self.state_of = state, step  # after so many steps
+        self.state, self.state_of = state, view.step  # after so many steps
+        self.comeback = Comeback()
         self.sums: dict[int, int] = {}
         self.copies: dict[int, dict[int, int]] = {}
         self.conn: int | None = None

@@ -25,12 +25,13 @@ from sim.seeds import Report
 from sim.undisturbed import MODULUS, gradient, updated
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Hello, decode, encode
+from statehold.resilience.protocol.messages import TORN, Hello, View, decode, encode
 
 FAULTS = (
     "kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops",
     "spurious failure", "severed", "growth", "fenced", "half a collective",
     "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "adopted",
+    "joined with its own state",
     "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
@@ -120,15 +121,35 @@ class World:
                 return
             life = self.lives.setdefault(slot, 1)
             self.trace(f"replica r{slot}.{life} starts")
-            self.ranks += [Rank(self, slot, life, place) for place in range(self.width)]
+            view = View(self.saved[0], digest=f"{self.saved[1]}")
+            self.ranks += [
+                Rank(self, slot, life, place, view, self.saved[1]) for place in range(self.width)
+            ]
 
         self.clock.after(delay, begin)
 
     def rejoin(self, rank: Rank) -> None:
-        """A fenced process ends; its replica is started again."""
+        """A fenced process joins again with the state that it has.
+
+        If that is in parts, or if it has other ranks, it ends: its replica is started again.
+        """
         self.trace(f"{rank.name} is fenced: {rank.member.fenced}")
+        view = rank.member.own_view
         rank.die()
-        self.start_again(rank, self.random.uniform(0.1, 1.0))
+        if self.width > 1 or view.step == TORN:
+            self.start_again(rank, self.random.uniform(0.1, 1.0))
+            return
+        self.lives[rank.slot] += 1
+        life = self.lives[rank.slot]
+
+        def join() -> None:
+            if not any(other.has_left for other in self.ranks):
+                self.report.counts["joined with its own state"] += 1
+                again = Rank(self, rank.slot, life, 0, view, rank.state)
+                again.comeback = rank.comeback
+                self.ranks.append(again)
+
+        self.clock.after(rank.comeback.pause(self.clock.now), join)
 
     def start_again(self, rank: Rank, delay: float) -> None:
         """The launcher starts the replica once, whichever of its ranks dies first."""

@@ -37,6 +37,16 @@ def commit(hall: Hall, *conns: int) -> None:
         assert member.commit(member.epoch, end_epoch=False)
 
 
+def end_step(hall: Hall, *conns: int) -> None:
+    """These ranks commit the step, and end the epoch for those that wait (R11)."""
+    for conn in conns:
+        member = hall.members[conn]
+        assert member.joiners_wait
+        assert member.vote(member.epoch)
+        assert member.commit(member.epoch, end_epoch=True)
+    hall.say(conns[0], Promise(hall.epoch + 1, hall.members[conns[0]].view))
+
+
 # A run begins
 
 
@@ -275,16 +285,27 @@ def test_a_joiner_waits_for_the_end_of_the_step() -> None:
     newcomer = hall.connect(hello("c"))
     assert hall.epoch == 1
     assert Waiting(1) in hall.heard[conns["a"]]
-    for name in "ab":
-        member = hall.members[conns[name]]
-        assert member.joiners_wait
-        member.vote(1)
-        member.commit(1, end_epoch=True)
-    hall.say(conns["a"], Promise(2, hall.members[conns["a"]].view))
+    end_step(hall, *conns.values())
     assert hall.names == ["a", "b", "c"]
     joiner = hall.members[newcomer]
     assert (joiner.step, joiner.share, joiner.must_fetch) == (1, (), True)
     assert joiner.holders == ("a", "b")
+
+
+def test_newcomers_enter_only_after_a_step() -> None:
+    """Seeds 74 and 152 of --replicas: one that b cannot reach came again at once, for ever."""
+    hall, conns = running("a", "b")
+    hall.connect(hello("c"))
+    hall.say(conns["b"], Complaint(hall.epoch, "failed"))
+    assert (hall.epoch, hall.names) == (2, ["a", "b"])
+    end_step(hall, *conns.values())
+    assert hall.names == ["a", "b", "c"]
+    for _ in range(FRUITLESS_MAX):
+        hall.say(3, Complaint(hall.epoch, "cannot reach b"))
+    hall.connect(hello("c again"))
+    assert hall.names == ["a", "b"]
+    end_step(hall, *conns.values())
+    assert hall.names == ["a", "b", "c again"]
 
 
 def test_the_last_step_of_one_that_has_left_is_known() -> None:
@@ -407,7 +428,9 @@ def test_a_replica_in_preparation_that_has_promised_more_is_asked_for_more() -> 
     member.receive(Prepare(40))
     hall.connect(member)
     hall.lose(conns["b"])
-    assert (hall.epoch, hall.names) == (41, ["a", "c"])
+    assert (hall.epoch, hall.names) == (41, ["a"])
+    end_step(hall, conns["a"])
+    assert hall.names == ["a", "c"]
 
 
 def test_a_half_fenced_replica_is_fenced() -> None:

@@ -9,6 +9,8 @@ sent Fenced or Refused is not looked at any more; its rank closes it.
 Invariants:
 - An epoch is installed when all ranks of all its replicas have promised it, once (R6, R7).
 - A replica that was lost never comes back under the same name (R10). Neither do its other ranks.
+- Newcomers enter when a vote has ended the epoch, or when the members that are left are too few.
+  So between two entries the members commit a step, whatever fails with the newcomers (R11).
 - A number of an epoch is prepared once. Members define the job, also after a restart.
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
   (R12). RETURN_S and a lease after the last one came it goes on with more than half of them, and
@@ -120,6 +122,7 @@ class Coordinator:
         self._expected = expected or sys.maxsize
         self._settle_s = settle_s
         self._target: int | None = None
+        self._admits = False  # newcomers, to the epoch in preparation
         self._asked = 0  # the newest epoch that was ever prepared
         self._replicas: dict[str, _Replica] = {}
         self._names: dict[int, tuple[str, int]] = {}
@@ -160,7 +163,7 @@ class Coordinator:
             if known.promised < self._target:
                 self._ask(message.replica)
             else:  # to a coordinator before this one
-                self._prepare(self._target)
+                self._prepare(self._target, admits=self._admits)
         return self._sent(now)
 
     def receive(self, conn: int, message: Message, now: float) -> Sent:
@@ -223,7 +226,8 @@ class Coordinator:
             self._end_fruitless()
             if self.members:
                 self._prepare(self.epoch + 1)
-        elif self._newcomers() and not self._told_waiting:
+        is_settled = bool(self.members) and self._target is None
+        if is_settled and self._newcomers() and not self._told_waiting:
             self._told_waiting = True
             self._tell(self.members, Waiting(self.epoch))
         sent, self._out = self._out, []
@@ -243,7 +247,7 @@ class Coordinator:
         ready = self._newcomers()
         if not ready:
             return
-        fewest = max(self._replicas[name].hello.min_replicas for name in ready)
+        fewest = self._fewest(ready)
         waited = now - self._changed_at > self._settle_s
         if len(ready) >= (fewest if waited else max(self._expected, fewest)):
             self._prepare(self.epoch + 1)
@@ -276,13 +280,14 @@ class Coordinator:
             self.epoch, self.members = newest.epoch, present
             self._prepare(self.epoch + 1)
 
-    def _prepare(self, epoch: int) -> None:
+    def _prepare(self, epoch: int, *, admits: bool = False) -> None:
         promised = max((each.promised for each in self._replicas.values()), default=0)
         self._target = self._asked = max(epoch, 1 + self._asked, 1 + promised)
+        self._admits = admits
         self._told_waiting = False
         for replica in self._replicas.values():
             replica.promises.clear()
-        for name in self._candidates():
+        for name in [*self.members, *self._newcomers()]:  # these may be needed if members die
             self._ask(name)
 
     def _ask(self, name: str) -> None:
@@ -291,7 +296,7 @@ class Coordinator:
 
     def _promise(self, name: str, place: int, message: Promise) -> None:
         if self._target is None and name in self.members and message.epoch == self.epoch + 1:
-            self._prepare(message.epoch)  # its last vote has ended the epoch (R11)
+            self._prepare(message.epoch, admits=True)  # its vote has ended the epoch (R11)
         if message.epoch == self._target:
             self._replicas[name].promises[place] = message.view
 
@@ -300,8 +305,7 @@ class Coordinator:
         promised = all(self._replicas[name].has_promised for name in names)
         if self._target is None or not names or not promised:
             return
-        fewest = max(self._replicas[name].hello.min_replicas for name in names)
-        if len(names) < fewest and not self._departed:
+        if len(names) < self._fewest(names) and not self._departed:
             return
         views = {name: self._replicas[name].view for name in names}
         if not any(view.member for view in views.values()):
@@ -340,8 +344,13 @@ class Coordinator:
     # Replicas
 
     def _candidates(self) -> list[str]:
-        """Who would be in the next epoch: the members that live, and then the whole newcomers."""
-        return [*self.members, *self._newcomers()]
+        """Who would be in the next epoch: the members that live, and then newcomers."""
+        admits = self._admits or len(self.members) < self._fewest(self.members)
+        return [*self.members, *(self._newcomers() if admits else ())]
+
+    def _fewest(self, names: list[str]) -> int:
+        """How many replicas these need at least."""
+        return max((self._replicas[name].hello.min_replicas for name in names), default=1)
 
     def _newcomers(self) -> list[str]:
         return [

@@ -114,6 +114,11 @@ class Member:
         return self._next is not None
 
     @property
+    def is_first(self) -> bool:
+        """Of the members. There is one in each epoch."""
+        return self.members[:1] == (self.name,)
+
+    @property
     def must_fetch(self) -> bool:
         return not self._holds_state
 
