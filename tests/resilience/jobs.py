@@ -14,11 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from resilience.replica import MICROBATCHES, Order, Vote, train
+from torch import nn
+
+from resilience.replica import (
+    BATCH,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    Order,
+    Vote,
+    model_of,
+    optimizer_of,
+    train,
+)
+from statehold.resilience import Replicas
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 
+UNTIL = 12  # the end of most runs
 DEADLINE_S = 60
 SETTLE_S = 30.0  # of a replica that starts slowly
 
@@ -242,3 +256,20 @@ def undisturbed(folder: Path, until: int, *, replicas: int = 1, **order: Any) ->
 
 def step_indices(step: int) -> set[tuple[int, int]]:
     return {(step, index) for index in range(MICROBATCHES)}
+
+
+def assert_like(log: Log, alone: Log) -> None:
+    """The same losses and weights as those of UNTIL steps, bit for bit, and no microbatch twice."""
+    assert log.losses == {step: alone.losses[step] for step in log.losses}
+    assert not [each for each, times in log.computed.items() if times > 1]
+    if UNTIL - 1 in log.losses:
+        assert log.weights == alone.weights
+
+
+def replica(address: str | None, model: nn.Module | None = None, **options: object) -> Replicas:
+    """One in this process, like those of a Job."""
+    model = model or model_of()
+    facts: dict[str, Any] = {
+        "microbatches": MICROBATCHES, "samples": SAMPLES, "batch": BATCH, "seed": SEED, **options
+    }  # fmt: skip
+    return Replicas(model, optimizer_of(model), coordinator=address, **facts)

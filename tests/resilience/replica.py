@@ -36,6 +36,7 @@ from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
 from statehold.resilience.protocol import actions
 from statehold.resilience.seat import ColumnStart
+from statehold.resilience.transfer import _Server
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
@@ -58,11 +59,13 @@ class Order:
     """What a replica does.
 
     doom: (step, moment): it dies then. Moments are "backward", before the gradients of a
-    microbatch; "sum", in the middle of the reduction; the name of an action of rounds, and "after"
-    that. place, width: which rank of the replica it is, and of how many. They shard the model by
-    "fsdp", and each takes its part of the samples, or by "tp" (tensor parallelism). pause_s: of
-    each microbatch. run: the directory of its checkpoints. memory: of a level in memory before it;
-    then only every fourth step goes to `run`. is_impure: what it draws depends on the process.
+    microbatch; "sum", in the middle of the reduction; "serving", when it is to send a piece of its
+    state, whatever the step; the name of an action of rounds, and "after" that. place, width: which
+    rank of the replica it is, and of how many. They shard the model by "fsdp", and each takes its
+    part of the samples, or by "tp" (tensor parallelism). pause_s: of each microbatch. run: the
+    directory of its checkpoints. every: which of its steps go there. memory: of a level in memory
+    before it; then only every fourth step goes to `run`. is_impure: what it draws depends on the
+    process.
     workers: of the loader that draws; 0 takes none. hold: (step, file): in that step it goes on
     when the file exists. options: for Replicas.
     """
@@ -76,6 +79,7 @@ class Order:
     shards: str = "fsdp"
     pause_s: float = 0.0
     run: Path | None = None
+    every: int = 1
     memory: Path | None = None
     is_impure: bool = False
     workers: int = 0
@@ -94,17 +98,20 @@ def model_of() -> nn.Module:
     )
 
 
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def train(order: Order) -> None:
     """In a process of its own: the number of threads is set, and the process may die."""
     torch.set_num_threads(1)
     stacks = order.log.with_suffix(".stacks").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)  # where it stands
     model = sharded(model_of(), order)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer_of(model)
     with (
         order.log.open("w", buffering=1) as log,
         doomed(order.doom),
-        contextlib.ExitStack() as listening,
         checkpoints(order) as checkpointer,
         Replicas(
             model,
@@ -117,6 +124,7 @@ def train(order: Order) -> None:
             checkpointer=checkpointer,
             **{"lease_s": LEASE_S, **dict(order.options)},
         ) as replicas,
+        contextlib.ExitStack() as listening,
     ):
 
         def say(**line: Any) -> None:
@@ -125,11 +133,11 @@ def train(order: Order) -> None:
         draw = drawing(replicas, order)
         begin = time.monotonic()
         votes = listening.enter_context(told(say))
+        listening.enter_context(said(say))
         for step in replicas.steps(order.until):
             for microbatch in step:
                 held(order.hold, microbatch.step)
-                with said(say):
-                    x = draw(microbatch)
+                x = draw(microbatch)
                 time.sleep(order.pause_s)
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])
@@ -190,7 +198,7 @@ def told(say: Callable[..., None]) -> Iterator[list[Vote]]:
 
 @contextlib.contextmanager
 def said(say: Callable[..., None]) -> Iterator[None]:
-    """Write down an error, and go on with it."""
+    """Write down an error that ends the loop."""
     try:
         yield
     except StateholdError as error:
@@ -221,6 +229,7 @@ def checkpoints(order: Order) -> Iterator[Checkpointer | None]:
         yield None
         return
     levels = [Memory(path=order.memory), Directory(every=4)] if order.memory else None
+    levels = levels or [Directory(every=order.every)]
     with Checkpointer(order.run, levels=levels) as checkpointer:
         yield checkpointer
 
@@ -233,6 +242,7 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
         return
     at, moment = doom
     execute, start, begin = Driver.execute, ColumnStart.__call__, Driver.start
+    send = _Server._send
     numbers: list[int] = []
 
     def die() -> None:
@@ -259,9 +269,15 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
             die()
         return begin(driver, index)
 
+    def sending(*args: Any, **named: Any) -> None:
+        if moment == "serving":
+            die()
+        send(*args, **named)
+
     with (
         patched(Driver, execute=executing, start=beginning),
         patched(ColumnStart, __call__=starting),
+        patched(_Server, _send=sending),
     ):
         yield
 

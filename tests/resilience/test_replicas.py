@@ -16,36 +16,27 @@ import torch
 from torch import nn
 
 from resilience.control import peers
-from resilience.jobs import Job, Log, coordinated, step_indices, undisturbed
+from resilience.jobs import (
+    UNTIL,
+    Job,
+    Log,
+    assert_like,
+    coordinated,
+    replica,
+    step_indices,
+    undisturbed,
+)
 from resilience.replica import (
     BATCH,
     FEATURES,
     MAX_NORM,
     MICROBATCHES,
-    SAMPLES,
     SEED,
     data,
-    model_of,
 )
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.driver import Driver
-
-UNTIL = 12
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Log:
-    """One replica that nothing happens to."""
-    return undisturbed(tmp_path_factory.mktemp("alone") / "run", UNTIL)[0]
-
-
-def assert_like(log: Log, alone: Log) -> None:
-    """The same losses and weights, bit for bit, and no microbatch twice."""
-    assert log.losses == {step: alone.losses[step] for step in log.losses}
-    assert not [each for each, times in log.computed.items() if times > 1]
-    if UNTIL - 1 in log.losses:
-        assert log.weights == alone.weights
 
 
 def assert_counted_once(logs: list[Log], lost: Iterable[int] = ()) -> None:
@@ -236,14 +227,6 @@ def test_a_replica_that_draws_other_samples_than_a_lost_one_stops(tmp_path: Path
         logs = job.wait()
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL, 1]
     assert [log.errors for log in logs] == [[], ["ImpureSamplesError"]]
-
-
-def replica(address: str | None, model: nn.Module | None = None, **options: object) -> Replicas:
-    model = model or model_of()
-    facts: dict[str, Any] = {
-        "microbatches": MICROBATCHES, "samples": SAMPLES, "batch": BATCH, "seed": SEED, **options
-    }  # fmt: skip
-    return Replicas(model, torch.optim.AdamW(model.parameters()), coordinator=address, **facts)
 
 
 def refusal(other: Replicas) -> dict[str, Any]:

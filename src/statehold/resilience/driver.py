@@ -4,7 +4,8 @@
                                              of the committed step, or None when the run is over
 
 Invariants: the gradients of a step are in p.grad when `step` returns, on every member alike. A seat
-that was fenced is given up with everything that it has computed; a new one begins as a joiner.
+that was fenced is given up with everything that it has computed; a new one begins as a joiner. A
+state in parts is never the state of a new seat if a saved one can be restored.
 Not here: the order of actions (protocol/actions), groups and links (seat), the user's loop (step).
 """
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
-from statehold.errors import ReplicaLostError
+from statehold.errors import ReplicaLostError, WaitTimeout
+from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.protocol import actions
-from statehold.resilience.protocol.messages import View
+from statehold.resilience.protocol.comeback import Comeback
+from statehold.resilience.protocol.messages import TORN, View
 from statehold.resilience.seat import Fenced, Seat
 from statehold.resilience.sums.interface import Start, Sum
 from statehold.resilience.transfer import Transfer
@@ -27,29 +31,35 @@ logger = logging.getLogger(__name__)
 
 
 class Driver:
-    """take_seat: a new seat for a rank whose state is that of a view.
+    """take_seat: a new seat for a rank whose state is that of a view. view: of the live state.
 
     learn: called with the checksums that lost replicas have left. transfer: of the state.
+    checkpoints: take the state before this rank gives up, and give one if too much is lost.
     computed: what this replica has computed of the work of its member in the step in progress.
     """
 
     def __init__(
         self,
         take_seat: Callable[[View], Seat],
-        view: View,
+        view: Callable[[], View],
         sums: Sum,
         transfer: Transfer,
         learn: Callable[[Mapping[str, int]], None],
+        checkpoints: Checkpoints,
     ) -> None:
         self._take_seat = take_seat
+        self._view = view
         self._sums = sums
         self._transfer = transfer
         self._learn = learn
+        self._checkpoints = checkpoints
+        self._comeback = Comeback()
+        self.has_given_up = False
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
         self._served = 0
         self._heard = 0
-        self.seat = take_seat(view)
+        self.seat = take_seat(view())
 
     @property
     def number(self) -> int:
@@ -65,7 +75,7 @@ class Driver:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
         while self.seat.member.epoch == 0:
             try:
-                self.seat.wait(0)
+                self._wait(0)
             except Fenced as fenced:
                 self._come_back(fenced)
 
@@ -75,6 +85,7 @@ class Driver:
                 played = yield from self._play(until)
             except Fenced as fenced:
                 self._come_back(fenced)
+                self.admit()
                 continue
             if played is None:
                 return None
@@ -132,7 +143,7 @@ class Driver:
     def execute(self, action: actions.Action) -> object:
         """Do what the protocol asks for. Raises GroupLostError when the groups have failed."""
         if isinstance(action, actions.Await):
-            self.seat.wait(action.after)
+            self._wait(action.after)
         elif isinstance(action, actions.Gather):
             self._serve()
             self.seat.gather(action.epoch)
@@ -183,27 +194,61 @@ class Driver:
         desk, epoch, place, size, _, revoked = self.seat.where(action.epoch)
         self._transfer.fetch(desk, epoch, place, size, revoked)
 
-    def _come_back(self, fenced: Fenced) -> None:
-        """Join again under another name: the state is that of the step's beginning, as it was.
+    def _wait(self, after: int) -> None:
+        """Wait for an epoch. After wait_s, save the state, give the seat up, raise WaitTimeout.
 
-        The ranks of a larger replica cannot: one of them may be dead.
+        The link goes on meanwhile: all ranks of a replica have to come here. If the epoch has come
+        when the state is saved, the step goes on.
+        """
+        try:
+            self.seat.wait(after)
+        except WaitTimeout as late:
+            member = self.seat.member
+            if not member.must_fetch:
+                late.with_fact("saved", self._checkpoints.keep(member.step))
+            if member.epoch > after:
+                return
+            self.has_given_up = True
+            self.seat.close()
+            raise
+
+    def _come_back(self, fenced: Fenced) -> None:
+        """Take another seat, under another name.
+
+        The state is that of the step's beginning, as it was. If it is in parts, the newest saved
+        one takes its place. The ranks of a larger replica cannot come back: one of them may be
+        dead.
         """
         member = self.seat.member
         if self.seat.width > 1:
-            raise ReplicaLostError(
-                f"this replica is out of the job: {fenced}",
-                facts={
-                    "replica": member.name,
-                    "step": member.step,
-                    "state": "the other replicas have it, and go on",
-                },
-                hint="start all ranks of this replica again: they join, and get the state",
-            ) from fenced
-        logger.warning(
-            "statehold: replica %s is out of the job: %s. It joins again.", member.name, fenced
-        )
+            raise self._lost(fenced, "start all ranks of this replica again: they join") from fenced
         self.seat.close()
+        pause_s = self._comeback.pause(time.monotonic())
+        logger.warning(
+            "statehold: replica %s is out of the job: %s. It joins again in %g s.",
+            member.name,
+            fenced,
+            pause_s,
+        )
+        time.sleep(pause_s)
+        view = member.own_view
+        if view.step == TORN and self._checkpoints.restore():
+            view = self._view()
+        elif view.step == TORN and not member.epoch:  # nobody else has a state, either
+            raise self._lost(fenced, "start it again, with a checkpointer if a step is saved")
         self._sums.begin()
         self._served = 0
-        self.seat = self._take_seat(member.own_view)
-        self.admit()
+        self.seat = self._take_seat(view)
+
+    def _lost(self, fenced: Fenced, hint: str) -> ReplicaLostError:
+        member = self.seat.member
+        is_torn = member.own_view.step == TORN
+        return ReplicaLostError(
+            f"this replica is out of the job: {fenced}",
+            facts={
+                "replica": member.name,
+                "step": member.step,
+                "state": "parts of two steps" if is_torn else "the other replicas have it",
+            },
+            hint=hint,
+        )

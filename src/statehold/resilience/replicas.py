@@ -27,9 +27,10 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
-from statehold.errors import RunBusyError, StateMismatchError, UsageError
+from statehold.errors import StateMismatchError, UsageError
 from statehold.options.keywords import answering
 from statehold.resilience import identity
+from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.data.course import Course
 from statehold.resilience.data.loader import Loader
 from statehold.resilience.data.purity import Purity
@@ -70,7 +71,8 @@ class Replicas:
             lost in a step, and nothing is computed again. A step takes that many times as long.
         min_replicas: the replicas wait while there are fewer.
         lease_s: the job takes a rank for dead that has been silent for so many seconds.
-        wait_s: how many seconds a replica waits for enough others.
+        wait_s: how many seconds a replica waits for enough others. Then it saves what it has, and
+            raises WaitTimeout.
         stuck_s: the job takes a microbatch for hung that takes longer, in seconds. None: ten times
             the longest one so far, and at least 60 s.
         state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
@@ -102,7 +104,6 @@ class Replicas:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._course = Course(samples, batch, microbatches, seed)
-        self._checkpointer = checkpointer
         self._group = group
         self._min_replicas = _at_least("min_replicas", min_replicas, 1)
         self._lease_s = _at_least("lease_s", lease_s, 0.05)
@@ -117,6 +118,7 @@ class Replicas:
             **(state or {}),
             "replicas": self._position,
         }
+        self._checkpoints = Checkpoints(checkpointer, self.state)
         self._place, self._width = identity.place_in(group)
         address = _address(coordinator)
         host = identity.reachable_host(address)
@@ -146,6 +148,7 @@ class Replicas:
             "optimizer": type(optimizer).__qualname__,
             "code": identity.code_digest(),
         }
+        self._transfer = Transfer(self.state, host, self._width)
         self._driver: Driver | None = None
         self._has_restored = False
         self._loader: Loader | None = None
@@ -162,9 +165,11 @@ class Replicas:
 
         Raises:
             ReplicaRefusedError: this replica differs from the job; the error names what differs.
-            WaitTimeout: there were too few replicas for `wait_s` seconds.
+            ReplicaLostError: this replica is out, and cannot join again by itself.
+            WaitTimeout: there were too few replicas for `wait_s` seconds. If this one holds the
+                state of the run, the checkpointer has saved it. A new start goes on from there.
         """
-        if self._driver is None:
+        if self._driver is None or self._driver.has_given_up:
             self._driver = self._join()
         driver = self._driver
         driver.admit()
@@ -186,7 +191,8 @@ class Replicas:
                 break
             self._position.step = step.number + 1
             self._purity.forget(step.number + 1)
-            self._save(step.number + 1)
+            if driver.seat.member.is_first:
+                self._checkpoints.save(step.number + 1)
         if driver.seat.member.must_fetch:
             logger.warning("statehold: the run has ended without this replica; its state is older")
         driver.leave()
@@ -253,12 +259,16 @@ class Replicas:
     # -- joining ---------------------------------------------------------------------------
 
     def _join(self) -> Driver:
-        if self._checkpointer is not None and not self._has_restored:
-            self._checkpointer.restore(self.state)
+        if not self._has_restored:
+            self._checkpoints.restore()
             self._has_restored = True
-        transfer = Transfer(self.state, self._around.host, self._width)
-        view = View(self._position.step, digest=transfer.digest())
-        return Driver(self._take_seat, view, self._sums, transfer, self._learn)
+        return Driver(
+            self._take_seat, self._view, self._sums, self._transfer, self._learn, self._checkpoints
+        )
+
+    def _view(self) -> View:
+        """Of the live state, which nobody else may have."""
+        return View(self._position.step, digest=self._transfer.digest())
 
     def _take_seat(self, view: View) -> Seat:
         hello = Hello(
@@ -300,18 +310,6 @@ class Replicas:
         rest = [each for each in member.work if each not in self._driver.computed]
         following = member.following()
         self._loader.expect([(step, i) for i, _ in rest] + [(step + 1, i) for i in following])
-
-    # -- checkpoints -----------------------------------------------------------------------
-
-    def _save(self, step: int) -> None:
-        assert self._driver is not None
-        member = self._driver.seat.member
-        if self._checkpointer is None or member.members[:1] != (member.name,):
-            return
-        try:
-            self._checkpointer.save(step, self.state)
-        except RunBusyError as busy:
-            logger.warning("statehold: step %d is not saved: %s", step, busy.summary)
 
 
 class _Position:

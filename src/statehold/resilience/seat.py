@@ -26,7 +26,7 @@ from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Hello, Promise, Refused
+from statehold.resilience.protocol.messages import TORN, Hello, Promise, Refused
 from statehold.resilience.sums.interface import Pending, Start
 
 
@@ -204,10 +204,17 @@ class Seat:
                 "coordinator": f"{host}:{port}",
                 "connection": self.link.problem or "up",
                 "expected": f"{self._min_replicas} replicas or more (min_replicas)",
-                "state": f"that of the beginning of step {self.member.step}, intact",
+                "state": self._state(),
             },
             hint="start more replicas, or the coordinator: statehold coordinate",
         )
+
+    def _state(self) -> str:
+        """What the tensors of this rank hold, in words."""
+        step = self.member.own_view.step
+        if step == TORN:
+            return "parts of two steps, because a transfer has broken off"
+        return f"that of the beginning of step {step}, intact"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Fewer replicas than can go on: what they hold is saved, and a state in parts is restored."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from resilience.jobs import UNTIL, Job, Log, assert_like, coordinated, replica
+from resilience.replica import LEASE_S, MAX_NORM, data
+from statehold import Checkpointer
+from statehold.errors import WaitTimeout
+from statehold.resilience import Replicas
+from statehold.resilience.checkpoints import Checkpoints
+
+FEW: tuple[tuple[str, Any], ...] = (("min_replicas", 2), ("wait_s", 0.5))
+
+
+@pytest.mark.parametrize(("moment", "at"), [("sum", 5), ("after Vote", 6)])
+def test_survivors_save_the_step_in_progress_before_they_give_up(
+    tmp_path: Path, alone: Log, moment: str, at: int
+) -> None:
+    """The next start goes on from there: no step is lost, though only the first one was due."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    order: dict[str, Any] = {"run": run, "every": 100}
+    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, options=FEW, **order) as job:
+        job.start((5, moment))
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL, 1]
+    assert logs[1].errors == ["WaitTimeout"]
+    with Checkpointer(run) as ckpt:
+        assert ckpt.steps()[-1] == at
+    again.mkdir()
+    with coordinated(2) as meeting, Job(again, meeting, UNTIL, **order) as job:
+        job.start()
+        job.start()
+        logs += job.wait()
+    for log in logs:
+        assert_like(log, alone)
+    assert [sorted(log.losses) for log in logs] == [
+        [*range(5)], [*range(at)], *[[*range(at, UNTIL)]] * 2
+    ]  # fmt: skip
+    assert logs[-1].weights == alone.weights
+
+
+def test_the_ranks_of_a_survivor_save_together(tmp_path: Path) -> None:
+    order: dict[str, Any] = {"run": tmp_path / "run", "every": 100, "width": 2, "options": FEW}
+    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, **order) as job:
+        job.start((5, "sum"))
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [1, -signal.SIGKILL, 1, 1]
+    assert [log.errors for log in logs[2:]] == [["WaitTimeout"]] * 2
+    with Checkpointer(tmp_path / "run") as ckpt:
+        assert ckpt.steps()[-1] == 5
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_joiner_with_a_state_in_parts_restores_the_newest_step(
+    tmp_path: Path, alone: Log, has_run: bool
+) -> None:
+    """All that hold the state die while they send it. Without a saved step it has to end."""
+    run = tmp_path / "run" if has_run else None
+    with coordinated(1) as meeting, Job(tmp_path, meeting, UNTIL, run=run, pause_s=0.05) as job:
+        job.start((0, "serving"))
+        job.logged(0, steps=2)
+        job.start()
+        first, second = job.wait()
+    assert [each.exitcode for each in job.processes] == [-signal.SIGKILL, 0 if has_run else 1]
+    assert any("its ranks hold states of different steps" in event for event in meeting.events)
+    if not has_run:
+        assert (second.errors, second.losses) == (["ReplicaLostError"], {})
+        return
+    assert_like(second, alone)
+    assert second.weights == alone.weights
+    assert max(first.losses) <= min(second.losses) + 1  # the last save may not have been committed
+
+
+def test_a_survivor_goes_on_if_enough_come_while_it_saves(
+    tmp_path: Path, alone: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
+    patient = (("min_replicas", 2), ("lease_s", LEASE_S))
+    kept = []
+    with (
+        coordinated(2) as meeting,
+        Job(tmp_path, meeting, UNTIL, options=patient) as job,
+        replica(meeting.address, **dict(patient), wait_s=0.5) as survivor,
+    ):
+
+        def keep(_: Checkpoints, step: int) -> str:
+            kept.append(step)
+            job.start()
+            meeting.wait_for("has 2 replicas", times=2)
+            return "later"
+
+        monkeypatch.setattr(Checkpoints, "keep", keep)
+        job.start((3, "sum"))
+        losses = train(survivor, UNTIL)
+        job.wait()
+    assert kept == [3]
+    assert losses == alone.losses
+
+
+def train(replicas: Replicas, until: int) -> dict[int, str]:
+    """As the replicas of a Job do; returns the losses."""
+    model, optimizer = replicas.state["model"], replicas.state["optimizer"]
+    losses = {}
+    for step in replicas.steps(until):
+        for microbatch in step:
+            x = data()[microbatch.samples]
+            microbatch.backward(nn.functional.mse_loss(model(x), x))
+        step.clip_grad_norm(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step.number] = step.loss.hex()
+    return losses
+
+
+def test_who_has_given_up_may_join_again() -> None:
+    """The loop is entered once more when there are enough."""
+    with coordinated(2) as meeting, replica(meeting.address, min_replicas=2, wait_s=0.2) as lonely:
+        with pytest.raises(WaitTimeout) as late:
+            next(lonely.steps(1))
+        assert late.value.facts["state"] == "that of the beginning of step 0, intact"
+        assert "saved" not in late.value.facts  # it has never been a member
+        with replica(meeting.address, min_replicas=2) as other:
+            thread = threading.Thread(target=next, args=(other.steps(1),))
+            thread.start()
+            assert next(lonely.steps(1)).number == 0
+            thread.join()
