@@ -56,6 +56,7 @@ def _run(given: Namespace, trainer: str) -> Record:
         "peers": given.replicas,
         "bytes": joiner["bytes"],
         "fetch_s": joiner["fetch_s"],
+        "cpu_s": joiner["cpu_s"],
         "turns": turns,
     }
 
@@ -64,7 +65,8 @@ def table(records: Sequence[Record]) -> str:
     lines = [
         f"{records[0]['peers']} peers, a state of {records[0]['bytes'] / 1e6:.0f} MB",
         f"{'the trainer':12} {'transfer s: min med max':>24} {'MB/s':>6} {'step s':>7} "
-        f"{'work, with/without':>19} {'step, with/without':>19} {'serve ms':>9}",
+        f"{'work, with/without':>19} {'step, with/without':>19} {'serve ms':>9} "
+        f"{'cpu s: joiner, a peer':>22}",
     ]
     for record in records:
         fetch, turns = sorted(record["fetch_s"]), record["turns"]
@@ -77,9 +79,11 @@ def table(records: Sequence[Record]) -> str:
         alone = statistics.median(turn["without"]["step_s"] for turn in turns)
         serve = 1e3 * statistics.median(turn["with"]["serve_s"] for turn in turns)
         middle = statistics.median(fetch)
+        joiner = statistics.median(record["cpu_s"])
+        peer = statistics.median(turn["with"]["cpu_s"] - turn["without"]["cpu_s"] for turn in turns)
         lines.append(
             f"{record['trainer']:12} {fetch[0]:8.2f}{middle:8.2f}{fetch[-1]:8.2f} "
             f"{record['bytes'] / middle / 1e6:6.0f} {alone:7.2f} {work:19.3f} {step:19.3f} "
-            f"{serve:9.1f}"
+            f"{serve:9.1f} {joiner:15.3f}{peer:7.3f}"
         )
     return "\n".join(lines)

@@ -34,13 +34,14 @@ class Rank:
     def turn(self, epoch: int, *, with_joiner: bool) -> dict[str, float]:
         where = self._desk, epoch, (self._rank, 0), (self._size, 1), threading.Event()
         self._meet()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         if self.is_joiner:
             if with_joiner:
                 self.transfer.fetch(*where)
             fetched = time.perf_counter() - begin
+            cpu_s = time.process_time() - cpu
             self._meet()
-            return {"fetch_s": fetched}
+            return {"fetch_s": fetched, "cpu_s": cpu_s}
         if with_joiner:
             self.transfer.serve(*where)
         served = time.perf_counter()
@@ -49,7 +50,12 @@ class Rank:
         self._meet()
         self.transfer.stop_serving()
         end = time.perf_counter()
-        return {"serve_s": served - begin, "work_s": worked - served, "step_s": end - begin}
+        return {
+            "serve_s": served - begin,
+            "work_s": worked - served,
+            "step_s": end - begin,
+            "cpu_s": time.process_time() - cpu,
+        }
 
     def _meet(self) -> None:
         """All ranks, as in a reduction."""
@@ -68,8 +74,8 @@ def main() -> None:
         turns.append({"without": without, "with": rank.turn(epoch, with_joiner=True)})
     record: dict[str, Any] = {"digest": rank.transfer.digest(), "turns": turns}
     if rank.is_joiner:
-        fetched = [turn["with"]["fetch_s"] for turn in turns]
-        record |= {"bytes": rank.nbytes, "fetch_s": fetched, "turns": []}
+        fetched, cpu = ([turn["with"][each] for turn in turns] for each in ("fetch_s", "cpu_s"))
+        record |= {"bytes": rank.nbytes, "fetch_s": fetched, "cpu_s": cpu, "turns": []}
     print(json.dumps(record))
 
 

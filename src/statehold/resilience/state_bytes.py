@@ -162,6 +162,12 @@ class _Described(SavedStep):
         return [PlacedChunk(box, "", 0, 0, 0, name)]
 
 
+def window(memory: Tensor) -> memoryview:
+    """The bytes of a tensor of bytes in host memory, to read and write. Keep the tensor, too."""
+    content = (ctypes.c_char * memory.numel()).from_address(memory.data_ptr())
+    return memoryview(content).cast("B")
+
+
 def _move(source: Tensor, target: Tensor) -> None:
     """Copy bytes. On the host without torch, which would use its threads for every piece."""
     if source.is_cpu and target.is_cpu:

@@ -8,13 +8,14 @@ The holders copy nothing in advance. A joiner takes part in the reduction of the
 can commit it, and change its state, before every joiner has everything or has been left out.
 
 A joiner asks each holder for one range after another, so a fast holder serves more. The range of a
-holder that dies, or sends a wrong byte, comes from another one. The bytes go through sockets of
-their own: a process group would fail as a whole, and cannot be given up piece by piece.
+holder that dies, or sends a wrong byte, comes from another one. The bytes go through lines of their
+own: a process group would fail as a whole, and cannot be given up piece by piece.
 
 Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
 A piece is placed only after its checksum has been verified. A state that changes nevertheless, in a
 forward pass, is not given to anybody.
-Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol).
+Not here: what the bytes mean (state_bytes), how a joiner reaches a holder (door), who holds the
+state and who joins (protocol).
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from statehold import _core
+from statehold.resilience.door import Door, Line, connect
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet
-from statehold.resilience.state_bytes import Arriving, Offer, Run
+from statehold.resilience.state_bytes import Arriving, Offer, Run, window
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20
 RANGE_BYTES = 8 << 20
 _POLL_S = 0.01
 # A rank that sends or takes nothing for so long has died, whatever its connection says.
@@ -120,13 +123,12 @@ class _Server:
     """Threads that serve the newest offer."""
 
     def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0))
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._epoch = 0
         self._offer: Offer | None = None
         self._connections: set[socket.socket] = set()
-        threading.Thread(target=self._accept, name="statehold-state", daemon=True).start()
+        self._door = Door(host, RANGE_BYTES, self._let_in)
+        self.address = self._door.address
 
     def offer(self, epoch: int, offer: Offer) -> None:
         with self._lock:
@@ -141,21 +143,16 @@ class _Server:
 
     def close(self) -> None:
         self.withdraw()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                connection, _ = self._listener.accept()
-                with self._lock:
-                    self._connections.add(connection)
-                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+    def _let_in(self, line: Line) -> None:
+        with self._lock:
+            self._connections.add(line.socket)
+        threading.Thread(target=self._talk, args=(line,), daemon=True).start()
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _talk(self, line: Line) -> None:
         """Answer requests: the description of an epoch's state first, then ranges of it."""
-        piece = bytearray(PIECE_BYTES)
+        connection, memory = line.socket, _memory(line)
         try:
             with connection, connection.makefile("rb") as requests:
                 # For sending only: a joiner may need long to prepare a large state.
@@ -163,11 +160,11 @@ class _Server:
                 offer = self._find(json.loads(requests.readline()))
                 connection.sendall(len(offer.document).to_bytes(_LENGTH_BYTES, "little"))
                 connection.sendall(offer.document)
-                for line in requests:
-                    first, last = json.loads(line)
+                for request in requests:
+                    first, last = json.loads(request)
                     for begin, end in _pieces(first, last):
-                        part = memoryview(piece)[: end - begin]
-                        self._send(connection, offer, begin, part, is_last=end == last)
+                        piece = memory[begin - first : end - first]
+                        self._send(line, offer, begin, piece, is_last=end == last)
         except (OSError, ValueError, TypeError, GroupLostError):
             pass  # the joiner has gone, or the offer; the joiner asks somebody else
         finally:
@@ -180,33 +177,32 @@ class _Server:
                 raise GroupLostError("the offer has ended")
             return self._offer
 
-    def _send(
-        self,
-        connection: socket.socket,
-        offer: Offer,
-        begin: int,
-        piece: memoryview,
-        *,
-        is_last: bool,
-    ) -> None:
+    def _send(self, line: Line, offer: Offer, begin: int, piece: Tensor, *, is_last: bool) -> None:
         """is_last: of its range. Then nothing has changed while the range was read."""
-        tensor = torch.frombuffer(piece, dtype=torch.uint8)
         with self._lock:
             if self._offer is not offer:
                 raise GroupLostError("the offer has ended")
-            offer.run.read(begin, tensor)
+            offer.run.read(begin, piece)
             changed = offer.changed() if is_last else None
         if changed is not None:
             logger.error("statehold: no replica can join: %s changes inside a step", changed)
             raise GroupLostError("the offer has changed")
-        connection.sendall(
-            _core.hash_memory(tensor.data_ptr(), len(piece)).to_bytes(_SUM_BYTES, "little")
-        )
-        connection.sendall(piece)
+        line.socket.sendall(_checksum(piece).to_bytes(_SUM_BYTES, "little"))
+        if line.shared is None:
+            line.socket.sendall(window(piece))
 
 
 def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
     return [(at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES)]
+
+
+def _memory(line: Line) -> Tensor:
+    """For one range. A request for the next range says that the joiner has taken this one."""
+    return torch.empty(RANGE_BYTES, dtype=torch.uint8) if line.shared is None else line.shared
+
+
+def _checksum(piece: Tensor) -> int:
+    return _core.hash_memory(piece.data_ptr(), piece.numel())
 
 
 # -- the joiner ------------------------------------------------------------------------------------
@@ -219,7 +215,7 @@ class _Fetching:
         self._epoch = epoch
         self._holders = holders
         self._revoked = revoked
-        self._connections: dict[str, socket.socket] = {}
+        self._lines: dict[str, Line] = {}
         self._left: deque[tuple[int, int]] = deque()
         self._missing = 0
         self._lock = threading.Lock()
@@ -249,10 +245,9 @@ class _Fetching:
         """The descriptions of the state, by holder."""
         found = {}
         for holder in self._holders:
-            host, _, port = holder.rpartition(":")
             with contextlib.suppress(OSError, GroupLostError):
-                connection = socket.create_connection((host, int(port)), CONNECT_S)
-                self._connections[holder] = connection
+                line = self._lines[holder] = connect(holder, CONNECT_S)
+                connection = line.socket
                 connection.settimeout(_POLL_S)
                 connection.sendall(f"{self._epoch}\n".encode())
                 length = int.from_bytes(self._receive(connection, _LENGTH_BYTES), "little")
@@ -273,19 +268,20 @@ class _Fetching:
 
     def _pull(self, holder: str, run: Run) -> None:
         """Take ranges from a holder until none is left, or until it fails."""
-        connection = self._connections[holder]
-        piece = bytearray(PIECE_BYTES)
+        line = self._lines[holder]
+        memory = _memory(line)
         while self._missing:
             try:
-                begin, end = self._left.popleft()
+                first, end = self._left.popleft()
             except IndexError:
                 if self._revoked.wait(_POLL_S):  # somebody else may fail, and leave a range
                     return
                 continue
+            begin = first
             try:
-                connection.sendall(f"[{begin}, {end}]\n".encode())
-                for at, until in _pieces(begin, end):
-                    self._place(connection, run, at, memoryview(piece)[: until - at])
+                line.socket.sendall(f"[{first}, {end}]\n".encode())
+                for at, until in _pieces(first, end):
+                    self._place(line, run, at, memory[at - first : until - first])
                     begin = until
                     with self._lock:
                         self._missing -= until - at
@@ -295,13 +291,14 @@ class _Fetching:
                     logger.warning("statehold: state from %s has failed: %s", holder, error)
                 return
 
-    def _place(self, connection: socket.socket, run: Run, begin: int, piece: memoryview) -> None:
-        expected = int.from_bytes(self._receive(connection, _SUM_BYTES), "little")
-        self._receive_into(connection, piece)
-        tensor = torch.frombuffer(piece, dtype=torch.uint8)
-        if _core.hash_memory(tensor.data_ptr(), len(piece)) != expected:
+    def _place(self, line: Line, run: Run, begin: int, piece: Tensor) -> None:
+        """piece: memory of the size of the piece that begins there."""
+        expected = int.from_bytes(self._receive(line.socket, _SUM_BYTES), "little")
+        if line.shared is None:
+            self._receive_into(line.socket, window(piece))
+        if _checksum(piece) != expected:
             raise self._lost(f"the bytes from {begin} on differ from their checksum")
-        run.write(begin, tensor)
+        run.write(begin, piece)
 
     def _receive(self, connection: socket.socket, nbytes: int) -> bytearray:
         found = bytearray(nbytes)
@@ -330,7 +327,7 @@ class _Fetching:
         )
 
     def _hang_up(self) -> None:
-        for each in self._connections.values():
+        for each in self._lines.values():
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # a forked process may have a copy
-            each.close()
+                each.socket.shutdown(socket.SHUT_RDWR)  # a forked process may have a copy
+            each.socket.close()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from statehold.errors import StateMismatchError
-from statehold.resilience import transfer
+from statehold.resilience import door, transfer
+from statehold.resilience.door import Line
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.state_bytes import Arriving, Offer
@@ -108,8 +109,10 @@ class Job:
             each.close()
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
+@pytest.fixture(params=["one host", "two hosts"])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    if request.param == "two hosts":
+        monkeypatch.setattr(door, "_near", elsewhere)
     desk = Desk(HOST)
     found = Job(desk)
     yield found
@@ -117,10 +120,33 @@ def job() -> Iterator[Job]:
     desk.close()
 
 
+def elsewhere(name: str, timeout_s: float) -> Line:
+    """On another host, the name of a door is that of nothing."""
+    raise ConnectionRefusedError
+
+
 def instead(server: Any, name: str, call: Callable[..., Any]) -> None:
     """Replace a method of one server; `call` gets the original one first."""
     original = getattr(server, name)
     setattr(server, name, lambda *args, **given: call(partial(original, **given), *args))
+
+
+def only_first(job: Job, number: int, call: Callable[..., Any]) -> None:
+    """Replace what this holder sends. The others send nothing before it has been called."""
+    called = threading.Event()
+
+    def calling(original: Any, *args: Any) -> None:
+        try:
+            call(original, *args)
+        finally:
+            called.set()
+
+    def waiting(original: Any, *args: Any) -> None:
+        must(called.wait(60))
+        original(*args)
+
+    for place, each in enumerate(job.holders):
+        instead(each._server, "_send", calling if place == number else waiting)
 
 
 def test_every_bit_arrives_and_training_goes_on_alike(small_pieces: None, job: Job) -> None:
@@ -140,19 +166,13 @@ def test_every_bit_arrives_and_training_goes_on_alike(small_pieces: None, job: J
 def test_a_part_of_a_holder_that_goes_comes_from_others(
     small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sent = []
-
     def send(original: Any, *args: Any) -> None:
-        if len(sent) == 2:
-            raise OSError("gone")
-        sent.append(args)
-        original(*args)
+        raise OSError("gone")
 
     job.serve()
-    instead(job.holders[0]._server, "_send", send)
+    only_first(job, 0, send)
     job.fetch()
     assert contents(job.joined) == contents(job.states[0])
-    assert len(sent) == 2
     assert "the holder has gone" in caplog.text
 
 
@@ -168,11 +188,12 @@ def test_a_wrong_byte_is_found_and_comes_from_others(
             changed[-1] ^= 16
             self._connection.sendall(changed)
 
-    def send(original: Any, connection: Any, *args: Any) -> None:
-        original(Flipping(connection), *args)
+    def send(original: Any, line: Line, *args: Any) -> None:
+        flipping: Any = Flipping(line.socket)
+        original(Line(flipping, line.shared), *args)
 
     job.serve()
-    instead(job.holders[2]._server, "_send", send)
+    only_first(job, 2, send)
     job.fetch()
     assert contents(job.joined) == contents(job.states[0])
     assert "differ from their checksum" in caplog.text
@@ -210,7 +231,7 @@ def test_the_state_stops_to_be_read_in_the_middle(
             each.stop_serving()
 
     job.serve()
-    instead(job.holders[0]._server, "_send", send)
+    only_first(job, 0, send)
     with pytest.raises(GroupLostError) as caught:
         job.fetch()
     assert caught.value.facts["reason"] == "no holder of the state is left"

@@ -1,0 +1,92 @@
+"""Doors: a joiner on the same host shares memory with the holder, one elsewhere does not."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from statehold.resilience.door import Door, Line, connect
+
+HOST, NBYTES, TIMEOUT_S = "127.0.0.1", 1 << 16, 20.0
+
+
+@pytest.fixture
+def lines() -> queue.Queue[Line]:
+    """What has come in."""
+    return queue.Queue()
+
+
+@pytest.fixture
+def door(lines: queue.Queue[Line]) -> Iterator[Door]:
+    found = Door(HOST, NBYTES, lines.put)
+    yield found
+    found.close()
+
+
+def test_on_one_host_both_sides_see_the_same_memory(door: Door, lines: queue.Queue[Line]) -> None:
+    joiner = connect(door.address, TIMEOUT_S)
+    holder = lines.get(timeout=TIMEOUT_S)
+    assert joiner.shared is not None
+    assert holder.shared is not None
+    assert joiner.shared.data_ptr() != holder.shared.data_ptr()
+    holder.shared[:] = 7
+    assert joiner.shared.tolist() == [7] * NBYTES
+    assert said(joiner, holder) == b"done"
+
+
+def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[Line]) -> None:
+    address, _, name = door.address.partition("/")
+    joiner = connect(f"{address}/{name[::-1]}", TIMEOUT_S)
+    holder = lines.get(timeout=TIMEOUT_S)
+    assert (joiner.shared, holder.shared) == (None, None)
+    assert joiner.socket.family == socket.AF_INET
+    assert said(joiner, holder) == b"done"
+
+
+def test_a_holder_that_stands_still_is_no_other_host() -> None:
+    """It has the name, and answers nothing. TCP would wait for it a second time."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("\0statehold-silent")
+        silent.listen()
+        with pytest.raises(TimeoutError):
+            connect(f"{HOST}:1/statehold-silent", 0.05)
+
+
+def test_a_door_that_is_closed_lets_nobody_in(door: Door) -> None:
+    door.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(door.address, TIMEOUT_S)
+
+
+def test_lines_leave_nothing_behind(door: Door, lines: queue.Queue[Line]) -> None:
+    def visit() -> None:
+        with connect(door.address, TIMEOUT_S).socket:
+            lines.get(timeout=TIMEOUT_S).socket.close()
+        gc.collect()
+
+    visit()
+    before = open_files(), shared_memories()
+    for _ in range(20):
+        visit()
+    assert (open_files(), shared_memories()) == before
+
+
+def said(first: Line, second: Line) -> bytes:
+    """What comes out at the other end."""
+    with first.socket, second.socket:
+        first.socket.sendall(b"done")
+        return second.socket.recv(16)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shared_memories() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:statehold-line" in line for line in maps)
