@@ -43,7 +43,7 @@ from statehold.resilience.state_bytes import Arriving, Offer, Run, window
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
-RANGE_BYTES = 8 << 20
+RANGE_BYTES = 4 << 20
 _POLL_S = 0.01
 # A rank that sends or takes nothing for so long has died, whatever its connection says.
 _SILENCE_S = 10.0
