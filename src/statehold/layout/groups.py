@@ -10,7 +10,7 @@ checkpoint/save/proof).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
 from typing import Generic, TypeVar
 
 from statehold.units import MiB
@@ -78,6 +78,11 @@ class History(Generic[Key]):
         """The state has only these parts from now on."""
         self._same = {key: count for key, count in self._same.items() if key in keys}
         self._needed = {key: count for key, count in self._needed.items() if key in keys}
+
+    @property
+    def same(self) -> Set[Key]:
+        """All that may be quiet. No other part is."""
+        return self._same.keys()
 
     def is_quiet(self, key: Key) -> bool:
         """Whether the part may go to a shared file."""

@@ -17,19 +17,17 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.already import is_shared
 from statehold.errors import StateholdError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
+from statehold.layout.keys import Key
 
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.store.store import Store
-
-# Name, dtype, shape and offsets of the box that a rank writes.
-Key: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

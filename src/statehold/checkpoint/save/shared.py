@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.proof import Claim, differing, refuted
 from statehold.checkpoint.save.writes import FileOrder, Ordered, start_write
+from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import SavePlan, plan_save
 from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import StoredFile
@@ -49,6 +50,7 @@ class SharedFile:
     """A file in the pool of `store`, durable, with parts of the state.
 
     plan: its parts in file order, as the last save had them. seen: their stamps, then.
+    keys: what tells these parts from others. share: of the rank in the last save that linked it.
     users: saves under way that link it or have written it. steps: that hold it, or held it.
     """
 
@@ -58,8 +60,13 @@ class SharedFile:
     sums: bytes
     seen: Stamps
     order: FileOrder = field(default_factory=FileOrder)
+    share: Share | None = None
     users: int = 0
     steps: int = 0
+    keys: tuple[Key, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keys = keys_of(self.plan)
 
 
 class Register(Protocol):

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.save.proof import windows
-from statehold.checkpoint.save.resumed import Key, Known, known_files
+from statehold.checkpoint.save.resumed import Known, known_files
 from statehold.checkpoint.save.shared import (
     Fresh,
     Link,
@@ -38,7 +38,7 @@ from statehold.checkpoint.save.shared import (
 )
 from statehold.checkpoint.save.writes import FileOrder
 from statehold.layout import groups
-from statehold.layout.plan import TensorSpec
+from statehold.layout.keys import Key, key_of, keys_of
 from statehold.layout.share import Part, RankPlan, Share
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Sharing:
             if not (self._files or self._history):
                 return plan, shared
             shared.links = self._links(captured)
-            linked = {key for link in shared.links for key in keys_of(link.file.plan)}
+            linked = {key for link in shared.links for key in link.file.keys}
             shared.fresh = self._fresh(plan, captured, linked)
             made = {key for each in shared.fresh for key in keys_of(each.plan)}
             self._making |= made
@@ -135,7 +135,7 @@ class Sharing:
         In the first saves of a job, ranks may write other parts than later: the rest waits.
         """
         left = self._files_of_restored()
-        taken = self._making.union(*(keys_of(file.plan) for file in self._files))
+        taken = self._making.union(*(file.keys for file in self._files))
         self._resumed = [each for each in left if not self._parts.keys() >= set(each.keys)]
         for known in left:
             if known not in self._resumed and taken.isdisjoint(known.keys):
@@ -174,23 +174,31 @@ class Sharing:
 
     def _link(self, file: SharedFile, captured: Tensors) -> Link | None:
         """None if the state has not all parts of the file, or if some have changed."""
-        keys = keys_of(file.plan)
-        if any(key not in self._parts for key in keys):
+        if file.share is not self._share and not self._fit(file):
             return None
-        parts = tuple([self._parts[key] for key in keys])
-        seen = _stamps(captured, parts)
-        changed = [keys[index] for index in seen.changed_since(file.seen)]
+        seen = _stamps(captured, file.plan.share.parts)
+        changed = [file.keys[index] for index in seen.changed_since(file.seen)]
         if changed:
             self._history.broke(changed)
             return None
-        if parts != file.plan.share.parts:
-            file.plan, file.order = _with_parts(file.plan, parts), FileOrder()
         file.seen = seen
         return Link(file, file.order.ordered(file.plan, captured))
+
+    def _fit(self, file: SharedFile) -> bool:
+        """Let the plan of the file have its parts as the state has them now, if it has them all."""
+        if any(key not in self._parts for key in file.keys):
+            return False
+        parts = tuple([self._parts[key] for key in file.keys])
+        if parts != file.plan.share.parts:
+            file.plan, file.order = _with_parts(file.plan, parts), FileOrder()
+        file.share = self._share
+        return True
 
     def _fresh(self, plan: RankPlan, captured: Tensors, linked: Set[Key]) -> list[Fresh]:
         """New files for the parts that have stayed the same and are in no file."""
         taken = linked | self._making
+        if self._history.same <= taken:
+            return []
         wanted = [
             part
             for key, part in self._parts.items()
@@ -222,7 +230,7 @@ class Sharing:
             file.users += 1
             if replaces is not None:
                 # What changed without being counted may do so again: no later save takes the file.
-                keys = keys_of(replaces.file.plan)
+                keys = replaces.file.keys
                 self._history.broke([keys[index] for index in replaces.changed])
                 self._give_up(replaces.file)
             elif file.store is self._place.store and not self._is_off:
@@ -282,16 +290,6 @@ class Sharing:
             known = [(key, *place) for key, place in found if key in self._parts]
             self._windows = plan.share, known
         return self._windows[1]
-
-
-def keys_of(plan: RankPlan) -> list[Key]:
-    """The keys of the parts of a file, in file order."""
-    return [key_of(spec) for spec in plan.save.specs]
-
-
-def key_of(spec: TensorSpec) -> Key:
-    """What tells a part from the others of its rank."""
-    return spec.name, spec.dtype, spec.shape, spec.offsets or (0,) * len(spec.shape)
 
 
 def _alike(parts: Sequence[Part], captured: Tensors) -> Iterable[list[Part]]:
