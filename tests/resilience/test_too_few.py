@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -135,3 +136,31 @@ def test_who_has_given_up_may_join_again() -> None:
             thread.start()
             assert next(lonely.steps(1)).number == 0
             thread.join()
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_state_in_parts_is_never_taken_for_that_of_a_step(
+    tmp_path: Path, has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was: who entered the loop again after WaitTimeout told of the step that it had before."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
+    run = tmp_path / "run" if has_run else None
+    few: dict[str, Any] = {"min_replicas": 2, "wait_s": 0.5, "lease_s": LEASE_S}
+    states = []
+    with (
+        contextlib.ExitStack() as stack,
+        coordinated(1) as meeting,
+        Job(tmp_path, meeting, UNTIL, run=run, pause_s=0.05) as job,
+    ):
+        job.start((0, "serving"))
+        job.logged(0, steps=2)
+        mine = stack.enter_context(Checkpointer(run)) if run else None
+        joiner = stack.enter_context(replica(meeting.address, checkpointer=mine, **few))
+        for _ in range(2):
+            with pytest.raises(WaitTimeout) as late:
+                train(joiner, UNTIL)
+            states.append(late.value.facts["state"])
+        saved = mine.steps()[-1] if mine else None
+    torn = "parts of two steps, because a transfer has broken off"
+    assert states[0] == torn
+    assert states[1] == (f"that of the beginning of step {saved}, intact" if has_run else torn)

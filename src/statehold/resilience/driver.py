@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Driver:
-    """take_seat: a new seat for a rank whose state is that of a view. view: of the live state.
+    """take_seat: a new seat for a rank whose state is that of a view. first: of the live state now.
 
+    view: of the live state when it is one that was saved.
     learn: called with the checksums that lost replicas have left. transfer: of the state.
     checkpoints: take the state before this rank gives up, and give one if too much is lost.
     computed: what this replica has computed of the work of its member in the step in progress.
@@ -41,6 +42,7 @@ class Driver:
     def __init__(
         self,
         take_seat: Callable[[View], Seat],
+        first: View,
         view: Callable[[], View],
         sums: Sum,
         transfer: Transfer,
@@ -54,12 +56,12 @@ class Driver:
         self._learn = learn
         self._checkpoints = checkpoints
         self._comeback = Comeback()
-        self.has_given_up = False
+        self.has_left = False
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
         self._served = 0
         self._heard = 0
-        self.seat = take_seat(view())
+        self.seat = take_seat(first)
 
     @property
     def number(self) -> int:
@@ -70,6 +72,11 @@ class Driver:
     def share(self) -> list[int]:
         """What this replica contributes to the step: what it has computed, less copies."""
         return sorted(index for index, copy in self.computed if copy in self._adopted)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the live state has parts of two steps."""
+        return self.seat.member.own_view.step == TORN
 
     def admit(self) -> None:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
@@ -105,6 +112,7 @@ class Driver:
 
     def leave(self) -> None:
         """The run is over."""
+        self.has_left = True
         self.seat.leave()
         self._transfer.close()
 
@@ -208,7 +216,7 @@ class Driver:
                 late.with_fact("saved", self._checkpoints.keep(member.step))
             if member.epoch > after:
                 return
-            self.has_given_up = True
+            self.has_left = True
             self.seat.close()
             raise
 
@@ -242,13 +250,12 @@ class Driver:
 
     def _lost(self, fenced: Fenced, hint: str) -> ReplicaLostError:
         member = self.seat.member
-        is_torn = member.own_view.step == TORN
         return ReplicaLostError(
             f"this replica is out of the job: {fenced}",
             facts={
                 "replica": member.name,
                 "step": member.step,
-                "state": "parts of two steps" if is_torn else "the other replicas have it",
+                "state": "parts of two steps" if self.is_torn else "the other replicas have it",
             },
             hint=hint,
         )

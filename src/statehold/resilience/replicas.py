@@ -38,7 +38,7 @@ from statehold.resilience.data.workers import Prepare
 from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
 from statehold.resilience.progress import Progress
-from statehold.resilience.protocol.messages import Hello, View
+from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
 from statehold.resilience.step import Step, Work
 from statehold.resilience.sums.exact import ExactSum
@@ -169,7 +169,7 @@ class Replicas:
             WaitTimeout: there were too few replicas for `wait_s` seconds. If this one holds the
                 state of the run, the checkpointer has saved it. A new start goes on from there.
         """
-        if self._driver is None or self._driver.has_given_up:
+        if self._driver is None or self._driver.has_left:
             self._driver = self._join()
         driver = self._driver
         driver.admit()
@@ -194,9 +194,9 @@ class Replicas:
             if driver.seat.member.is_first:
                 self._checkpoints.save(step.number + 1)
         if driver.seat.member.must_fetch:
-            logger.warning("statehold: the run has ended without this replica; its state is older")
+            has = "has parts of two steps" if driver.is_torn else "is older"
+            logger.warning("statehold: the run has ended without this replica; its state %s", has)
         driver.leave()
-        self._driver = None
 
     def loader(
         self,
@@ -259,11 +259,19 @@ class Replicas:
     # -- joining ---------------------------------------------------------------------------
 
     def _join(self) -> Driver:
-        if not self._has_restored:
-            self._checkpoints.restore()
+        """A state in parts, of the driver before, is never taken for that of a step."""
+        is_torn = self._driver is not None and self._driver.is_torn
+        if is_torn or not self._has_restored:
+            is_torn = not self._checkpoints.restore() and is_torn
             self._has_restored = True
         return Driver(
-            self._take_seat, self._view, self._sums, self._transfer, self._learn, self._checkpoints
+            self._take_seat,
+            View(TORN) if is_torn else self._view(),
+            self._view,
+            self._sums,
+            self._transfer,
+            self._learn,
+            self._checkpoints,
         )
 
     def _view(self) -> View:
