@@ -226,6 +226,31 @@ def test_fewer_than_min_replicas_wait() -> None:
     assert hall.members[3].must_fetch
 
 
+def test_a_newcomer_that_asks_for_more_replicas_does_not_hold_the_members_up() -> None:
+    """The members had ended their epoch for it. The next one was never installed."""
+    hall, conns = running("a", "b")
+    hall.connect(hello("c", min_replicas=5))
+    assert Waiting(1) not in hall.heard[conns["a"]]
+    hall.connect(hello("d"))
+    end_step(hall, *conns.values())
+    assert hall.names == ["a", "b", "d"]
+    hall.connect(hello("e", min_replicas=5))
+    end_step(hall, conns["a"], conns["b"])
+    assert hall.names == ["a", "b", "d", "c", "e"]
+
+
+def test_after_torn_newcomers_are_out_a_new_run_waits_for_the_expected_replicas() -> None:
+    """The next one began alone, in the epoch that was prepared for them."""
+    hall = Hall(expected=2)
+    torn = [hall.connect(hello(name, view=View(TORN))) for name in "ab"]
+    assert all(isinstance(hall.out(conn), Fenced) for conn in torn)
+    hall.connect(hello("c"))
+    assert not hall.names
+    hall.connect(hello("d", view=View(7, digest="newer")))
+    assert hall.names == ["c", "d"]
+    assert [hall.members[conn].step for conn in (3, 4)] == [7, 7]
+
+
 # Complaints
 
 

@@ -227,7 +227,7 @@ class Coordinator:
             if self.members:
                 self._prepare(self.epoch + 1)
         is_settled = bool(self.members) and self._target is None
-        if is_settled and self._newcomers() and not self._told_waiting:
+        if is_settled and not self._told_waiting and self._entering():
             self._told_waiting = True
             self._tell(self.members, Waiting(self.epoch))
         sent, self._out = self._out, []
@@ -346,7 +346,18 @@ class Coordinator:
     def _candidates(self) -> list[str]:
         """Who would be in the next epoch: the members that live, and then newcomers."""
         admits = self._admits or len(self.members) < self._fewest(self.members)
-        return [*self.members, *(self._newcomers() if admits else ())]
+        return [*self.members, *(self._entering() if admits else ())]
+
+    def _entering(self) -> list[str]:
+        """The newcomers that members go on with: those that ask for more replicas stay outside."""
+        entering = self._newcomers()
+        while self.members and entering:
+            count = len(self.members) + len(entering)
+            content = [name for name in entering if self._fewest([name]) <= count]
+            if content == entering:
+                break
+            entering = content
+        return entering
 
     def _fewest(self, names: list[str]) -> int:
         """How many replicas these need at least."""
@@ -400,6 +411,8 @@ class Coordinator:
             self.members.remove(name)
             if not self.members:
                 self._target = None  # nobody holds the state: a new run begins
+        elif not self._candidates():
+            self._target = None  # who comes next waits for others, as after a loss of all members
 
     def _tell(self, names: list[str], message: Message) -> None:
         self._out += [(conn, message) for conn in self._connections(names)]
