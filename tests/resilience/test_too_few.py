@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from resilience.jobs import UNTIL, Job, Log, assert_like, coordinated, replica
+from resilience.jobs import DEADLINE_S, UNTIL, Job, Log, assert_like, coordinated, replica
 from resilience.replica import LEASE_S, MAX_NORM, data
 from statehold import Checkpointer
 from statehold.errors import WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.checkpoints import Checkpoints
+from support.faults import must
 
 FEW: tuple[tuple[str, Any], ...] = (("min_replicas", 2), ("wait_s", 0.5))
 
@@ -98,7 +99,9 @@ def test_a_survivor_goes_on_if_enough_come_while_it_saves(
         def keep(_: Checkpoints, step: int) -> str:
             kept.append(step)
             job.start()
-            meeting.wait_for("has 2 replicas", times=2)
+            seat = survivor._driver.seat  # type: ignore[union-attr]
+            with seat.link.changed:
+                must(seat.link.changed.wait_for(lambda: seat.member.epoch > 1, DEADLINE_S))
             return "later"
 
         monkeypatch.setattr(Checkpoints, "keep", keep)

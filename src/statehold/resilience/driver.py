@@ -217,7 +217,7 @@ class Driver:
             if member.epoch > after:
                 return
             self.has_left = True
-            self.seat.close()
+            self.close()
             raise
 
     def _come_back(self, fenced: Fenced) -> None:
@@ -230,6 +230,7 @@ class Driver:
         member = self.seat.member
         if self.seat.width > 1:
             raise self._lost(fenced, "start all ranks of this replica again: they join") from fenced
+        self._transfer.stop_serving()
         self.seat.close()
         pause_s = self._comeback.pause(time.monotonic())
         logger.warning(

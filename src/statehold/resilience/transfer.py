@@ -102,6 +102,7 @@ class Transfer:
         revoked: threading.Event,
     ) -> None:
         """Take the state. After an error the live state has parts of both. Arguments: Groups."""
+        self.stop_serving()  # what this rank held in an epoch that others may still be in
         says = meet(desk, _group(epoch, place), place[0], size[0], "", revoked)
         fetching = _Fetching(epoch, [each for each in says if each], revoked)
         fetching.run(lambda document: Arriving(self._state, document, self._among))

@@ -220,6 +220,18 @@ def test_nobody_is_served_after_the_state_may_have_changed(job: Job) -> None:
         job.fetch()
 
 
+def test_a_holder_that_has_become_a_joiner_gives_its_state_to_nobody(job: Job) -> None:
+    """It was fenced, and takes another state. A joiner of the epoch before may not know that."""
+    job.joiner.serve(job.desk.address, 4, (0, 0), (2, 1), job.revoked)
+    job.serve()
+    job.fetch()
+    late = Transfer(state_of(seed=3, steps=0), HOST)
+    with pytest.raises(GroupLostError) as caught:
+        late.fetch(job.desk.address, 4, (1, 0), (2, 1), job.revoked)
+    job.joiner.close()
+    assert caught.value.facts["reason"] == "no holder of the state answers"
+
+
 def test_the_state_stops_to_be_read_in_the_middle(
     small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
