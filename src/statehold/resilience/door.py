@@ -1,11 +1,12 @@
 """Door: where a holder of the state lets joiners in, and how a joiner comes to it.
 
     door = Door(host, shared_bytes, connected)    connected(line) is called in a thread of the door
-    line = connect(door.address, timeout_s)       from this host, or from another one
+    line = connect(door.address, timeout_s, revoked)    from this host, or from another one
 
 A joiner on the same host gets memory that both share, and a Unix socket for what they say. The
 kernel then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
-container with a network of its own, the line is a TCP connection and shares nothing.
+container with a network of its own, the line is a TCP connection and shares nothing. If the holder
+gets no memory, the line is the Unix socket alone.
 
 Invariants: nothing is left in a directory: the socket's name is in Linux's abstract namespace, and
 the memory has none. It is freed when both sides have dropped the line.
@@ -20,6 +21,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,11 +29,15 @@ import torch
 from torch import Tensor
 
 _BACKLOG = 128
+_SHARES, _SHARES_NOTHING = b"m", b"-"
+_POLL_S = 0.01
+# Between two attempts to let somebody in when this process has no descriptor left.
+_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """A connection. shared: memory of both sides, of bytes; None if they are on two hosts."""
+    """A connection. shared: memory of both sides, of bytes; None if they share none."""
 
     socket: socket.socket
     shared: Tensor | None = None
@@ -43,6 +49,7 @@ class Door:
     def __init__(self, host: str, shared_bytes: int, connected: Callable[[Line], None]) -> None:
         self._shared_bytes = shared_bytes
         self._connected = connected
+        self._closed = threading.Event()
         name = f"statehold-{secrets.token_hex(8)}"
         remote = socket.create_server((host, 0), backlog=_BACKLOG)
         self.address = f"{host}:{remote.getsockname()[1]}/{name}"
@@ -56,57 +63,83 @@ class Door:
             ).start()
 
     def close(self) -> None:
+        self._closed.set()
         for each in self._listeners:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 connection, _ = listener.accept()
-                with contextlib.suppress(OSError):  # the joiner has gone, or there is no memory
-                    self._connected(self._line(connection))
+            except OSError:  # closed, or there is no descriptor just now
+                self._closed.wait(_AGAIN_S)
+                continue
+            with contextlib.suppress(OSError):  # the joiner has gone
+                self._connected(self._line(connection))
 
     def _line(self, connection: socket.socket) -> Line:
         if connection.family != socket.AF_UNIX:
             return Line(connection)
-        memory = os.memfd_create("statehold-line", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(memory, self._shared_bytes)
-            socket.send_fds(connection, [b"m"], [memory])
-            return Line(connection, _mapped(memory))
+            with contextlib.suppress(OSError):  # there is no memory, or no descriptor
+                return self._sharing(connection)
+            connection.sendall(_SHARES_NOTHING)
         except OSError:
             connection.close()
             raise
+        return Line(connection)
+
+    def _sharing(self, connection: socket.socket) -> Line:
+        memory = os.memfd_create("statehold-line", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, self._shared_bytes)
+            shared = _mapped(memory)
+            socket.send_fds(connection, [_SHARES], [memory])
         finally:
             os.close(memory)
+        return Line(connection, shared)
 
 
-def connect(address: str, timeout_s: float) -> Line:
-    """A line to a Door. Raises OSError."""
+def connect(address: str, timeout_s: float, revoked: threading.Event) -> Line:
+    """A line to a Door. Raises OSError, also if `revoked` is set meanwhile."""
     remote, _, name = address.partition("/")
     with contextlib.suppress(ConnectionRefusedError):  # there is no such name on this host
-        return _near(name, timeout_s)
+        return _near(name, timeout_s, revoked)
     host, _, port = remote.rpartition(":")
     return Line(socket.create_connection((host, int(port)), timeout_s))
 
 
-def _near(name: str, timeout_s: float) -> Line:
+def _near(name: str, timeout_s: float, revoked: threading.Event) -> Line:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(timeout_s)
+        connection.settimeout(_POLL_S)
         connection.connect(f"\0{name}")
-        _, memories, _, _ = socket.recv_fds(connection, 1, 1)
-        if not memories:
-            raise ConnectionResetError("the holder of the state has gone")
-        try:
-            return Line(connection, _mapped(memories[0]))
-        finally:
-            os.close(memories[0])
+        return Line(connection, _shared(connection, timeout_s, revoked))
     except OSError:
         connection.close()
         raise
+
+
+def _shared(connection: socket.socket, timeout_s: float, revoked: threading.Event) -> Tensor | None:
+    """The memory that the holder sends. One that stands still sends nothing."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            said, memories, _, _ = socket.recv_fds(connection, 1, 1)
+        except TimeoutError:
+            if revoked.is_set() or time.monotonic() > deadline:
+                raise
+            continue
+        if said == _SHARES_NOTHING:
+            return None
+        if not memories:
+            raise ConnectionResetError("the holder of the state has gone")
+        try:
+            return _mapped(memories[0])
+        finally:
+            os.close(memories[0])
 
 
 def _mapped(memory: int) -> Tensor:

@@ -247,7 +247,7 @@ class _Fetching:
         found = {}
         for holder in self._holders:
             with contextlib.suppress(OSError, GroupLostError):
-                line = self._lines[holder] = connect(holder, CONNECT_S)
+                line = self._lines[holder] = connect(holder, CONNECT_S, self._revoked)
                 connection = line.socket
                 connection.settimeout(_POLL_S)
                 connection.sendall(f"{self._epoch}\n".encode())

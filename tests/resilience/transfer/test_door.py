@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +31,7 @@ def door(lines: queue.Queue[Line]) -> Iterator[Door]:
 
 
 def test_on_one_host_both_sides_see_the_same_memory(door: Door, lines: queue.Queue[Line]) -> None:
-    joiner = connect(door.address, TIMEOUT_S)
+    joiner = connect(door.address, TIMEOUT_S, never())
     holder = lines.get(timeout=TIMEOUT_S)
     assert joiner.shared is not None
     assert holder.shared is not None
@@ -41,7 +43,7 @@ def test_on_one_host_both_sides_see_the_same_memory(door: Door, lines: queue.Que
 
 def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[Line]) -> None:
     address, _, name = door.address.partition("/")
-    joiner = connect(f"{address}/{name[::-1]}", TIMEOUT_S)
+    joiner = connect(f"{address}/{name[::-1]}", TIMEOUT_S, never())
     holder = lines.get(timeout=TIMEOUT_S)
     assert (joiner.shared, holder.shared) == (None, None)
     assert joiner.socket.family == socket.AF_INET
@@ -54,18 +56,63 @@ def test_a_holder_that_stands_still_is_no_other_host() -> None:
         silent.bind("\0statehold-silent")
         silent.listen()
         with pytest.raises(TimeoutError):
-            connect(f"{HOST}:1/statehold-silent", 0.05)
+            connect(f"{HOST}:1/statehold-silent", 0.05, never())
+
+
+def test_who_waits_for_a_holder_that_stands_still_goes_on_with_the_epoch() -> None:
+    """It waited for as long as a connection may take, while the others waited for it."""
+    revoked = threading.Event()
+    revoked.set()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("\0statehold-silent")
+        silent.listen()
+        with pytest.raises(TimeoutError):
+            connect(f"{HOST}:1/statehold-silent", float("inf"), revoked)
+
+
+def test_a_holder_without_memory_shares_nothing(
+    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It let nobody of its host in."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    joiner = connect(door.address, TIMEOUT_S, never())
+    holder = lines.get(timeout=TIMEOUT_S)
+    assert (joiner.shared, holder.shared) == (None, None)
+    assert said(joiner, holder) == b"done"
+
+
+def test_a_holder_that_had_no_descriptor_lets_others_in_later(
+    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its door was closed for ever."""
+    accept, failures = socket.socket.accept, []
+
+    def accepting(listener: socket.socket) -> object:
+        if not failures:
+            failures.append(listener)
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accepting)
+    for _ in range(2):  # the door has called the original once
+        with connect(door.address, TIMEOUT_S, never()).socket:
+            lines.get(timeout=TIMEOUT_S).socket.close()
+    assert failures
 
 
 def test_a_door_that_is_closed_lets_nobody_in(door: Door) -> None:
     door.close()
     with pytest.raises(ConnectionRefusedError):
-        connect(door.address, TIMEOUT_S)
+        connect(door.address, TIMEOUT_S, never())
 
 
 def test_lines_leave_nothing_behind(door: Door, lines: queue.Queue[Line]) -> None:
     def visit() -> None:
-        with connect(door.address, TIMEOUT_S).socket:
+        with connect(door.address, TIMEOUT_S, never()).socket:
             lines.get(timeout=TIMEOUT_S).socket.close()
         gc.collect()
 
@@ -74,6 +121,11 @@ def test_lines_leave_nothing_behind(door: Door, lines: queue.Queue[Line]) -> Non
     for _ in range(20):
         visit()
     assert (open_files(), shared_memories()) == before
+
+
+def never() -> threading.Event:
+    """An epoch that does not end."""
+    return threading.Event()
 
 
 def said(first: Line, second: Line) -> bytes:

@@ -120,7 +120,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     desk.close()
 
 
-def elsewhere(name: str, timeout_s: float) -> Line:
+def elsewhere(name: str, timeout_s: float, revoked: threading.Event) -> Line:
     """On another host, the name of a door is that of nothing."""
     raise ConnectionRefusedError
 
