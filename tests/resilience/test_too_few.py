@@ -14,10 +14,12 @@ from torch import nn
 
 from resilience.jobs import DEADLINE_S, UNTIL, Job, Log, assert_like, coordinated, replica
 from resilience.replica import LEASE_S, MAX_NORM, data
-from statehold import Checkpointer
+from statehold import Checkpointer, Directory
 from statehold.errors import WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.checkpoints import Checkpoints
+from statehold.resilience.protocol.messages import Fenced
+from statehold.resilience.seat import Seat
 from support.faults import must
 
 FEW: tuple[tuple[str, Any], ...] = (("min_replicas", 2), ("wait_s", 0.5))
@@ -110,6 +112,37 @@ def test_a_survivor_goes_on_if_enough_come_while_it_saves(
         job.wait()
     assert kept == [3]
     assert losses == alone.losses
+
+
+def test_a_survivor_that_was_out_saves_its_state_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited under another name, as one that has just come, and gave up without a save."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
+    order: dict[str, Any] = {"run": tmp_path / "run", "every": 100}
+    few = (("min_replicas", 2), ("lease_s", LEASE_S))
+    with (
+        coordinated(2) as meeting,
+        Job(tmp_path, meeting, UNTIL, options=few, **order) as job,
+        Checkpointer(tmp_path / "run", levels=[Directory(every=100)]) as ckpt,
+        replica(meeting.address, checkpointer=ckpt, **dict(few), wait_s=2.0) as survivor,
+    ):
+        wait, waits = Seat.wait, []
+
+        def waiting(seat: Seat, after: int) -> None:
+            if after and not waits:  # the other one has died
+                waits.append(after)
+                with seat.link.changed:
+                    seat.member.receive(Fenced("its lease has ended"))
+            wait(seat, after)
+
+        monkeypatch.setattr(Seat, "wait", waiting)
+        job.start((3, "sum"))
+        with pytest.raises(WaitTimeout) as late:
+            train(survivor, UNTIL)
+        assert waits
+        assert late.value.facts["saved"] == "as step 3"
+        assert ckpt.steps()[-1] == 3
 
 
 def train(replicas: Replicas, until: int) -> dict[int, str]:

@@ -56,6 +56,7 @@ class Driver:
         self._learn = learn
         self._checkpoints = checkpoints
         self._comeback = Comeback()
+        self._first = first.step
         self.has_left = False
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
@@ -205,15 +206,17 @@ class Driver:
     def _wait(self, after: int) -> None:
         """Wait for an epoch. After wait_s, save the state, give the seat up, raise WaitTimeout.
 
-        The link goes on meanwhile: all ranks of a replica have to come here. If the epoch has come
-        when the state is saved, the step goes on.
+        A newcomer saves its state only if it was a member before, and was out meanwhile. The link
+        goes on: all ranks of a replica have to come here. If the epoch has come when the state is
+        saved, the step goes on.
         """
         try:
             self.seat.wait(after)
         except WaitTimeout as late:
             member = self.seat.member
-            if not member.must_fetch:
-                late.with_fact("saved", self._checkpoints.keep(member.step))
+            step = member.own_view.step
+            if not member.must_fetch or step > self._first:
+                late.with_fact("saved", self._checkpoints.keep(step))
             if member.epoch > after:
                 return
             self.has_left = True
