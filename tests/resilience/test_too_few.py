@@ -14,10 +14,12 @@ from torch import nn
 
 from resilience.jobs import DEADLINE_S, UNTIL, Job, Log, assert_like, coordinated, replica
 from resilience.replica import LEASE_S, MAX_NORM, data
+from resilience.replica import weights as checksum_of
 from statehold import Checkpointer, Directory
 from statehold.errors import WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.checkpoints import Checkpoints
+from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import Fenced
 from statehold.resilience.seat import Seat
 from support.faults import must
@@ -145,6 +147,44 @@ def test_a_survivor_that_was_out_saves_its_state_too(
         assert ckpt.steps()[-1] == 3
 
 
+def test_who_comes_back_after_the_others_takes_what_they_have_saved(
+    tmp_path: Path, alone: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began a run of its own with its older state, and its first save was out of order."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
+    run = tmp_path / "run"
+    with (
+        coordinated(1) as meeting,
+        Job(tmp_path, meeting, UNTIL, run=run, pause_s=0.05) as job,
+        Checkpointer(run) as ckpt,
+        replica(meeting.address, checkpointer=ckpt, lease_s=LEASE_S) as late,
+    ):
+        pauses, has_fenced = [], []
+
+        def pause(_: Comeback, now: float) -> float:
+            pauses.append(now)
+            job.wait()
+            return 0.0
+
+        def end_epoch(seat: Seat) -> None:
+            end(seat)
+            if not has_fenced:
+                has_fenced.append(seat)
+                with seat.link.changed:
+                    seat.member.receive(Fenced("its lease has ended"))
+
+        end = Seat.end_epoch
+        job.start()
+        job.logged(0, steps=2)
+        monkeypatch.setattr(Comeback, "pause", pause)
+        monkeypatch.setattr(Seat, "end_epoch", end_epoch)
+        losses = train(late, UNTIL)
+        assert len(pauses) == 1
+        assert losses == {step: alone.losses[step] for step in losses}
+        assert max(losses) < UNTIL - 1
+        assert checksum_of(late.state["model"]) == alone.weights
+
+
 def train(replicas: Replicas, until: int) -> dict[int, str]:
     """As the replicas of a Job do; returns the losses."""
     model, optimizer = replicas.state["model"], replicas.state["optimizer"]
@@ -156,7 +196,8 @@ def train(replicas: Replicas, until: int) -> dict[int, str]:
         step.clip_grad_norm(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        losses[step.number] = step.loss.hex()
+        if not step.is_over:
+            losses[step.number] = step.loss.hex()
     return losses
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import RunBusyError, StateholdError
+from statehold.resilience.protocol.messages import TORN
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,11 @@ class Checkpoints:
         self._checkpointer = checkpointer
         self._state = state
 
-    def restore(self) -> bool:
-        """Whether the live state is that of a saved step now."""
+    def restore(self, than: int = TORN) -> bool:
+        """Whether the live state is that of a saved step now. than: a step that is older."""
         if self._checkpointer is None:
+            return False
+        if than != TORN and max(self._checkpointer.steps(), default=TORN) <= than:
             return False
         return self._checkpointer.restore(self._state) is not None
 

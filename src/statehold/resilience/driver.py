@@ -226,9 +226,9 @@ class Driver:
     def _come_back(self, fenced: Fenced) -> None:
         """Take another seat, under another name.
 
-        The state is that of the step's beginning, as it was. If it is in parts, the newest saved
-        one takes its place. The ranks of a larger replica cannot come back: one of them may be
-        dead.
+        The state is that of the step's beginning, as it was. If it is in parts, or if the others
+        have saved a newer one, the newest saved one takes its place: the others may be gone. The
+        ranks of a larger replica cannot come back: one of them may be dead.
         """
         member = self.seat.member
         if self.seat.width > 1:
@@ -244,7 +244,7 @@ class Driver:
         )
         time.sleep(pause_s)
         view = member.own_view
-        if view.step == TORN and self._checkpoints.restore():
+        if self._checkpoints.restore(than=view.step):
             view = self._view()
         elif view.step == TORN and not member.epoch:  # nobody else has a state, either
             raise self._lost(fenced, "start it again, with a checkpointer if a step is saved")
