@@ -20,6 +20,7 @@ from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
     Beat,
+    GivesUp,
     Hello,
     Leave,
     Promise,
@@ -173,6 +174,11 @@ class Rank:
             self._waits_for = None
             self.advance(None)
 
+    def give_up(self, after: int) -> None:
+        """The training thread has waited too long. The coordinator answers, or the epoch comes."""
+        if self._waits_for == after:
+            self.send(GivesUp(after))
+
     def revoked(self, promised: int) -> None:
         """The training thread gives up the running operation, if it does not end before that."""
         busy = self._busy
@@ -246,6 +252,8 @@ class Rank:
                 self.soon()
             else:
                 self._waits_for = action.after
+                if self.world.faulty("gave up", 0.02):
+                    self.later(random.uniform(0.0, 0.5), lambda: self.give_up(action.after))
         elif isinstance(action, actions.Gather):
             if self._gathered == action.epoch:
                 self.soon()

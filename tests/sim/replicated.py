@@ -31,7 +31,7 @@ FAULTS = (
     "kill", "stop", "hang", "cut off", "reset", "coordinator dies", "coordinator stops",
     "spurious failure", "severed", "growth", "fenced", "half a collective",
     "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "adopted",
-    "joined with its own state",
+    "joined with its own state", "gave up",
     "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from statehold.resilience.protocol.messages import (
     Beat,
     Complaint,
     Fenced,
+    GivesUp,
     Install,
     Leave,
     Prepare,
@@ -249,6 +250,24 @@ def test_after_torn_newcomers_are_out_a_new_run_waits_for_the_expected_replicas(
     hall.connect(hello("d", view=View(7, digest="newer")))
     assert hall.names == ["c", "d"]
     assert [hall.members[conn].step for conn in (3, 4)] == [7, 7]
+
+
+def test_one_that_gives_up_is_out_with_all_its_ranks() -> None:
+    hall = Hall(expected=2)
+    conns = [hall.connect(hello("a", place=place, width=2, min_replicas=2)) for place in (0, 1)]
+    other = [hall.connect(hello("b", place=place, width=2, min_replicas=2)) for place in (0, 1)]
+    hall.lose(other[0])
+    hall.say(conns[0], GivesUp(1))
+    outs = [hall.out(conn) for conn in conns]
+    assert [isinstance(out, Fenced) and out.gave_up for out in outs] == [True, True]
+
+
+def test_one_that_gives_up_too_late_goes_on() -> None:
+    """The epoch was on its way when it had waited for too long."""
+    hall, conns = running("a", "b")
+    hall.say(conns["a"], GivesUp(0))
+    assert hall.out(conns["a"]) is None
+    assert hall.names == ["a", "b"]
 
 
 # Complaints

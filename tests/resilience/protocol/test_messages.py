@@ -13,6 +13,7 @@ from statehold.resilience.protocol.messages import (
     Beat,
     Complaint,
     Fenced,
+    GivesUp,
     Hello,
     Install,
     Leave,
@@ -54,6 +55,7 @@ messages = st.one_of(
     st.builds(Promise, numbers, views),
     st.builds(Complaint, numbers, names),
     st.builds(Leave, views),
+    st.builds(GivesUp, st.integers(0, 9)),
     st.builds(Prepare, numbers),
     st.builds(Waiting, numbers),
     st.builds(

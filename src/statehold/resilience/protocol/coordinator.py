@@ -11,6 +11,7 @@ Invariants:
 - A replica that was lost never comes back under the same name (R10). Neither do its other ranks.
 - Newcomers enter when a vote has ended the epoch, or when the members that are left are too few.
   So between two entries the members commit a step, whatever fails with the newcomers (R11).
+- A replica that gives up is in the next epoch with all of its ranks, or with none.
 - A number of an epoch is prepared once. Members define the job, also after a restart.
 - A coordinator that has been restarted waits for all members of the newest epoch that a rank knows
   (R12). RETURN_S and a lease after the last one came it goes on with more than half of them, and
@@ -32,6 +33,7 @@ from statehold.resilience.protocol.messages import (
     Beat,
     Complaint,
     Fenced,
+    GivesUp,
     Hello,
     Install,
     Leave,
@@ -183,6 +185,9 @@ class Coordinator:
             if message.epoch == self.epoch and self._target is None:
                 self._failed = True
                 self._complaints[name] += 1
+        elif isinstance(message, GivesUp):
+            if message.after >= self.epoch:  # or the next epoch is on its way to the rank
+                self._lose(name, Fenced("it has waited too long for others", gave_up=True))
         elif isinstance(message, Leave):
             replica.left[place] = message.view
             if len(replica.left) == replica.hello.width:

@@ -104,6 +104,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class GivesUp:
+    """The rank has waited too long for an epoch later than `after`."""
+
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """The coordinator asks for the promise to join `epoch` (R6)."""
 
@@ -140,9 +147,13 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """The replica belongs to no membership any more: it was taken for dead, or it lost a rank."""
+    """The replica belongs to no membership any more: it was taken for dead, or it lost a rank.
+
+    gave_up: a rank of it has given up before the next epoch was installed. So all of them give up.
+    """
 
     reason: str
+    gave_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +165,17 @@ class Refused:
 
 
 Message = (
-    Hello | Beat | Promise | Complaint | Leave | Prepare | Waiting | Install | Fenced | Refused
+    Hello
+    | Beat
+    | Promise
+    | Complaint
+    | Leave
+    | GivesUp
+    | Prepare
+    | Waiting
+    | Install
+    | Fenced
+    | Refused
 )
 
 _KINDS: dict[str, Any] = {
@@ -165,6 +186,7 @@ _KINDS: dict[str, Any] = {
         Promise,
         Complaint,
         Leave,
+        GivesUp,
         Prepare,
         Waiting,
         Install,
@@ -257,6 +279,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "min_replicas": _at_least(1),
     "lease_s": _seconds,
     "epoch": _at_least(0),
+    "after": _at_least(0),
+    "gave_up": _flag,
     "promised": _at_least(0),
     "failed": _at_least(0),
     "members": _tuple(_text),
