@@ -77,8 +77,10 @@ class Desk:
         self._thread.start()
 
     def close(self) -> None:
-        self._bell.close()
+        with contextlib.suppress(OSError):  # it is closed already
+            self._bell.send(b"x")  # its end would not arrive while a forked child has a copy of it
         self._thread.join()
+        self._bell.close()
 
     def _serve(self) -> None:
         while True:
@@ -94,6 +96,8 @@ class Desk:
     def _end(self) -> None:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
+                with contextlib.suppress(OSError):  # a forked child may have a copy of it
+                    key.fileobj.shutdown(socket.SHUT_RDWR)
                 key.fileobj.close()
         self._selector.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from statehold.resilience.meeting import Desk, meet
 from support.faults import must
 
 HOST = "127.0.0.1"
+DEADLINE_S = 20.0
 FAILURES = int(os.environ.get("STATEHOLD_GROUP_FAILURES", "20"))
 
 
@@ -173,6 +175,25 @@ def test_a_desk_that_has_gone_is_told() -> None:
     with pytest.raises(GroupLostError) as caught:
         Groups(gone.address, 8, (0, 0), (2, 1), HOST, threading.Event())
     assert gone.address in caught.value.facts["reason"]
+
+
+def test_a_desk_closes_though_a_forked_child_has_copies_of_its_sockets() -> None:
+    """Such as a worker of a loader that was made after the replica."""
+    gone = Desk(HOST)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=there.recv, daemon=True)
+    child.start()
+    closing = threading.Thread(target=gone.close, daemon=True)
+    try:
+        closing.start()
+        closing.join(DEADLINE_S)
+        assert child.is_alive()
+        assert not closing.is_alive()
+        with pytest.raises(GroupLostError, match="has failed"):
+            Groups(gone.address, 9, (0, 0), (2, 1), HOST, threading.Event())
+    finally:
+        here.send(None)
+        child.join()
 
 
 def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
