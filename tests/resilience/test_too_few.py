@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import sys
 import threading
@@ -15,8 +16,8 @@ from torch import nn
 from resilience.jobs import DEADLINE_S, UNTIL, Job, Log, assert_like, coordinated, replica
 from resilience.replica import LEASE_S, MAX_NORM, data
 from resilience.replica import weights as checksum_of
-from statehold import Checkpointer, Directory
-from statehold.errors import WaitTimeout
+from statehold import Checkpointer, Directory, Save
+from statehold.errors import NoSpaceError, WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.protocol.comeback import Comeback
@@ -110,6 +111,7 @@ def test_a_survivor_goes_on_if_enough_come_while_it_saves(
 
         monkeypatch.setattr(Checkpoints, "keep", keep)
         job.start((3, "sum"))
+        meeting.wait_for("has connected")
         losses = train(survivor, UNTIL)
         job.wait()
     assert kept == [3]
@@ -185,11 +187,55 @@ def test_who_comes_back_after_the_others_takes_what_they_have_saved(
         assert checksum_of(late.state["model"]) == alone.weights
 
 
-def train(replicas: Replicas, until: int) -> dict[int, str]:
+def test_what_could_not_be_saved_is_saved_when_the_loop_is_entered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica is no member any more, but nobody has a newer state."""
+    save = Checkpointer.save
+
+    def full(ckpt: Checkpointer, step: int, *rest: Any, force: bool = False) -> Save:
+        if force:
+            raise NoSpaceError("cannot allocate", errno=errno.ENOSPC, path="/full")
+        return save(ckpt, step, *rest)
+
+    few: dict[str, Any] = {"min_replicas": 2, "lease_s": LEASE_S}
+    with (
+        coordinated(2) as meeting,
+        Checkpointer(tmp_path, levels=[Directory(every=100)]) as ckpt,
+        replica(meeting.address, **few) as other,
+        replica(meeting.address, **few, wait_s=0.5, checkpointer=ckpt) as survivor,
+    ):
+        thread = threading.Thread(target=desert, args=(other, 3))
+        thread.start()
+        meeting.wait_for("has connected")
+        monkeypatch.setattr(Checkpointer, "save", full)
+        with pytest.raises(WaitTimeout) as late:
+            train(survivor, UNTIL)
+        thread.join()
+        assert late.value.facts["saved"].startswith("no: cannot allocate (path: /full, errno: EN")
+        assert "enter steps() again" in str(late.value.hint)
+        monkeypatch.setattr(Checkpointer, "save", save)
+        with pytest.raises(WaitTimeout) as late:
+            next(survivor.steps(UNTIL))
+        at = ckpt.steps()[-1]
+        assert late.value.facts["saved"] == f"as step {at}"
+        assert late.value.facts["state"] == f"that of the beginning of step {at}, intact"
+        assert at in {2, 3}  # it may not know yet that the other one has committed step 2
+
+
+def desert(replicas: Replicas, step: int) -> None:
+    """Train until the step, and end as one that is killed does."""
+    train(replicas, UNTIL, last=step)
+    replicas.close()
+
+
+def train(replicas: Replicas, until: int, last: int | None = None) -> dict[int, str]:
     """As the replicas of a Job do; returns the losses."""
     model, optimizer = replicas.state["model"], replicas.state["optimizer"]
     losses = {}
     for step in replicas.steps(until):
+        if step.number == last:
+            break
         for microbatch in step:
             x = data()[microbatch.samples]
             microbatch.backward(nn.functional.mse_loss(model(x), x))

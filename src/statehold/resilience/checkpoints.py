@@ -45,16 +45,17 @@ class Checkpoints:
         except RunBusyError as busy:
             logger.warning("statehold: step %d is not saved: %s", step, busy.summary)
 
-    def keep(self, step: int) -> str:
+    def keep(self, step: int) -> str | None:
         """Save the step whatever `every` says, and wait until it is committed.
 
-        Returns what became of it, for an error: this raises nothing.
+        Returns what has kept it from being saved, in one line. It raises no error.
         """
         if self._checkpointer is None:
-            return "no: there is no checkpointer"
+            return "there is no checkpointer"
         try:
             if step not in self._checkpointer.steps():
                 self._checkpointer.save(step, self._state, force=True).wait("committed")
         except StateholdError as error:
-            return f"no: {error.summary}"
-        return f"as step {step}"
+            facts = ", ".join(f"{name}: {value}" for name, value in error.facts.items())
+            return f"{error.summary} ({facts})" if facts else error.summary
+        return None

@@ -56,7 +56,6 @@ class Driver:
         self._learn = learn
         self._checkpoints = checkpoints
         self._comeback = Comeback()
-        self._first = first.step
         self.has_left = False
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
@@ -213,15 +212,30 @@ class Driver:
         try:
             self.seat.wait(after)
         except WaitTimeout as late:
-            member = self.seat.member
-            step = member.own_view.step
-            if not member.must_fetch or step > self._first:
-                late.with_fact("saved", self._checkpoints.keep(step))
-            if member.epoch > after:
+            self._keep(late)
+            if self.seat.member.epoch > after:
                 return
             self.has_left = True
             self.close()
             raise
+
+    def _keep(self, late: WaitTimeout) -> None:
+        """Save the state, and tell the error. The state of a new run is not worth it.
+
+        A rank that is no member may hold a newer state than any saved one: an earlier attempt to
+        save it has failed, or the job has ended after this rank was taken for dead.
+        """
+        member = self.seat.member
+        step = member.own_view.step
+        if step == TORN or (member.must_fetch and step == 0):
+            return
+        problem = self._checkpoints.keep(step)
+        late.with_fact("saved", f"no: {problem}" if problem else f"as step {step}")
+        if problem:
+            late.hint = (
+                "the state is lost when this process ends. To keep it, catch this error, mend what "
+                "is wrong, and enter steps() again"
+            )
 
     def _come_back(self, fenced: Fenced) -> None:
         """Take another seat, under another name.

@@ -197,16 +197,21 @@ class Seat:
 
     def _timeout(self) -> WaitTimeout:
         host, port = self._around.address
+        problem = self.link.problem
         return WaitTimeout(
-            f"no membership after {self._around.wait_s:g} s",
+            f"this replica has waited {self._around.wait_s:g} s (wait_s) for enough others",
             facts={
                 "replica": self.member.name,
                 "coordinator": f"{host}:{port}",
-                "connection": self.link.problem or "up",
+                "connection": problem or "up",
                 "expected": f"{self._min_replicas} replicas or more (min_replicas)",
                 "state": self._state(),
             },
-            hint="start more replicas, or the coordinator: statehold coordinate",
+            hint=(
+                f"start the coordinator at this address: statehold coordinate --port {port}"
+                if problem
+                else "start more replicas; a smaller min_replicas lets fewer go on"
+            ),
         )
 
     def _state(self) -> str:
