@@ -184,3 +184,29 @@ def test_another_process_is_kept_out_and_told_who_holds_the_run(run) -> None:
         result = scripts.run(["-c", code])
     assert result.returncode == 7, result.stderr
     assert f"process {os.getpid()} on" in result.stdout
+
+
+def test_a_checkpointer_that_gives_way_saves_again_when_the_run_is_free(tmp_path: Path) -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(4)).sum().backward()
+    state = {"net": net}
+    with statehold.Checkpointer(tmp_path) as first:
+        first._give_way()  # nothing is open, or saved
+        first.save(1, state)
+        first._give_way()
+        first._give_way()
+        with statehold.Checkpointer(tmp_path) as second:
+            second.save(2, state).wait("committed")
+            optimizer.step()
+            with pytest.raises(RunBusyError):
+                first.save(3, state)
+        for step in (3, 4):
+            first.save(step, state)
+            optimizer.step()  # waits until the weights are copied
+    with statehold.Checkpointer(tmp_path) as after:
+        assert after.steps() == [1, 2, 3, 4]
+        after.restore(state, 3)
+        found = net.weight.detach().clone()
+        after.restore(state, 4)
+        assert not torch.equal(found, net.weight)

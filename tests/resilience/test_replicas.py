@@ -34,6 +34,7 @@ from resilience.replica import (
     SEED,
     data,
 )
+from statehold import Checkpointer
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.resilience import Replicas
 from statehold.resilience.driver import Driver
@@ -86,10 +87,12 @@ def test_a_loader_draws_what_lost_replicas_leave(tmp_path: Path, alone: Log) -> 
 
 
 def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alone: Log) -> None:
-    """When it goes on, nothing of it counts, and the replica joins again."""
-    go, back = tmp_path / "go", tmp_path / "back"
-    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL) as job:
+    """When it goes on, nothing of it counts, and the replica joins again. It was the first member,
+    and leaves the run directory to the next one."""
+    go, back, run = tmp_path / "go", tmp_path / "back", tmp_path / "run"
+    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, run=run) as job:
         job.start(hold=(3, go), options=(("stuck_s", 0.5), ("lease_s", 2.0)))
+        meeting.wait_for("has connected")
         job.start(hold=(UNTIL - 4, back))
         meeting.wait_for("the lease of its rank 0 has ended")
         go.touch()
@@ -102,6 +105,8 @@ def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alo
     assert_counted_once(logs)
     assert 3 not in logs[0].losses
     assert logs[0].shares[UNTIL - 1]
+    with Checkpointer(run) as ckpt:
+        assert UNTIL in ckpt.steps()
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])

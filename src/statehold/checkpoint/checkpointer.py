@@ -422,6 +422,19 @@ class Checkpointer:
             if preemption is not None:
                 preemption.remove()
 
+    def _give_way(self) -> None:
+        """Let another process save into the run. Waits as close() does; the next use opens the run
+        again. Only for a process that saves alone."""
+        keeper, self._open = self._keeper, None
+        if keeper is None or keeper.has_ended or not keeper.is_ours:
+            return
+        forget(self)
+        try:
+            keeper.close(lambda session: session.close(flush=True))
+        finally:
+            if keeper.has_ended:  # see _close
+                self._gate.remove()
+
     def _taken_over(self) -> None:
         """Another Checkpointer has the run: only the traceback of an old error held this one."""
         self._closed = self._is_taken_over = True
@@ -449,6 +462,7 @@ class Checkpointer:
             opening = Opening(self._run, self._levels, self._options, self._borrowed, self._trainer)
             session = open_session(opening, owned)
             self._keeper = Keeper(self._run, session, self._gate, weakref.ref(self))
+            self._keeper.preemption = self._preemption  # of an earlier session
             weakref.finalize(self, self._keeper.drop).atexit = False
         except BaseException:
             self._keeper = None

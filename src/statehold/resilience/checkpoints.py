@@ -3,6 +3,7 @@
     checkpoints.restore()     the newest step of the nearest level, into the live state
     checkpoints.save(step)    after a step; the `every` of the levels decides
     checkpoints.keep(step)    before this replica gives up: its state is newer than any saved one
+    checkpoints.give_way()    another replica may be the first one from now on
 
 Invariants: a step is saved only by a replica whose state is that of the step's beginning. A run
 directory has one writer, so a replica that finds another one there leaves the step to it.
@@ -59,3 +60,12 @@ class Checkpoints:
             facts = ", ".join(f"{name}: {value}" for name, value in error.facts.items())
             return f"{error.summary} ({facts})" if facts else error.summary
         return None
+
+    def give_way(self) -> None:
+        """Let the replica that saves from now on have the run directory. Finishes saves before."""
+        if self._checkpointer is None:
+            return
+        try:
+            self._checkpointer._give_way()
+        except StateholdError as error:
+            logger.warning("statehold: the run directory was not given up in order: %s", error)

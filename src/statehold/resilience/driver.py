@@ -217,6 +217,8 @@ class Driver:
                 return
             self.has_left = True
             self.close()
+            if self.seat.width == 1:
+                self._checkpoints.give_way()
             raise
 
     def _keep(self, late: WaitTimeout) -> None:
@@ -249,6 +251,7 @@ class Driver:
             raise self._lost(fenced, "start all ranks of this replica again: they join") from fenced
         self._transfer.stop_serving()
         self.seat.close()
+        self._checkpoints.give_way()
         pause_s = self._comeback.pause(time.monotonic())
         logger.warning(
             "statehold: replica %s is out of the job: %s. It joins again in %g s.",
