@@ -266,7 +266,7 @@ def test_a_replica_that_stays_alone_says_what_it_waits_for() -> None:
     with (
         coordinated(1) as meeting,
         replica(meeting.address, min_replicas=2, wait_s=0.2) as lonely,
-        pytest.raises(WaitTimeout, match=r"2 replicas or more") as late,
+        pytest.raises(WaitTimeout, match=r"at least 2, with this one \(min_replicas\)") as late,
     ):
         next(lonely.steps(1))
     assert late.value.facts["coordinator"] == meeting.address

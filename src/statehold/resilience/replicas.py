@@ -107,7 +107,7 @@ class Replicas:
         self._group = group
         self._min_replicas = _at_least("min_replicas", min_replicas, 1)
         self._lease_s = _at_least("lease_s", lease_s, 0.05)
-        _at_least("wait_s", wait_s, 0)
+        _at_least("wait_s", wait_s, 0.05)
         _refuse_running_statistics(model)
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)

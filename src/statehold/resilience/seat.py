@@ -204,7 +204,7 @@ class Seat:
                 "replica": self.member.name,
                 "coordinator": f"{host}:{port}",
                 "connection": problem or "up",
-                "expected": f"{self._min_replicas} replicas or more (min_replicas)",
+                "replicas": f"at least {self._min_replicas}, with this one (min_replicas)",
                 "state": self._state(),
             },
             hint=(
