@@ -285,7 +285,13 @@ def test_a_replica_without_a_coordinator_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bad_arguments_are_refused() -> None:
-    for options in ({"reduction": "best"}, {"min_replicas": 0}, {"lease_s": 0.0}, {"batch": 0}):
+    for options in (
+        {"reduction": "best"},
+        {"min_replicas": 0},
+        {"lease_s": 0.0},
+        {"wait_s": 0},
+        {"batch": 0},
+    ):
         with pytest.raises(UsageError):
             replica("127.0.0.1:1", **options)
     norm = torch.nn.BatchNorm1d(4)
