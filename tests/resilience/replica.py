@@ -35,7 +35,7 @@ from statehold.resilience import Microbatch, Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
 from statehold.resilience.protocol import actions
-from statehold.resilience.seat import ColumnStart
+from statehold.resilience.seat import ColumnStart, Seat
 from statehold.resilience.transfer import _Server
 from statehold.tensors.storable import local_of
 
@@ -65,9 +65,9 @@ class Order:
     part of the samples, or by "tp" (tensor parallelism). pause_s: of each microbatch. run: the
     directory of its checkpoints. every: which of its steps go there. memory: of a level in memory
     before it; then only every fourth step goes to `run`. is_impure: what it draws depends on the
-    process.
-    workers: of the loader that draws; 0 takes none. hold: (step, file): in that step it goes on
-    when the file exists. options: for Replicas.
+    process. workers: of the loader that draws; 0 takes none. waits: wait_s of each rank, after the
+    beginning. hold: (step, file): in that step it goes on when the file exists. options: for
+    Replicas.
     """
 
     coordinator: str
@@ -83,6 +83,7 @@ class Order:
     memory: Path | None = None
     is_impure: bool = False
     workers: int = 0
+    waits: tuple[float, ...] = ()
     hold: tuple[int, Path] | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -112,6 +113,7 @@ def train(order: Order) -> None:
     with (
         order.log.open("w", buffering=1) as log,
         doomed(order.doom),
+        waiting(order),
         checkpoints(order) as checkpointer,
         Replicas(
             model,
@@ -174,6 +176,21 @@ def weights(model: nn.Module) -> int:
 def held(hold: tuple[int, Path] | None, step: int) -> None:
     while hold is not None and step == hold[0] and not hold[1].exists():
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def waiting(order: Order) -> Iterator[None]:
+    """Give up when `waits` says so; but wait for long in the beginning, where processes start."""
+    if not order.waits:
+        yield
+        return
+    real = Seat._comes
+
+    def comes(seat: Seat, after: int, seconds: float) -> bool:
+        return real(seat, after, order.waits[order.place] if after else seconds)
+
+    with patched(Seat, _comes=comes):
+        yield
 
 
 @contextlib.contextmanager

@@ -82,9 +82,12 @@ class Driver:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
         while self.seat.member.epoch == 0:
             try:
-                self._wait(0)
+                self.seat.wait(0)
             except Fenced as fenced:
                 self._come_back(fenced)
+            except WaitTimeout as late:
+                self._give_up(late)
+                raise
 
     def step(self, until: int) -> Generator[actions.Compute, None, int | None]:
         while True:
@@ -94,6 +97,9 @@ class Driver:
                 self._come_back(fenced)
                 self.admit()
                 continue
+            except WaitTimeout as late:
+                self._give_up(late)
+                raise
             if played is None:
                 return None
             self._transfer.stop_serving()
@@ -151,7 +157,7 @@ class Driver:
     def execute(self, action: actions.Action) -> object:
         """Do what the protocol asks for. Raises GroupLostError when the groups have failed."""
         if isinstance(action, actions.Await):
-            self._wait(action.after)
+            self.seat.wait(action.after)
         elif isinstance(action, actions.Gather):
             self._serve()
             self.seat.gather(action.epoch)
@@ -202,24 +208,13 @@ class Driver:
         desk, epoch, place, size, _, revoked = self.seat.where(action.epoch)
         self._transfer.fetch(desk, epoch, place, size, revoked)
 
-    def _wait(self, after: int) -> None:
-        """Wait for an epoch. After wait_s, save the state, give the seat up, raise WaitTimeout.
-
-        A newcomer saves its state only if it was a member before, and was out meanwhile. The link
-        goes on: all ranks of a replica have to come here. If the epoch has come when the state is
-        saved, the step goes on.
-        """
-        try:
-            self.seat.wait(after)
-        except WaitTimeout as late:
-            self._keep(late)
-            if self.seat.member.epoch > after:
-                return
-            self.has_left = True
-            self.close()
-            if self.seat.width == 1:
-                self._checkpoints.give_way()
-            raise
+    def _give_up(self, late: WaitTimeout) -> None:
+        """Leave the job, and save the state. All ranks of a replica come here, or none."""
+        self.has_left = True
+        self.close()
+        self._keep(late)
+        if self.seat.width == 1:
+            self._checkpoints.give_way()
 
     def _keep(self, late: WaitTimeout) -> None:
         """Save the state, and tell the error. The state of a new run is not worth it.

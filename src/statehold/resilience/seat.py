@@ -12,7 +12,6 @@ Not here: the order of actions (protocol/actions), what is done with them (drive
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,8 +25,11 @@ from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import TORN, Hello, Promise, Refused
+from statehold.resilience.protocol.messages import TORN, GivesUp, Hello, Promise, Refused
 from statehold.resilience.sums.interface import Pending, Start
+
+# For the coordinator, to answer a rank that gives up.
+_ANSWER_S = 5.0
 
 
 class Fenced(Exception):
@@ -96,25 +98,36 @@ class Seat:
             self._revoked.set()
 
     def check(self) -> None:
-        """Raise Fenced if the job goes on without it, ReplicaRefusedError if it may not join."""
+        """Raise Fenced if the job goes on without it, ReplicaRefusedError if it may not join.
+
+        Raises WaitTimeout if the replica has given up.
+        """
         out = self.member.fenced
         if isinstance(out, Refused):
             raise ReplicaRefusedError(out.reason, facts=out.facts)
         if out is not None:
-            raise Fenced(out.reason)
+            raise self._timeout() if out.gave_up else Fenced(out.reason)
 
     def wait(self, after: int) -> None:
-        """Wait for an epoch later than `after` (R7). Raises WaitTimeout after `wait_s` seconds."""
+        """Wait for an epoch later than `after` (R7).
+
+        Raises WaitTimeout after `wait_s` seconds. Then the coordinator installs no epoch with this
+        replica any more, and its other ranks get the same error: all save, or none.
+        """
         self.drop()
-        deadline = time.monotonic() + self._around.wait_s
+        if not self._comes(after, self._around.wait_s):
+            self.link.send(GivesUp(after))
+            if not self._comes(after, 0 if self.link.problem else _ANSWER_S):
+                raise self._timeout()
+        self.check()
+
+    def _comes(self, after: int, seconds: float) -> bool:
+        """Whether the epoch is here after so many seconds, or this rank is out."""
         member, changed = self.member, self.link.changed
         with changed:
-            while member.epoch <= after and member.fenced is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._timeout()
-                changed.wait(left)
-        self.check()
+            return changed.wait_for(
+                lambda: member.epoch > after or member.fenced is not None, seconds
+            )
 
     def gather(self, epoch: int) -> None:
         """Have the groups of the epoch (R9). Raises GroupLostError."""
