@@ -10,7 +10,7 @@ gets no memory, the line is the Unix socket alone.
 
 Invariants: nothing is left in a directory: the socket's name is in Linux's abstract namespace, and
 the memory has none. It is freed when both sides have dropped the line.
-Not here: what is said (transfer).
+Not here: what both sides say (transfer).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _near(name: str, timeout_s: float, revoked: threading.Event) -> Line:
 
 
 def _shared(connection: socket.socket, timeout_s: float, revoked: threading.Event) -> Tensor | None:
-    """The memory that the holder sends. One that stands still sends nothing."""
+    """The memory that the holder sends. A holder that stands still sends nothing."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

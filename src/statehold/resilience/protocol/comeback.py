@@ -1,10 +1,10 @@
 """Comeback: how long a replica that is out of the job waits before it joins again (R10). Pure.
 
-A replica that was out once joins at once. One that is soon out again may be unable to reach another
+A replica that was out once joins at once. If it is soon out again, it may be unable to reach another
 member: each time it joins, the others lose the time of FRUITLESS_MAX epochs. So it waits longer and
 longer, until it stays.
 
-Invariants: a replica waits PAUSE_MAX_S at most. One that has stayed for STAYS_S joins at once.
+Invariants: a replica waits PAUSE_MAX_S at most. If it has stayed for STAYS_S, it joins at once.
 """
 
 from __future__ import annotations
