@@ -1,6 +1,6 @@
 """Comeback: how long a replica that is out of the job waits before it joins again (R10). Pure.
 
-A replica that was out once joins at once. If it is soon out again, it may be unable to reach another
+A replica that was out once joins at once. If it is soon out again, it may be unable to reach some
 member: each time it joins, the others lose the time of FRUITLESS_MAX epochs. So it waits longer and
 longer, until it stays.
 
