@@ -163,13 +163,26 @@ def test_a_joiner_has_the_state_when_it_has_come() -> None:
     found = member("c")
     enter(found, 4, {"b": View(6, False, (0, 1, 2, 3), member=True), "c": found.view})
     assert (found.step, found.share, found.must_fetch) == (6, (), True)
-    found.fetching()
+    assert found.fetch(4)
     assert found.view == View(TORN)
     found.received(3)
     assert found.must_fetch
     found.received(4)
     assert found.view == View(6, member=True)
     assert found._own.digest == FETCHED
+
+
+def test_a_joiner_that_has_promised_another_epoch_keeps_its_state() -> None:
+    """Seed 3187: it was taken for a holder of the state that it had when it promised."""
+    found = member("c")
+    view = found.view
+    enter(found, 4, {"b": View(6, False, (0, 1, 2, 3), member=True), "c": view})
+    steps = playing(found)
+    assert isinstance(next(steps), actions.Gather)
+    assert found.promise(5) == Promise(5, view)
+    assert steps.send(None) == actions.Await(4)
+    assert found.view == view
+    assert not found.fetch(4)
 
 
 def test_waiting_is_for_one_epoch() -> None:

@@ -157,7 +157,8 @@ def play(
                 yield Gather(epoch)
                 if member.must_fetch:
                     with lock:
-                        member.fetching()
+                        if not member.fetch(epoch):
+                            continue
                     yield Fetch(epoch, member.holders)
                     with lock:
                         member.received(epoch)

@@ -6,6 +6,7 @@ the coordinator, and the training thread plays steps.
 Invariants:
 - A rank commits a step only under the newest epoch that it has promised (R4, R6). A promise and a
   commit exclude each other, so a view never misses a commit.
+- A view that a rank has given stays true until the next epoch: a fetch excludes a promise, too.
 - The step never goes back. The share of a step only grows.
 - A rank that has voted keeps what it reduced until the step is committed or reduced again.
 Not here: waiting, sockets and groups (control, groups), the order of actions (actions).
@@ -177,9 +178,15 @@ class Member:
             self._begin(found.step, found.shares[self.name], self._stack_in(found))
         return True
 
-    def fetching(self) -> None:
-        """From now on its tensors hold parts of different states."""
+    def fetch(self, epoch: int) -> bool:
+        """From now on its tensors hold parts of different states. False if that epoch has ended.
+
+        Then it has promised another epoch with the state that it has, and must keep that.
+        """
+        if self.is_changing or epoch != self.epoch:
+            return False
         self._own = View(TORN)
+        return True
 
     def received(self, epoch: int) -> None:
         """The state of the step's beginning has come from its holders (R11)."""
