@@ -105,7 +105,8 @@ class Door:
 def connect(address: str, timeout_s: float, revoked: threading.Event) -> Line:
     """A line to a Door. Raises OSError, also if `revoked` is set meanwhile."""
     remote, _, name = address.partition("/")
-    with contextlib.suppress(ConnectionRefusedError):  # there is no such name on this host
+    # There is no such name on this host, or this process may not use it.
+    with contextlib.suppress(ConnectionRefusedError, PermissionError):
         return _near(name, timeout_s, revoked)
     host, _, port = remote.rpartition(":")
     return Line(socket.create_connection((host, int(port)), timeout_s))

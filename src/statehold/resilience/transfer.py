@@ -286,7 +286,7 @@ class _Fetching:
                     begin = until
                     with self._lock:
                         self._missing -= until - at
-            except (OSError, GroupLostError) as error:
+            except (OSError, RuntimeError, GroupLostError) as error:  # of a device, too
                 self._left.append((begin, end))
                 if not self._revoked.is_set():
                     logger.warning("statehold: state from %s has failed: %s", holder, error)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from statehold.resilience import door as doors
 from statehold.resilience.door import Door, Line, connect
 
 HOST, NBYTES, TIMEOUT_S = "127.0.0.1", 1 << 16, 20.0
@@ -48,6 +49,17 @@ def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[Line]) -> None
     assert (joiner.shared, holder.shared) == (None, None)
     assert joiner.socket.family == socket.AF_INET
     assert said(joiner, holder) == b"done"
+
+
+def test_who_may_not_use_the_name_comes_through_tcp(
+    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, timeout_s: float, revoked: threading.Event) -> Line:
+        raise PermissionError
+
+    monkeypatch.setattr(doors, "_near", refuse)
+    joiner = connect(door.address, TIMEOUT_S, never())
+    assert said(joiner, lines.get(timeout=TIMEOUT_S)) == b"done"
 
 
 def test_a_holder_that_stands_still_is_no_other_host() -> None:

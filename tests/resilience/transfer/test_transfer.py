@@ -18,7 +18,7 @@ from statehold.resilience import door, transfer
 from statehold.resilience.door import Line
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
-from statehold.resilience.state_bytes import Arriving, Offer
+from statehold.resilience.state_bytes import Arriving, Offer, Run
 from statehold.resilience.transfer import Transfer
 from support.faults import must
 
@@ -259,6 +259,25 @@ def test_a_parameter_that_changes_inside_a_step_is_told(
     with pytest.raises(GroupLostError, match="the transfer of the state has failed"):
         job.fetch()
     assert "model.first.bias changes inside a step" in caplog.text
+
+
+def test_a_range_that_cannot_be_placed_is_taken_again(
+    small_pieces: None, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may fail: nobody took the range of the thread that had met this, and all waited."""
+    write, failed = Run.write, []
+
+    def failing(run: Run, begin: int, data: Tensor) -> None:
+        if not failed:
+            failed.append(begin)
+            raise RuntimeError("the device has failed")
+        write(run, begin, data)
+
+    monkeypatch.setattr(Run, "write", failing)
+    job.serve()
+    job.fetch()
+    assert failed
+    assert contents(job.joined) == contents(job.states[0])
 
 
 def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
