@@ -154,11 +154,13 @@ def test_when_all_are_lost_the_newest_step_comes_from_memory(
     tmp_path: Path, memory: Path, alone: Log
 ) -> None:
     """Its only copy is there: the one on the disk is removed."""
-    run, again = tmp_path / "run", tmp_path / "again"
+    run, again, go = (tmp_path / each for each in ("run", "again", "go"))
     order: dict[str, Any] = {"run": run, "memory": memory}
-    with coordinated(2) as meeting, Job(tmp_path, meeting, 7, **order) as job:
+    with coordinated(2) as meeting, Job(tmp_path, meeting, 7, hold=(6, go), **order) as job:
         job.start((6, "sum"))
         job.start((6, "sum"))
+        peers.until(lambda: any(memory.rglob("step-000000000006")))  # it is committed
+        go.touch()
         logs = job.wait()
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2
     peers.until(lambda: (run / "step-000000000006").exists())  # what outlives the trainer copies it
