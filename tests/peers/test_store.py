@@ -80,6 +80,29 @@ def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
     check(fs, 1)
 
 
+def test_ranks_may_be_ahead_of_one_that_does_not_know_the_token_yet() -> None:
+    """Seed 9267: the sweep of a slow rank 0 removed what the others had written, and it committed.
+
+    What dead jobs have left goes when rank 0 begins.
+    """
+    fs = SimFs(seed=1)
+    ranks = stores(fs)
+    ranks[2].create()
+    dead = f"{RUN}/step-000000000001.99999999-0.partial", f"{RUN}/.shared/99999999-0-rank-00000-1"
+    fs.mkdir(dead[0])
+    write(ranks[2], 2, 1, f"{TOKEN}-0")
+    fs.mkdir(f"{RUN}/.shared")
+    fs.write_file(dead[1], b"")
+    fs.write_file(f"{RUN}/.shared/{TOKEN}-0-rank-00002-1", b"")
+    ranks[0].recover("")
+    for rank in (0, 1):
+        write(ranks[rank], rank, 1, f"{TOKEN}-0")
+    ranks[0].commit(Sealed(1), f"{TOKEN}-0")
+    check(fs, 1)
+    assert names(fs, f"{RUN}/.shared") == [f"{TOKEN}-0-rank-00002-1"]
+    assert names(fs) == [".shared", "step-000000000001"]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_ranks_fill_one_directory_in_any_order(order: tuple[int, ...]) -> None:
     fs = SimFs(seed=1)

@@ -264,7 +264,7 @@ def test_who_has_given_up_may_join_again() -> None:
 def test_a_state_in_parts_is_never_taken_for_that_of_a_step(
     tmp_path: Path, has_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was: who entered the loop again after WaitTimeout told of the step that it had before."""
+    """A replica that entered the loop again after WaitTimeout passed for one with its old step."""
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
     run = tmp_path / "run" if has_run else None
     few: dict[str, Any] = {"min_replicas": 2, "wait_s": 0.5, "lease_s": LEASE_S}

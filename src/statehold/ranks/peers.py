@@ -260,6 +260,15 @@ class Peers:
         return _decode(message)
 
 
+def job_token(peers: Peers | None) -> str | None:
+    """What clears the leftovers of dead jobs has to spare: the attempts of this job.
+
+    None: this process saves alone. "": other ranks save, too, and the token of the job is not known
+    here yet, but they may know it and be ahead.
+    """
+    return None if peers is None else peers.token or ""
+
+
 def _as_known(error: BaseException) -> StateholdError:
     if isinstance(error, StateholdError):
         return error

@@ -25,7 +25,7 @@ from statehold.checkpoint.levels.run_notes import RunNotes
 from statehold.checkpoint.store.store import Store
 from statehold.errors import RunBusyError, StorageError
 from statehold.format.about import Origin
-from statehold.ranks.peers import Peers
+from statehold.ranks.peers import Peers, job_token
 from statehold.ranks.rounds import Round
 
 
@@ -195,4 +195,4 @@ class Levels:
 
     @property
     def _token(self) -> str | None:
-        return self.peers.token if self.peers else None
+        return job_token(self.peers)

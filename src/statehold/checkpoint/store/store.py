@@ -131,6 +131,7 @@ class Store:
         self._shared = world_size > 1
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
+        self._is_pool_due = False  # what dead jobs have left there is not cleared yet
         self._spare: str | None = None
         self._is_unsettled = False  # a replaced step's name may come back
         self._mapped = mapped
@@ -276,7 +277,8 @@ class Store:
     def recover(self, token: str | None = None) -> None:
         """Clear the leftovers of a crash. Call once, holding the run's lock.
 
-        Other ranks of the job `token` may be ahead, so its attempts are left alone.
+        token: see job_token. Other ranks of this job may be ahead, so its attempts are left alone.
+        While the token is unknown, any attempt may be theirs: begin() clears what is not.
         """
         self._lead("clear a run")
         with self._guard:
@@ -289,9 +291,10 @@ class Store:
                     with contextlib.suppress(StorageError):  # no save fails because of leftovers
                         delete(self.fs, f"{self._root}/{hidden}")
             self.pool.clear(token)
+            self._is_pool_due = token == ""
             for name in self._leftovers():
                 attempted = _ATTEMPTED.fullmatch(name)
-                if attempted and attempted["token"] == token:
+                if attempted and token in ("", attempted["token"]):
                     continue
                 with contextlib.suppress(StorageError):
                     self._clear(name, is_attempt=attempted is not None)
@@ -448,6 +451,9 @@ class Store:
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""
         token, _, number = under_way.partition("-")
+        if self._is_pool_due:
+            self._is_pool_due = False
+            self.pool.clear(token)
 
         def has_ended(match: re.Match[str] | None) -> bool:
             # Other ranks may be ahead, if one of them has ended an attempt by failing.
