@@ -18,7 +18,7 @@ from statehold.errors import (
 )
 from statehold.ranks.board import DirectoryBoard, StoreBoard
 from statehold.ranks.membership import Membership
-from statehold.ranks.peers import Peers
+from statehold.ranks.peers import Peers, job_token
 from statehold.testing import MemoryBoard
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
 
@@ -34,6 +34,26 @@ def make_any(request: pytest.FixtureRequest, tmp_path: Path) -> Maker:
 @pytest.fixture(params=["directory", "memory"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Maker:
     return KINDS[request.param](tmp_path)
+
+
+def test_a_job_whose_ranks_have_not_met_has_no_token(make: Maker) -> None:
+    """Only rank 0 knows that: it makes the token. And they do not meet while it relies on that."""
+    first, second = peers_of(make, 2)
+    with job_token(None) as token:
+        assert token is None
+    with job_token(second) as token:
+        assert token == ""
+    with ThreadPoolExecutor(2) as pool:
+        with job_token(first) as token:
+            assert token is None
+            with job_token(first) as other:  # as another thread of rank 0 sees it that is meeting
+                assert other == ""
+            meeting = [pool.submit(each.open) for each in (first, second)]
+            assert first.token is second.token is None
+        found = {each.result() for each in meeting}
+    for each in (first, second):
+        with job_token(each) as token:
+            assert {token} == found
 
 
 def save(one: Peers, seq: int) -> bytes:

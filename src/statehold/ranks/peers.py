@@ -24,10 +24,11 @@ Not here: how notes travel (board), their content (save/publishing).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from statehold.errors import (
     PUBLISHED,
@@ -81,6 +82,17 @@ class Peers:
     def token(self) -> str | None:
         """The job's token once it is known; never waits."""
         return self._token
+
+    @contextlib.contextmanager
+    def known_token(self) -> Iterator[str | None]:
+        """See job_token. Rank 0 makes the token when the ranks meet: not while it holds this."""
+        if self._token or self.rank or not self._guard.acquire(blocking=False):
+            yield self._token or ""
+            return
+        try:
+            yield self._token
+        finally:
+            self._guard.release()
 
     def attempt(self, seq: int) -> str:
         """A name for the seq-th save of this job, the same on all ranks and never used before."""
@@ -260,13 +272,17 @@ class Peers:
         return _decode(message)
 
 
-def job_token(peers: Peers | None) -> str | None:
-    """What clears the leftovers of dead jobs has to spare: the attempts of this job.
+@contextlib.contextmanager
+def job_token(peers: Peers | None) -> Iterator[str | None]:
+    """The token of the attempts that have to stay when the leftovers of dead jobs are cleared.
 
-    None: this process saves alone. "": other ranks save, too, and the token of the job is not known
-    here yet, but they may know it and be ahead.
+    None: this job has no attempts, and gets none meanwhile. "": other ranks may know the token.
     """
-    return None if peers is None else peers.token or ""
+    if peers is None:
+        yield None
+    else:
+        with peers.known_token() as token:
+            yield token
 
 
 def _as_known(error: BaseException) -> StateholdError:

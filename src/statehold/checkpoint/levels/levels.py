@@ -25,7 +25,7 @@ from statehold.checkpoint.levels.run_notes import RunNotes
 from statehold.checkpoint.store.store import Store
 from statehold.errors import RunBusyError, StorageError
 from statehold.format.about import Origin
-from statehold.ranks.peers import Peers, job_token
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
 
@@ -112,11 +112,11 @@ class Levels:
         """
         try:
             try:
-                self.near[0].prepare(self._token)
+                self.near[0].prepare(self.peers)
             except RunBusyError:
                 if not make_way():
                     raise
-                self.near[0].prepare(self._token)
+                self.near[0].prepare(self.peers)
         except StorageError:
             if len(self.near) == 1:
                 raise
@@ -156,7 +156,7 @@ class Levels:
         """
         try:
             for place in self._leading(step):
-                place.prepare(self._token)
+                place.prepare(self.peers)
         except (RunBusyError, StorageError):
             return False
         return True
@@ -172,7 +172,7 @@ class Levels:
     def rewind(self, step: int) -> list[int]:
         """Discard the steps newer than `step` at every level, if this rank leads."""
         first = self.near[0]
-        first.prepare(self._token)
+        first.prepare(self.peers)
         discarded = set(first.rewind(step)) if first.leads else set()
         return sorted(discarded | self.promotions.rewind(step))
 
@@ -192,7 +192,3 @@ class Levels:
 
     def _leading(self, step: int) -> list[DirectoryPlace]:
         return [place for place in self.near if place.leads and step in place.store.steps()]
-
-    @property
-    def _token(self) -> str | None:
-        return job_token(self.peers)

@@ -26,6 +26,7 @@ from statehold.errors import CorruptionError, MissingFileError
 from statehold.format.entries import sha256
 from statehold.io.objects.parallel import Target
 from statehold.options.keep import Keep
+from statehold.ranks.peers import Peers
 
 
 class ObjectPlace(Shared):
@@ -91,7 +92,7 @@ class ObjectPlace(Shared):
         # A reader of a step that is replaced in the store gets an error, and asks again.
         return self._near.reading(step)
 
-    def prepare(self, token: str | None) -> None:
+    def prepare(self, peers: Peers | None) -> None:
         pass  # leftovers of earlier jobs are deleted when another step comes
 
     def take(self, copy: Copy) -> None:

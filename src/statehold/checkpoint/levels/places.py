@@ -29,11 +29,13 @@ from statehold.checkpoint.store.replacing import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
 from statehold.errors import StorageError
 from statehold.io.clients import open_engine
+from statehold.ranks.peers import job_token
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
     from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
+    from statehold.ranks.peers import Peers
 
 logger = logging.getLogger("statehold")
 
@@ -106,10 +108,10 @@ class Place(Protocol):
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step, and its fetched files, while it is read."""
 
-    def prepare(self, token: str | None) -> None:
+    def prepare(self, peers: Peers | None) -> None:
         """Before the first change: create it, take it for this run, and clear leftovers of a crash.
 
-        May be called again, without effect. token: this job's; its other ranks may be ahead.
+        May be called again, without effect. peers: the ranks of this job, which may be ahead.
         """
 
     def take(self, copy: Copy) -> None:
@@ -338,7 +340,7 @@ class DirectoryPlace(Shared):
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self.store.protect(step)
 
-    def prepare(self, token: str | None) -> None:
+    def prepare(self, peers: Peers | None) -> None:
         with self._guard:
             if self._is_prepared and not self._was_removed():
                 return
@@ -348,7 +350,8 @@ class DirectoryPlace(Shared):
                 self._lock = self._lock or RunLock(
                     self._site.called, disk=disk, yields=self._site.yields
                 )
-                self.store.recover(token)
+                with job_token(peers) as token:
+                    self.store.recover(token)
                 if not self._site.takes_copies:  # a run that had other levels before
                     self._unfinished.clear_all()
             self._is_prepared = True

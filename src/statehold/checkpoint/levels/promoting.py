@@ -54,7 +54,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.options.keep import kept_of
 from statehold.process.tracebacks import let_go
-from statehold.ranks.peers import Peers, job_token
+from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 
 # The suffix of a level's name for its copies on other hosts.
@@ -248,7 +248,7 @@ class Promoter:
         way."""
         if not self.place.leads:
             return []
-        self.place.prepare(job_token(self._peers))
+        self.place.prepare(self._peers)
         return self.place.rewind(step)
 
     def forget(self, steps: Collection[int]) -> None:
@@ -354,7 +354,7 @@ class Promoter:
     def _copy(self, order: _Order, attempt: str | None, watch: CopyWatch, copied: _Copied) -> None:
         step, source = order.step, order.source
         with watch.stage("prepare", step=step):
-            self.place.prepare(job_token(self._peers))
+            self.place.prepare(self._peers)
             if self._rank == 0:
                 self._check_order(step)
 

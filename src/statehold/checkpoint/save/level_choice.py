@@ -36,7 +36,6 @@ from statehold.errors import (
 from statehold.format.manifest import record_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.process.tracebacks import let_go
-from statehold.ranks.peers import job_token
 from statehold.ranks.rounds import Round
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ class LevelChoice:
         step, plan, place = work.save.step, work.plan.save, work.place
         try:
             # The first one was prepared by the trainer, unless it failed.
-            place.prepare(job_token(self._peers))
+            place.prepare(self._peers)
             place.store.begin(step, work.attempt)
             if len(self._places) > 1:  # later, a document without room could not move on
                 self._reserve(work)
@@ -241,7 +240,7 @@ class LevelChoice:
             if self._promotions.is_copying(step, place):
                 continue  # its directory is in use
             try:  # before other ranks use it
-                place.prepare(job_token(self._peers))
+                place.prepare(self._peers)
             except (StorageError, RunBusyError):
                 continue
             return index

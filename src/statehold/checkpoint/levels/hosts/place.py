@@ -44,6 +44,7 @@ from statehold.layout.layout import Ranks
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.copying import Copy, Source
     from statehold.checkpoint.store.store import Store
+    from statehold.ranks.peers import Peers
 
 # After the directory of the level.
 COPIES_SUFFIX = "-copies"
@@ -265,10 +266,10 @@ class HostPlace(DirectoryPlace):
 
     # -- committing ------------------------------------------------------------------------
 
-    def prepare(self, token: str | None) -> None:
-        super().prepare(token)
+    def prepare(self, peers: Peers | None) -> None:
+        super().prepare(peers)
         if self.copies.takes_steps or self.copies.store.steps():  # of an earlier job, perhaps
-            self.copies.prepare(token)
+            self.copies.prepare(peers)
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
         self.store.committed(step)  # on ranks that do not lead, too
