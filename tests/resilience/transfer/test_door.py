@@ -16,6 +16,7 @@ from statehold.resilience import door as doors
 from statehold.resilience.door import Door, Line, connect
 
 HOST, NBYTES, TIMEOUT_S = "127.0.0.1", 1 << 16, 20.0
+SILENT = f"statehold-silent-{os.getpid()}"  # one name for the whole machine
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def test_who_may_not_use_the_name_comes_through_tcp(
 def test_a_holder_that_stands_still_is_no_other_host() -> None:
     """It has the name, and answers nothing. TCP would wait for it a second time."""
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind("\0statehold-silent")
+        silent.bind(f"\0{SILENT}")
         silent.listen()
         with pytest.raises(TimeoutError):
-            connect(f"{HOST}:1/statehold-silent", 0.05, never())
+            connect(f"{HOST}:1/{SILENT}", 0.05, never())
 
 
 def test_who_waits_for_a_holder_that_stands_still_goes_on_with_the_epoch() -> None:
@@ -76,10 +77,10 @@ def test_who_waits_for_a_holder_that_stands_still_goes_on_with_the_epoch() -> No
     revoked = threading.Event()
     revoked.set()
     with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind("\0statehold-silent")
+        silent.bind(f"\0{SILENT}")
         silent.listen()
         with pytest.raises(TimeoutError):
-            connect(f"{HOST}:1/statehold-silent", float("inf"), revoked)
+            connect(f"{HOST}:1/{SILENT}", float("inf"), revoked)
 
 
 def test_a_holder_without_memory_shares_nothing(
