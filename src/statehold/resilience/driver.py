@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Driver:
-    """take_seat: a new seat for a rank whose state is that of a view. first: of the live state now.
+    """take_seat: a new seat for a rank whose state is that of a view. first: the one to begin with.
 
-    view: of the live state when it is one that was saved.
+    view: describes the live state after a restore.
     learn: called with the checksums that lost replicas have left. transfer: of the state.
     checkpoints: take the state before this rank gives up, and give one if too much is lost.
     computed: what this replica has computed of the work of its member in the step in progress.
