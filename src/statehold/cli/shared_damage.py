@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from statehold.checkpoint.store.directory_names import step_of
 from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.store import step_of
 from statehold.cli.checking import Report
 
 Inode = tuple[int, int]

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from statehold.checkpoint.store.directory_names import ATTEMPT
 from statehold.encoding.strictjson import Checker
 from statehold.errors import InvariantError, ManifestError
 from statehold.format.entries import seal, unseal
@@ -26,8 +27,7 @@ FORMAT = "statehold.commit"
 VERSION = 1
 COMMIT_BYTES_MAX = 4096
 
-_ATTEMPT = r"[0-9a-f]{8}-[0-9]{1,12}"
-_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({_ATTEMPT})")
+_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
 _COMMIT = re.compile(r"step-([0-9]{12})\.commit")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -41,12 +41,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.store.directories import delete, make_directories, unless
+from statehold.checkpoint.store.directory_names import (
+    Attempt,
+    attempt_of,
+    check_attempt,
+    is_leftover,
+    standing_step_of,
+)
 from statehold.checkpoint.store.mappings import Mappings
 from statehold.checkpoint.store.newest import Newest
 from statehold.checkpoint.store.order import check_newest
@@ -64,7 +70,6 @@ from statehold.checkpoint.store.replacing import (
 from statehold.checkpoint.store.retention import Retention
 from statehold.checkpoint.store.room import Rooms
 from statehold.checkpoint.store.second_names import linked, sync_all
-from statehold.checkpoint.store.unfinished import COPY
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -80,18 +85,6 @@ if TYPE_CHECKING:
     from statehold.options.keep import Keep
 
 SPARE_NAME = ".spare"
-_COMMITTED = re.compile(r"step-([0-9]{12})")
-_REPLACED = re.compile(rf"step-([0-9]{{12}}){re.escape(REPLACED)}")
-_ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
-_NAMED = re.compile(rf"{_ATTEMPT}(?:{COPY})?")
-_ATTEMPTED = re.compile(rf"step-\d{{12}}\.{_ATTEMPT}\.partial")
-_LEFTOVER = re.compile(rf"{_ATTEMPTED.pattern}|step-\d{{12}}\.(?:partial|retired)")
-
-
-def step_of(name: str) -> int | None:
-    """The step whose directory has this name once it is committed; None for any other name."""
-    match = _COMMITTED.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class CommitRecord(Protocol):
@@ -188,17 +181,13 @@ class Store:
         """The directory of a step in the making."""
         if attempt is None:
             return self.path(step, ".partial")
-        if _NAMED.fullmatch(attempt) is None:
-            raise InvariantError(
-                "not a valid name of an attempt to save", facts={"got": repr(attempt)}
-            )
+        check_attempt(attempt)
         return self.path(step, f".{attempt}.partial")
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        names = [name for name, is_dir in self._entries() if is_dir]
-        found = (_COMMITTED.fullmatch(name) or _REPLACED.fullmatch(name) for name in names)
-        return sorted({int(match[1]) for match in found if match})
+        found = (standing_step_of(name) for name, is_dir in self._entries() if is_dir)
+        return sorted({step for step in found if step is not None})
 
     def newest(self) -> int | None:
         """The newest committed step, or None."""
@@ -293,11 +282,11 @@ class Store:
             self.pool.clear(token)
             self._is_pool_due = token == ""
             for name in self._leftovers():
-                attempted = _ATTEMPTED.fullmatch(name)
-                if attempted and token in ("", attempted["token"]):
+                attempt = attempt_of(name)
+                if attempt and token in ("", attempt.token):
                     continue
                 with contextlib.suppress(StorageError):
-                    self._clear(name, is_attempt=attempted is not None)
+                    self._clear(name, is_attempt=attempt is not None)
 
     def _clear(self, name: str, *, is_attempt: bool) -> None:
         # Ranks on other hosts may outlive their job. No file that they may still write is reused.
@@ -309,13 +298,13 @@ class Store:
     def _settle_replaced(self) -> None:
         """Finish, or undo, replacements that a crash or an error has interrupted."""
         for name, is_dir in self._entries():
-            if is_dir and _REPLACED.fullmatch(name):
+            if is_dir and name.endswith(REPLACED) and standing_step_of(name) is not None:
                 # Until that succeeds a step is read where it is; _retire tries again.
                 with contextlib.suppress(StorageError):
                     settle(self.fs, f"{self._root}/{name}".removesuffix(REPLACED))
 
     def _leftovers(self) -> list[str]:
-        return [name for name, is_dir in self._entries() if is_dir and _LEFTOVER.fullmatch(name)]
+        return [name for name, is_dir in self._entries() if is_dir and is_leftover(name)]
 
     # -- the commit protocol ---------------------------------------------------------------
 
@@ -455,13 +444,12 @@ class Store:
             self._is_pool_due = False
             self.pool.clear(token)
 
-        def has_ended(match: re.Match[str] | None) -> bool:
+        def has_ended(attempt: Attempt | None) -> bool:
             # Other ranks may be ahead, if one of them has ended an attempt by failing.
-            ahead = match and match["token"] == token and int(match["number"]) >= int(number)
-            return match is not None and not ahead
+            ahead = attempt and attempt.token == token and attempt.number >= int(number)
+            return attempt is not None and not ahead
 
-        names = self._leftovers()
-        ended = [name for name in names if has_ended(_ATTEMPTED.fullmatch(name))]
+        ended = [name for name in self._leftovers() if has_ended(attempt_of(name))]
         # If a rank still writes to a directory, it cannot be deleted now, but next time.
         with contextlib.suppress(StorageError):
             if ended:

@@ -22,6 +22,7 @@ import re
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.store.directories import delete, unless
+from statehold.checkpoint.store.directory_names import ATTEMPT, COPY_DIGITS
 from statehold.checkpoint.store.replacing import look_beside_a_writer
 from statehold.errors import StorageError
 
@@ -30,17 +31,14 @@ if TYPE_CHECKING:
 
     from statehold._core import Fs
 
-_DIGITS = 16
-COPY = rf"\.copy-[0-9a-f]{{{_DIGITS}}}"
 _NAME = re.compile(
-    r"step-(?P<step>\d{12})\.(?P<token>[0-9a-f]{8})-(?P<number>\d{1,12})"
-    rf"\.copy-(?P<digest>[0-9a-f]{{{_DIGITS}}})\.partial"
+    rf"step-(?P<step>\d{{12}})\.{ATTEMPT}\.copy-(?P<digest>[0-9a-f]{{{COPY_DIGITS}}})\.partial"
 )
 
 
 def copy_attempt(attempt: str, manifest: bytes) -> str:
     """The attempt at a copy of the step with this manifest."""
-    return f"{attempt}.copy-{hashlib.sha256(manifest).hexdigest()[:_DIGITS]}"
+    return f"{attempt}.copy-{hashlib.sha256(manifest).hexdigest()[:COPY_DIGITS]}"
 
 
 class Unfinished:

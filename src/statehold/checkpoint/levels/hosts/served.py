@@ -18,9 +18,9 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
+from statehold.checkpoint.store.directory_names import step_of
 from statehold.checkpoint.store.object_names import is_file_name
 from statehold.checkpoint.store.replacing import REPLACED
-from statehold.checkpoint.store.store import step_of
 from statehold.errors import UsageError
 
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
