@@ -11,6 +11,7 @@ whose steps share files. `--offloaded` runs seeds of a trainer with an offloaded
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import os
@@ -66,6 +67,7 @@ def reports(seeds: range, processes: int, run: Run) -> Iterator[Report]:
 def _run(run: Run, seed: int) -> Report:
     report = run(seed)
     report.schedule.clear()  # long
+    gc.collect()  # the disk of a seed is large, but few objects: nothing else makes Python look
     return report
 
 
