@@ -213,9 +213,11 @@ def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
 def test_epochs_that_fail_leave_nothing_behind(desk: Desk) -> None:
     """STATEHOLD_GROUP_FAILURES=1000 for more. Buildings and sums fail in turn."""
     _fail(desk, 0)
+    _groups_end()  # those of other tests, too
     descriptors = len(os.listdir("/proc/self/fd"))
     for each in range(1, FAILURES + 1):
         _fail(desk, each)
+        _groups_end()
     assert not gloo_threads()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
@@ -228,6 +230,14 @@ def gloo_threads() -> list[str]:
     return [each for each in names if "gloo" in each]
 
 
+def _groups_end() -> None:
+    """Wait for the threads that groups have left their sums and connections to."""
+    for thread in threading.enumerate():
+        if thread.name == "statehold-groups":
+            thread.join(DEADLINE_S)
+            must(not thread.is_alive(), "groups that were dropped have not ended")
+
+
 def _fail(desk: Desk, number: int) -> None:
     revoked = threading.Event()
     if number % 2:
@@ -236,9 +246,6 @@ def _fail(desk: Desk, number: int) -> None:
         with pytest.raises(GroupLostError):
             Groups(desk.address, 100 + number, (0, 0), (2, 1), HOST, revoked)
         timer.join()
-        for thread in threading.enumerate():
-            if thread.name == "statehold-groups":
-                thread.join(30)
         return
 
     def run(groups: Groups, i: int, j: int) -> None:
