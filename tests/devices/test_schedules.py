@@ -9,7 +9,7 @@ import pytest
 
 from devices.schedules import BROKEN, finds, play
 
-COUNT = int(os.environ.get("STATEHOLD_DEVICE_SCHEDULES", "30"))
+COUNT = int(os.environ.get("STATEHOLD_DEVICE_SCHEDULES", "20"))
 
 
 def test_every_step_is_what_was_saved(tmp_path: Path) -> None:

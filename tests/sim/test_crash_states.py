@@ -26,11 +26,11 @@ from statehold.testing import SimFs
 from support.stepped import simulated
 
 # How many crash states to try for each change before some are drawn. With the variable set, all of
-# them are tried, and deaths and errors at every operation; else one for every third change, and
+# them are tried, and deaths and errors at every operation; else one for every fourth change, and
 # deaths and errors where names have changed and are not synced.
 MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "2"))
 ALL = "STATEHOLD_CRASH_STATES" in os.environ
-AMONG = 3
+AMONG = 4
 SAMPLE = Sample(MOST, whole=ALL, among=AMONG)
 LEAST = 2 if ALL else 1 / AMONG  # states for each change
 Script = list[tuple[str, int]]

@@ -35,7 +35,7 @@ from statehold.tensors.recognition import Seen
 from support.changing import Changing
 from support.quantized import Made
 
-STATES = int(os.environ.get("STATEHOLD_RECOGNITION", "40"))
+STATES = int(os.environ.get("STATEHOLD_RECOGNITION", "24"))
 CHANGES = 8
 # (where it is, a condition of recognition, what it becomes: nothing is found out by it any more,
 # a seed of states that show it: the first to be tried).
