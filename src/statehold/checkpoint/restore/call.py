@@ -77,16 +77,17 @@ class RestoreCalls:
         nearest = self.levels.nearest(self.drain)
         if self.parent is not None and led(self.peers, partial(self._begin, nearest)):
             nearest = self.levels.nearest(self.drain)
-        confirmed, failed = self._load(nearest, state, request.choice, choose, self.claim)
+        restorer, failed = self._load(nearest, state, request.choice, choose, self.claim)
         if self.report is None:
             together(self.peers, self.levels.check_there)
             return None
         restored = self.report.step
         self.schedule.turns.goes_on_from(restored)
         self.levels.restored(restored, nearest.served(restored))
-        self.goes_on(restored)
+        if restorer.was_intact:  # else the next save writes all files anew
+            self.goes_on(restored)
         if failed:
-            set_aside(self.levels, failed, confirmed, restored)
+            set_aside(self.levels, failed, restorer.confirmed, restored)
         return restored
 
     def _restore_from(
@@ -137,8 +138,8 @@ class RestoreCalls:
         choice: Choice,
         choose: Choose,
         claim: Callable[[int], bool],
-    ) -> tuple[set[int], dict[int, CorruptionError]]:
-        """The steps that are certainly damaged, and the steps that were skipped."""
+    ) -> tuple[Restorer, dict[int, CorruptionError]]:
+        """The restore that was done, and the damaged steps that were skipped."""
         runtime = self.runtime
         with self.watch.restore() as watch:
             restorer = Restorer(
@@ -153,7 +154,7 @@ class RestoreCalls:
             )
             self.report, failed = restorer.chosen(choice)
             watch.end(self.report, failed)
-        return restorer.confirmed, failed
+        return restorer, failed
 
 
 def _chosen(selection: Selection, _: SavedStep) -> Selection:

@@ -97,7 +97,8 @@ class Restorer:
     choose: what of a step is restored.
     claim: locks every directory that has a step, if this rank leads; False if another job has a
         lock. After chosen(), `confirmed` are the steps that were found damaged under the lock.
-        `beginnings` counts how often a step was read again because it had changed.
+        `beginnings` counts how often a step was read again because it had changed. `was_intact`:
+        every copy that any rank has read of the restored step.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Restorer:
         self._claim = claim
         self.confirmed: set[int] = set()
         self.beginnings = 0
+        self.was_intact = True
         self._has_begun_to_read = False
         self._engine = engine
         self._devices = devices
@@ -187,6 +189,7 @@ class Restorer:
 
     def step(self, step: int) -> RestoreReport:
         """Restore this step."""
+        self.was_intact = True
         with self._saved.protect(step):
             try:
                 matched = self._from_any_copy(step)
@@ -217,6 +220,7 @@ class Restorer:
                     raise _Changed from error
                 if following is Next.GIVE_UP:
                     raise
+                self.was_intact = False
                 if following is Next.OTHER_SAVE:  # all ranks had opened the same one
                     self._saved.give_up_save(step)
 

@@ -63,7 +63,8 @@ class Sharing:
         self._place = place
         self._peers = peers
         self._restored: int | None = None  # a step that nobody has looked at yet
-        self._resumed: list[Known] = []  # its files
+        self._resumed: list[Known] = []  # its files that are not in the pool
+        self._resumed_step: int | None = None
         self._is_new = False  # the structure of the state, or what was restored
         self._guard = threading.Lock()
         self._is_off = not runtime.options.io.share_files
@@ -106,6 +107,8 @@ class Sharing:
             if self._is_new:
                 self._is_new = False
                 self._take_over(plan, captured)
+            if plan.save.step == self._resumed_step:
+                self._resumed = []  # their names lead to the files of this save from now on
             if not (self._files or self._history):
                 return plan, shared
             shared.links = self._links(captured)
@@ -146,6 +149,7 @@ class Sharing:
         if step is not None and not self._place.is_apart:
             rank, world = (self._peers.rank, self._peers.world_size) if self._peers else (None, 1)
             self._resumed = known_files(self._place.store, step, rank, world)
+            self._resumed_step = step
         return self._resumed
 
     def _name(self, known: Known, plan: RankPlan, captured: Tensors) -> None:
