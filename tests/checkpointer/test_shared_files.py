@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from statehold import Checkpointer, Directory, Memory
-from statehold.errors import StateholdError, StorageError
+from statehold.errors import NoSpaceError, StateholdError, StorageError
 from statehold.tensors import columns, facts
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, small
+from support.faults import DEADLINE_S, SMALL, Spy, small
 from support.inside import inside
+from support.levels import FAR, LATER, NEAR, opened_on, settle, steps_at
 from support.sharing import Tuned, TunedRun, names, same, whole_steps
 
 RUN = "/runs/x"
@@ -188,6 +189,41 @@ def test_nothing_is_left_in_the_pool(fs: SimFs) -> None:
     assert before > 0 == len(names(fs, POOL))
     run.ckpt._close()
     assert POOL.rpartition("/")[2] not in names(fs, RUN)
+
+
+def test_a_level_that_refuses_a_save_keeps_none_of_its_new_files(fs: SimFs) -> None:
+    """It has room for the first shared file of each save and not for the second."""
+    model, opened = Tuned(), 0
+
+    def before(operation: str, args: tuple[Any, ...]) -> None:
+        nonlocal opened
+        if operation == "open_write" and f"{NEAR}/.shared/" in str(args[0]):
+            opened += 1
+            if opened % 2 == 0:
+                raise NoSpaceError("no space", errno=errno.ENOSPC, path=str(args[0]))
+
+    with opened_on(fs, far=LATER) as ckpt:
+        store = inside(ckpt).levels.store
+        store.fs = Spy(store.fs, before)
+        for step in range(1, 4):
+            model.train_once()
+            ckpt.save(step, {"model": model}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+            assert names(fs, f"{NEAR}/.shared") == []
+        assert opened == 6
+        assert steps_at(fs, FAR) == [1, 2, 3]
+
+
+def test_a_lock_that_somebody_removes_costs_no_name_of_this_job(fs: SimFs) -> None:
+    run = Run(fs, Tuned())
+    run.save(1)
+    held = names(fs, POOL)
+    fs.write_file(f"{POOL}/dead-rank-00000-1.safetensors", b"left")
+    inside(run.ckpt).levels.store.recover()
+    assert names(fs, POOL) == held
+    assert run.save(2).stats.linked_bytes > 0
+    run.ckpt._close()
+    run.check(fs)
 
 
 def test_names_of_a_dead_job_are_cleared(fs: SimFs) -> None:

@@ -223,11 +223,13 @@ class Shared:
             raise
 
     def close_files(self) -> None:
-        """The save goes to another level, or nowhere."""
+        """The save goes to another level, or nowhere. Files that are not durable are removed."""
         for each in (*self.fresh, *self._replacing):
             file, each.file = each.file, None
             if file is not None:
                 file.close()  # a job may have it; it is released with the job
+            if self._store is not None and not each.is_durable:
+                self._store.pool.drop(each.path)
 
     def attach(self) -> None:
         """Give new files to their jobs."""
@@ -297,11 +299,8 @@ class Shared:
         self._let_go()
 
     def release(self, *, failed: bool) -> None:
-        """The save has ended. A file that is not durable is of no use to another save."""
+        """The save has ended."""
         self.close_files()
-        for each in (*self.fresh, *self._replacing):
-            if self._store is not None and not each.is_durable:
-                self._store.pool.drop(each.path)
         if self.register is not None:
             self.register.ended(self, failed=failed)
         self.links, self.fresh, self._replacing, self.written = [], [], [], []

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.directories import delete, unless
+from statehold.checkpoint.store.directories import unless
 from statehold.checkpoint.store.second_names import linked
 from statehold.errors import StateholdError, StorageError
 
@@ -90,12 +90,11 @@ class Pool:
         with contextlib.suppress(StorageError):  # no save fails because of leftovers
             if not self._fs.is_dir(self._folder):
                 return
-            if token is None:
-                delete(self._fs, self._folder)
-                return
             for name, _ in self._fs.listdir(self._folder):
-                if not name.startswith(f"{token}-"):
+                if not name.startswith(f"{token or self._own}-"):
                     self._fs.unlink(f"{self._folder}/{name}")
+            if token is None and not self._names:
+                self._fs.rmdir(self._folder)
 
     def close(self) -> None:
         """Drop all files of this rank, and the directory unless other ranks have files there."""
