@@ -11,7 +11,7 @@ MINUTES ?= 120
 bin := .venv/bin
 # Two workers for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
 pytest := $(bin)/python -m pytest -q -n auto --dist worksteal
-# What pytest makes of each test file is kept; without this, every worker makes it anew: 12 s each.
+# Pytest compiles each test file once and keeps the result. Otherwise every worker compiles all: 12 s.
 compile_tests := $(bin)/python -m pytest -q --collect-only >build/collect.log 2>&1
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
 

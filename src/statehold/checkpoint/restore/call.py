@@ -84,7 +84,7 @@ class RestoreCalls:
         restored = self.report.step
         self.schedule.turns.goes_on_from(restored)
         self.levels.restored(restored, nearest.served(restored))
-        if restorer.was_intact:  # else the next save writes all files anew
+        if restorer.was_intact:  # else the next save writes all files again
             self.goes_on(restored)
         if failed:
             set_aside(self.levels, failed, restorer.confirmed, restored)
