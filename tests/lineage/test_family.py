@@ -94,11 +94,7 @@ def test_a_family_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["fork", f"{tmp_path / 'base'}", str(tmp_path / "sweep" / "b")]) == 0
     assert main(["fork", f"{tmp_path / 'sweep' / 'a'}", str(tmp_path / "c")]) == 0
     save(tmp_path / "sweep" / "a", 3)
-    capsys.readouterr()
-    assert main(["tree", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    drawn = [line[: lines[0].index("FROM")].rstrip() for line in lines[1:]]
-    assert drawn == ["base", "├── sweep/a", "│   └── c", "└── sweep/b"]
+    assert drawn(capsys, tmp_path) == ["base", "├── sweep/a", "│   └── c", "└── sweep/b"]
     found = {Path(each["run"]).name: each for each in answer(capsys, "tree", tmp_path)["runs"]}
     assert found["a"]["steps"] == [1, 3]
     assert found["a"]["parent"]["step"] == 1
@@ -120,6 +116,75 @@ def test_a_parent_that_has_moved_is_found_by_its_manifest(tmp_path: Path) -> Non
     assert child.parent is not None
     assert child.sizes.shared_bytes == 0
     assert main(["verify", str(tmp_path / "child")]) == 0
+
+
+def drawn(capsys: pytest.CaptureFixture[str], directory: Path) -> list[str]:
+    """The first column of the tree, without its header."""
+    capsys.readouterr()
+    assert main(["tree", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line[: lines[0].index("FROM")].rstrip() for line in lines[1:]]
+
+
+def bases(directory: Path) -> dict[str, str | None]:
+    found = family(str(directory))
+    return {Path(each.run).name: each.base and Path(each.base).name for each in found}
+
+
+def test_a_run_that_came_back_from_its_child_is_drawn_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, child = tmp_path / "base", tmp_path / "child"
+    save(base, 10)
+    main(["fork", f"{base}@10", str(child)])
+    shutil.rmtree(base)
+    main(["fork", f"{child}@10", str(base)])
+    assert bases(tmp_path) == {"base": "child", "child": None}
+    assert drawn(capsys, tmp_path) == ["child", "└── base"]
+    save(base, 11)
+    shutil.rmtree(base / "step-000000000010")  # what base said of 10 is gone: only paths are left
+    assert drawn(capsys, tmp_path) == ["child", "└── base"]
+
+
+def test_runs_whose_manifests_make_a_circle_are_all_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    save(c, 1)
+    main(["fork", f"{c}@1", str(d)])
+    main(["fork", f"{d}@1", str(b)])
+    save(b, 2)
+    main(["copy", f"{b}@2", str(c)])  # now c says that it began from d
+    main(["fork", f"{c}@2", str(a)])
+    found = {each.run: each for each in family(str(tmp_path))}
+    parents = {Path(run).name: Path(each.parent.run).name for run, each in found.items()
+               if each.parent}  # fmt: skip
+    assert parents == {"a": "c", "b": "d", "c": "d", "d": "c"}
+    assert drawn(capsys, tmp_path) == ["c", "├── a", "└── d", "    └── b"]
+    assert len(answer(capsys, "tree", tmp_path)["runs"]) == 4
+
+
+def test_a_run_is_not_its_own_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, child = tmp_path / "base", tmp_path / "child"
+    save(base, 1)
+    main(["fork", str(base), str(child)])
+    shutil.rmtree(base)
+    main(["copy", str(child), str(base)])  # its manifest says that it began from base
+    assert drawn(capsys, tmp_path) == ["base", "child"]
+
+
+def test_a_parent_that_has_retired_the_step_is_found_by_its_path(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    save(base, 1, 2)
+    main(["fork", f"{base}@1", str(tmp_path / "child")])
+    shutil.rmtree(base / "step-000000000001")
+    assert bases(tmp_path)["child"] == "base"
+    shutil.rmtree(base)
+    save(base, 1)  # another run, that has not come so far
+    assert bases(tmp_path)["child"] is None
+    shutil.rmtree(base)
+    save(base, 0)
+    assert bases(tmp_path)["child"] is None
 
 
 def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,13 @@
 """The runs below a directory, and which of them began from which.
 
 A run names its parent by directory, step and manifest. The directory may have moved since, so the
-manifest decides: a run that has this step with this manifest is the parent, wherever it lies.
+manifest decides: a run that has this step with this manifest is the parent, wherever it lies. If no
+run has, the parent may have retired the step: then the run at its path is the parent, unless that
+run has another step of this number, or has only older steps.
 
 Invariants: only manifests and the sizes of files are read. A run whose newest manifest cannot be
-read is a member with a problem, and does not hide the others.
+read is a member with a problem, and does not hide the others. No run is its own base, directly or
+through others: a step that was copied back, or a run that was forked back, closes no circle.
 Not here: how a run gets a parent (checkpoint/levels/forking).
 """
 
@@ -35,7 +38,8 @@ _STEP = re.compile(r"step-\d{12}")
 class Member:
     """A run. steps: committed, oldest first. metrics, tags: of the newest step.
 
-    parent: what the run says, if anything. base: the path of the parent, if it is in the family.
+    parent: what the run says, if anything. base: the path of the parent, if it is in the family
+    and does not itself descend from the run.
     sizes: of the whole run directory; shared bytes are those that other runs have, too.
     problem: why the newest manifest could not be read.
     """
@@ -54,8 +58,7 @@ def family(directory: str) -> list[Member]:
     """The runs below a directory, by path."""
     with contextlib.closing(file_system()) as fs:
         found = [_member(Store(fs, run)) for run in runs_below(os.path.abspath(directory))]
-        by_path = {each.run: each for each in found}
-        return [_with_base(fs, each, by_path) for each in found]
+        return _joined(fs, found)
 
 
 def runs_below(directory: str) -> Iterator[str]:
@@ -76,21 +79,45 @@ def _member(store: Store) -> Member:
     return Member(store.root, steps, size, about.metrics, about.tags, about.parent)
 
 
-def _with_base(fs: Fs, member: Member, members: Mapping[str, Member]) -> Member:
-    parent = member.parent
-    if parent is None:
-        return member
-    nearest = sorted(members.values(), key=lambda each: each.run != parent.run)
-    for each in nearest:
-        if each.run != member.run and _is_it(Store(fs, each.run), each, parent):
-            return replace(member, base=each.run)
-    return replace(member, base=parent.run if parent.run in members else None)
+def _joined(fs: Fs, members: Sequence[Member]) -> list[Member]:
+    """The members with their bases. In a circle, the first one by path gets none: it is a root."""
+    runs, bases = {each.run: each for each in members}, dict[str, str]()
+    for candidates in (_by_manifest, _by_path):  # a guess gives way to what a manifest shows
+        for each in reversed(members):
+            if each.parent is None or each.run in bases:
+                continue
+            for base in candidates(fs, runs, each.parent):
+                if not _descends(base, each.run, bases):
+                    bases[each.run] = base
+                    break
+    return [replace(each, base=bases.get(each.run)) for each in members]
 
 
-def _is_it(store: Store, member: Member, parent: Origin) -> bool:
-    """Whether the run has the step with this manifest."""
+def _by_manifest(fs: Fs, runs: Mapping[str, Member], parent: Origin) -> Iterator[str]:
+    """The runs that have the step with this manifest; the one at the parent's path comes first."""
+    for run in sorted(runs, key=lambda run: run != parent.run):
+        if _manifest_of(fs, runs[run], parent.step) == parent.manifest_sha256:
+            yield run
+
+
+def _by_path(fs: Fs, runs: Mapping[str, Member], parent: Origin) -> Iterator[str]:
+    """The run at the parent's path, if it has come as far and no manifest speaks against it."""
+    there = runs.get(parent.run)
+    has_come_as_far = there and max(there.steps, default=-1) >= parent.step
+    if there and has_come_as_far and _manifest_of(fs, there, parent.step) is None:
+        yield there.run
+
+
+def _manifest_of(fs: Fs, member: Member, step: int) -> str | None:
+    """The SHA-256 of a step's manifest; None if the run does not have it, or cannot read it."""
     with contextlib.suppress(StateholdError):
-        if parent.step in member.steps:
-            raw = store.read(parent.step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-            return sha256(raw) == parent.manifest_sha256
-    return False
+        if step in member.steps:
+            return sha256(Store(fs, member.run).read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+    return None
+
+
+def _descends(run: str | None, other: str, bases: Mapping[str, str]) -> bool:
+    """Whether a run is the other one, or began from it, or from one that did."""
+    while run is not None and run != other:
+        run = bases.get(run)
+    return run is not None
