@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels.memory import SHARED_MEMORY
@@ -20,7 +20,7 @@ from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.cli.output import counted
-from statehold.cli.places import leftovers_of, tree_bytes
+from statehold.cli.places import bytes_of, leftovers_of, tree_bytes
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ def _in_run(fs: Fs, path: str) -> Iterator[Left]:
     if halves:
         ended = "from a save or copy that did not end; the next one removes it or continues it"
         means = "a job is at work" if is_used else ended
-        yield Left("half steps", _sized(halves), means, is_waste=not is_used)
+        yield Left("half steps", _sized(path, halves), means, is_waste=not is_used)
     aside = [each for each in left if each["kind"] == "corrupt"]
     if aside:
         yield Left(
-            "set aside", _sized(aside), "damaged and set aside, for a person to inspect", True
+            "set aside", _sized(path, aside), "damaged and set aside, for a person to inspect", True
         )
     if os.path.lexists(os.path.join(path, FILE_NAME)):
         means = "to list their steps: statehold ls RUN --levels"
@@ -92,9 +92,8 @@ def _in_run(fs: Fs, path: str) -> Iterator[Left]:
         )
 
 
-def _sized(found: list[dict[str, object]]) -> str:
-    size = sum(int(str(each["bytes"])) for each in found)
-    return f"{len(found)}, {format_bytes(size)}"
+def _sized(run: str, found: list[dict[str, Any]]) -> str:
+    return f"{len(found)}, {format_bytes(bytes_of(run, found))}"
 
 
 def _own_directories(folder: str) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.agent.looking import LOG_NAME
@@ -21,6 +22,7 @@ from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_be
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
 from statehold.reading.places import NotFoundError, load_manifest, run_of
+from statehold.reading.sizes import sizes_of_steps
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -87,7 +89,10 @@ def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
 
 
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
-    """The directories in a run that are not committed steps: name, kind and bytes of each."""
+    """The directories in a run that are not committed steps: name, kind and bytes of each.
+
+    bytes: those that its end frees. Leftovers that share a file free more together (bytes_of).
+    """
     found = []
     names = [name for name, is_dir in sorted(fs.listdir(run)) if is_dir]
     for name in names:
@@ -95,6 +100,11 @@ def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
         if match and match[1] == "replaced" and name.removesuffix(REPLACED) not in names:
             continue  # it counts as the step
         if match:
-            size, _ = tree_bytes(f"{run}/{name}")
-            found.append({"name": name, "kind": match[1] or "spare", "bytes": size})
+            each = {"name": name, "kind": match[1] or "spare"}
+            found.append({**each, "bytes": bytes_of(run, [each])})
     return found
+
+
+def bytes_of(run: str, leftovers: Iterable[Mapping[str, Any]]) -> int:
+    """The bytes that the end of these leftovers frees, of all together."""
+    return sizes_of_steps(run, [f"{run}/{each['name']}" for each in leftovers]).own_bytes

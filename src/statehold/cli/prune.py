@@ -1,7 +1,7 @@
 """`statehold prune RUN --keep N`: delete all but the newest steps, and those that other rules keep.
 
-The bytes of a step are those that its end frees: a file that another step or run has stays. Steps
-that share a file may free more together than each alone.
+The bytes of a step or a leftover are those that its end frees: a file that another step or run has
+stays. Steps and leftovers that share a file may free more together than each alone.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
 steps go in the order R1 to R3 (store). The newest step always stays. A step whose manifest is
@@ -73,14 +73,14 @@ def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[st
     going = [{"step": n, "bytes": sizes_of_steps(path, [where]).own_bytes} for n, where in retired]
     leftovers = leftovers_of(fs, path) if args.leftovers else []
     gone = [each for each in leftovers if each["kind"] != "corrupt"]
+    folders = [where for _, where in retired] + [f"{path}/{each['name']}" for each in gone]
     return {
         "run": path,
         "keep": sorted(kept),
         "damaged": sorted(damaged),
         "retire": going,
         "leftovers": gone,
-        "bytes": sizes_of_steps(path, [where for _, where in retired]).own_bytes
-        + sum(each["bytes"] for each in gone),
+        "bytes": sizes_of_steps(path, folders).own_bytes,
     }
 
 
