@@ -103,4 +103,62 @@ def test_a_killed_job_has_left_what_it_frees(tmp_path: Path, ask: Asked) -> None
     must(any(each.stat().st_nlink > 1 for each in partial.iterdir()))
     document, freed = pruned(run, ask, "--keep", 1, "--leftovers")
     assert document["bytes"] == freed > 0
+    assert [each["kind"] for each in document["leftovers"]] == ["shared", "partial"]
     assert [each.name for each in run.glob("step-*")] == ["step-000000000003"]
+
+
+def test_names_of_shared_files_are_leftovers(run: Path, ask: Asked) -> None:
+    leave(run, ".shared", 100, data_of(run, 2))
+    partial = leave(run, "step-000000000003.partial", 10, run / ".shared" / "own")
+    kinds = {each["name"]: (each["kind"], each["bytes"]) for each in ask("ls", run)[1]["other"]}
+    assert kinds == {".shared": ("shared", 0), partial.name: ("partial", 110)}
+    document, freed = pruned(run, ask, "--keep", 2, "--leftovers")
+    assert [each["name"] for each in document["leftovers"]] == [".shared", partial.name]
+    assert document["bytes"] == freed == 110
+    assert not (run / ".shared").exists()
+
+
+def test_names_of_shared_files_that_stay_keep_their_bytes(run: Path, ask: Asked) -> None:
+    leave(run, ".shared", 0, data_of(run, 1))
+    data_bytes = data_of(run, 1).stat().st_size
+    plan = ask("prune", run, "--keep", 1, "--leftovers")[1]
+    document, freed = pruned(run, ask, "--keep", 1)
+    assert document["bytes"] == document["retire"][0]["bytes"] == freed > 0
+    assert plan["bytes"] == freed + data_bytes
+    assert plan["retire"][0]["bytes"] == plan["bytes"]
+    document, freed = pruned(run, ask, "--keep", 1, "--leftovers")
+    assert document["bytes"] == freed == data_bytes
+
+
+def test_doctor_lists_names_of_shared_files(run: Path, ask: Asked) -> None:
+    def told() -> list[tuple[str, bool | None]]:
+        checks = ask("doctor", run)[1]["checks"]
+        return [(each["value"], each["ok"]) for each in checks if each["name"] == "shared files"]
+
+    assert told() == []
+    leave(run, ".shared", 100, data_of(run, 2))
+    assert told() == [("1, 100 B", None)]
+    lock = RunLock(str(run))
+    assert told() == [("1, 100 B", True)]
+    lock.release()
+
+
+def test_a_job_at_work_has_no_leftovers(run: Path, ask: Asked) -> None:
+    for name in (".shared", "step-000000000003.partial"):
+        leave(run, name, 10)
+    lock = RunLock(str(run))
+    try:
+        assert ask("prune", run, "--keep", 2, "--leftovers")[1]["leftovers"] == []
+        code, _ = ask("prune", run, "--keep", 2, "--leftovers", "--yes")
+    finally:
+        lock.release()
+    assert code == 4
+    assert (run / ".shared" / "own").exists()
+    assert len(ask("prune", run, "--keep", 2, "--leftovers")[1]["leftovers"]) == 2
+
+
+def test_what_the_end_of_a_copy_will_clear_is_not_listed(run: Path, ask: Asked) -> None:
+    copy = leave(run, "step-000000000004.5f3a09c1-7.copy-0123456789abcdef.partial", 10)
+    document, freed = pruned(run, ask, "--keep", 2, "--leftovers")
+    assert (document["leftovers"], freed) == ([], 0)
+    assert copy.exists()

@@ -60,6 +60,7 @@ def test_sizes_count_a_file_once(tmp_path: Path) -> None:
     both = sizes([str(one), str(two)])
     assert (both.bytes, both.own_bytes, both.files) == (110, 110, 2)
     assert sizes([str(one)], [str(two)]).own_bytes == 110
+    assert sizes([str(two)], [str(two)]).own_bytes == 0, "a name counts once"
 
 
 def test_steps_share_and_prune_frees_what_nobody_holds(

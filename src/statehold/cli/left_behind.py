@@ -77,6 +77,13 @@ def _in_run(fs: Fs, path: str) -> Iterator[Left]:
         ended = "from a save or copy that did not end; the next one removes it or continues it"
         means = "a job is at work" if is_used else ended
         yield Left("half steps", _sized(path, halves), means, is_waste=not is_used)
+    names = [each for each in left if each["kind"] == "shared"]
+    if names:
+        ended = (
+            "names of files of steps that a job kept for its next save; the next job clears them"
+        )
+        means = "a job is at work" if is_used else ended
+        yield Left("shared files", _sized(path, names), means, is_waste=not is_used)
     aside = [each for each in left if each["kind"] == "corrupt"]
     if aside:
         yield Left(

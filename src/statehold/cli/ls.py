@@ -37,6 +37,7 @@ KINDS = {
     "replaced": "an earlier save of a step, to be deleted",
     "corrupt": "set aside: did not verify",
     "spare": "to be overwritten by the next save",
+    "shared": "names of files that the next save may link",
 }
 
 

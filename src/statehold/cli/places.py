@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.store.store import Store
 
-_LEFTOVER = re.compile(r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)|\.spare|\.ready")
+_OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
+_LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
 _STEP = re.compile(r"step-\d{12}")
-_FILES = {LOCK_NAME, LOG_NAME, POOL_NAME, remembered.FILE_NAME}
+_FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME}
 
 
 def run_at(text: str) -> str:
@@ -100,7 +101,7 @@ def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
         if match and match[1] == "replaced" and name.removesuffix(REPLACED) not in names:
             continue  # it counts as the step
         if match:
-            each = {"name": name, "kind": match[1] or "spare"}
+            each = {"name": name, "kind": match[1] or ("shared" if name == POOL_NAME else "spare")}
             found.append({**each, "bytes": bytes_of(run, [each])})
     return found
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from statehold.checkpoint.store.lock import RunLock
+from statehold.checkpoint.store.directory_names import is_leftover
+from statehold.checkpoint.store.lock import RunLock, is_saved_into
+from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
@@ -23,7 +25,7 @@ from statehold.cli.places import describe, leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system
-from statehold.reading.sizes import sizes_of_steps
+from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
 
@@ -69,19 +71,36 @@ def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[st
     steps = store.steps()
     damaged = {step for step in steps if _is_damaged(fs, store, step)}
     kept = damaged | store.kept([step for step in steps if step not in damaged])
-    retired = [(n, store.where(n)) for n in steps if n not in kept]
-    going = [{"step": n, "bytes": sizes_of_steps(path, [where]).own_bytes} for n, where in retired]
-    leftovers = leftovers_of(fs, path) if args.leftovers else []
-    gone = [each for each in leftovers if each["kind"] != "corrupt"]
-    folders = [where for _, where in retired] + [f"{path}/{each['name']}" for each in gone]
+    retired = {step: store.where(step) for step in steps if step not in kept}
+    gone = _leftovers(fs, path, is_ours=args.yes) if args.leftovers else []
+    folders = [f"{path}/{each['name']}" for each in gone]
+    pool = {f"{path}/{POOL_NAME}"}.intersection(folders)  # its names end with the leftovers
     return {
         "run": path,
         "keep": sorted(kept),
         "damaged": sorted(damaged),
-        "retire": going,
+        "retire": [
+            {"step": step, "bytes": sizes([where], pool).own_bytes}
+            for step, where in retired.items()
+        ],
         "leftovers": gone,
-        "bytes": sizes_of_steps(path, folders).own_bytes,
+        "bytes": sizes([*retired.values(), *folders]).own_bytes,
     }
+
+
+def _leftovers(fs: Any, path: str, *, is_ours: bool) -> list[dict[str, Any]]:
+    """The leftovers that store.recover() clears. While a job has the run, nothing is left over.
+
+    is_ours: this command has the run.
+    """
+    if not is_ours and is_saved_into(path):
+        return []
+    found = leftovers_of(fs, path)
+    return [each for each in found if each["kind"] in _HIDDEN or is_leftover(each["name"])]
+
+
+# recover() leaves unfinished copies, and steps that were set aside.
+_HIDDEN = ("replaced", "spare", "shared")
 
 
 def _is_damaged(fs: Any, store: Store, step: int) -> bool:

@@ -32,12 +32,13 @@ class Sizes:
 
 def sizes(directories: Iterable[str], beside: Iterable[str] = ()) -> Sizes:
     """The files below these directories. beside: directories whose names do not count as others."""
+    directories = list(directories)
     found, names = dict[tuple[int, int], os.stat_result](), Counter[tuple[int, int]]()
     for status in _files(directories):
         key = status.st_dev, status.st_ino
         found[key] = status
         names[key] += 1
-    for status in _files(beside):
+    for status in _files(set(beside).difference(directories)):
         names[status.st_dev, status.st_ino] += 1
     own = [each.st_size for key, each in found.items() if names[key] >= each.st_nlink]
     return Sizes(sum(each.st_size for each in found.values()), sum(own), len(found))
