@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import statehold
+from lineage.test_family import on_storage
 from statehold import Checkpointer, Directory, Memory
 from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.checkpoint.levels.memory import memory_path
@@ -22,6 +23,7 @@ from statehold.errors import CorruptionError
 from statehold.reading.places import file_system
 from support.faults import DEADLINE_S, SMALL, must
 from support.levels import settle
+from support.sharing import Tuned
 
 # Holds a lock; ends when the test ends, as an agent also when the lock is wanted, which it can only
 # look for.
@@ -80,6 +82,28 @@ def test_memory_is_shown_and_then_freed(run: Path, capsys: pytest.CaptureFixture
     assert "freed" in capsys.readouterr().out
     assert main(["free", str(run)]) == 0
     assert "no memory on this host" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("small_shared_files")
+def test_files_that_steps_share_are_freed_once(
+    run: Path, memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tuned()
+    levels = [Memory(path=memory, agent=False, keep=4), Directory()]
+    with Checkpointer(run, levels=levels, **SMALL) as ckpt:
+        for step in range(1, 5):
+            ckpt.gate()
+            model.train_once()
+            ckpt.save(step, {"m": model}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+    alone = on_storage(memory)
+    document = answer(capsys, "free", run)
+    assert document["memory"][0]["steps"] == [1, 2, 3, 4]
+    assert document["bytes"] == document["memory"][0]["bytes"] == alone
+    assert main(["copy", f"{memory}@4", str(memory.with_name("kept"))]) == 0
+    kept = sum(each.stat().st_size for each in memory.glob("*04/*") if each.stat().st_nlink > 1)
+    document = answer(capsys, "free", run, "--yes")
+    assert 0 < document["bytes"] == alone - kept, "another run in memory holds the last step"
 
 
 def test_the_memory_of_a_run_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

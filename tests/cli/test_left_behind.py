@@ -36,11 +36,16 @@ def test_what_lies_there_is_told_of(tmp_path: Path) -> None:
     memory = shared / f"statehold-{os.getuid()}" / "0123456789abcdef"
     memory.mkdir(parents=True)
     (memory / "data").write_bytes(bytes(2048))
-    (shared / ".statehold-fetched-x").mkdir()
+    os.link(memory / "data", memory / "again")
+    near = shared / ".statehold-fetched-x"
+    near.mkdir()
+    (near / "data").write_bytes(bytes(10))
+    os.link(near / "data", near / "again")
     told = found(run, shared)
     names = {"memory of runs", "brought near", "half steps", "set aside", "agent's log"}
     assert told.keys() == names
-    assert told["memory of runs"].value == "1 run, 0 in use, 2 KiB"
+    assert told["memory of runs"].value == "1 run, 0 in use, 2 KiB", "a file counts once"
+    assert told["brought near"].value.startswith("10 B in ")
     assert told["half steps"].value == "1, 1000 B"
     assert told["half steps"].is_waste
     assert told["agent's log"].value.startswith("two")

@@ -2,7 +2,8 @@
 
 Invariants: nothing changes without --yes. Without --force, nothing is freed that a job or an agent
 uses, and no step that is newer than all steps elsewhere: that would go back in training. A job is
-never disturbed. An object store that was not asked counts as one without steps.
+never disturbed. An object store that was not asked counts as one without steps. A file counts once,
+and not at all if it has a name elsewhere: then it is not freed.
 Not here: which directories are memory, how they are freed (checkpoint/levels/freeing).
 """
 
@@ -18,9 +19,9 @@ from statehold.checkpoint.store.lock import is_saved_into
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
-from statehold.cli.places import tree_bytes
 from statehold.errors import RunBusyError, UsageError
 from statehold.reading.places import NotFoundError, file_system, not_a_link
+from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _looked_at(
     fs: Fs, path: str, memory: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     found: list[dict[str, Any]] = [
-        {"path": each, "steps": Store(fs, each).steps(), "bytes": tree_bytes(each)[0],
+        {"path": each, "steps": Store(fs, each).steps(), "bytes": sizes([each]).own_bytes,
          "used": is_saved_into(each)}
         for each in memory
     ]  # fmt: skip
@@ -64,7 +65,7 @@ def _looked_at(
         "only_here": sorted(only_here),
         "newer": sorted(step for step in only_here if step > max(elsewhere, default=-1)),
         "not_asked": [level.entry.name for level in others if level.state == "not asked"],
-        "bytes": sum(each["bytes"] for each in found),
+        "bytes": sizes(memory).own_bytes,
     }
 
 

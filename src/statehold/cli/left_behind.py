@@ -20,7 +20,8 @@ from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.cli.output import counted
-from statehold.cli.places import bytes_of, leftovers_of, tree_bytes
+from statehold.cli.places import bytes_of, leftovers_of
+from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _memory(home: str) -> Iterator[Left]:
     if not runs:
         return
     used = sum(is_saved_into(run) for run in runs)
-    size = format_bytes(sum(tree_bytes(run)[0] for run in runs))
+    size = format_bytes(sizes(runs).bytes)
     yield Left(
         "memory of runs",
         f"{counted(len(runs), 'run')}, {used} in use, {size}",
@@ -64,7 +65,7 @@ def _memory(home: str) -> Iterator[Left]:
 def _near(folder: str) -> Iterator[Left]:
     found = [name for name in _own_directories(folder) if name.startswith(PREFIX)]
     if found:
-        size = format_bytes(sum(tree_bytes(os.path.join(folder, name))[0] for name in found))
+        size = format_bytes(sizes(os.path.join(folder, name) for name in found).bytes)
         means = "files of a restore that is under way or was killed; remove them if it was killed"
         yield Left("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
 
