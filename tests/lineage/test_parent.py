@@ -10,6 +10,7 @@ import torch
 
 import statehold
 from statehold import Checkpointer
+from statehold.checkpoint.store.directories import make_directories
 from statehold.errors import PeerFailedError, StepNotFoundError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
@@ -29,6 +30,19 @@ from support.ranks import Ranks
 
 def opened(fs: SimFs, parent: str, **options: Any) -> Checkpointer:
     return checkpointer_on(fs, CHILD, parent=parent, **SMALL, **options)
+
+
+@pytest.mark.parametrize("name", [f"{BASE}@2", f"{BASE}@newest"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_parent_that_is_gone_is_named(fs: SimFs, name: str, is_there: bool) -> None:
+    if is_there:
+        make_directories(fs, BASE)
+    with opened(fs, name) as ckpt, pytest.raises(StepNotFoundError) as caught:
+        ckpt.restore(content(0))
+    found = "no step" if is_there else "no such directory"
+    assert caught.value.facts == {"parent": BASE, "found": found}
+    assert "statehold tree" in str(caught.value)
+    assert not fs.is_dir(CHILD)
 
 
 @pytest.mark.parametrize(("name", "step"), [(f"{BASE}@2", 2), (f"{BASE}@newest", 3)])

@@ -84,9 +84,17 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
             hint="run `statehold fork` into a level that all hosts see, and restore from there",
         )
     base = Store(first.store.fs, run)
-    step = base.newest() if step is None else step
-    if step is None or step not in base.steps():
-        raise no_such_step(step or 0, run, base.steps())
+    steps = base.steps()
+    if not steps:
+        is_there = base.fs.is_dir(base.root)
+        raise StepNotFoundError(
+            "the parent of this run has no committed step",
+            facts={"parent": run, "found": "no step" if is_there else "no such directory"},
+            hint="if it was moved, give its new path: `statehold tree DIR` lists the runs in DIR",
+        )
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise no_such_step(step, run, steps)
     return fork(base.fs, base.where(step), first.store.root)
 
 
