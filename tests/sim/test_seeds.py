@@ -15,7 +15,7 @@ FOUND = {
     400154: "a step that one level could not read, and the other did not have, was set aside",
     2123: "a step saved again was cleared away when the sync after the exchange had failed",
 }
-SEEDS, FIRST = 16, 100_000
+SEEDS, FIRST = 12, 100_000
 # Faults that fire many times in so few seeds, whatever the schedules.
 COMMON = {
     "short", "reordered", "enospc", "lost name", "power", "death", "stall", "kill of all",
