@@ -166,6 +166,7 @@ def play(fs: SimFs, arm: Callable[[], None] = lambda: None) -> Script:
     script.save(2, 22)
     script.begin(3, 30)  # into the files of what was replaced
     script.rewind(1)
+    script.rewind(1)  # as after an error
     script.save(2, 23)
     return script
 

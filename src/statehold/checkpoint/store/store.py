@@ -484,6 +484,8 @@ class Store:
             given_up = [newer for newer in self.steps() if newer > step]
             for newer in given_up:
                 self._retire(newer, ".retired")
+            if not given_up:  # perhaps because R2 of an earlier call has failed
+                self._settle_names()
             return given_up
 
     def give_up(self, steps: Iterable[int]) -> None:
