@@ -10,7 +10,7 @@ FAULTS ?= 1000
 MINUTES ?= 120
 bin := .venv/bin
 # Two workers for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
-pytest := $(bin)/python -m pytest -q -n auto --dist worksteal
+pytest := PYTHONHASHSEED=0 $(bin)/python -m pytest -q -n auto --dist worksteal
 # Pytest compiles each test file once and keeps the result. Otherwise every worker compiles all: 12 s.
 compile_tests := $(bin)/python -m pytest -q --collect-only >build/collect.log 2>&1
 native_sources := $(wildcard native/*.h native/*.cpp native/test/*.h native/test/*.cpp)
@@ -41,6 +41,7 @@ test:  ## the C++ and the Python tests
 	@$(compile_tests) & $(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error && wait
 	@$(pytest) $(ARGS)
 
+campaigns: export STATEHOLD_SEED := $(or $(STATEHOLD_SEED),$(shell date +%s))
 campaigns: export STATEHOLD_CRASH_KILLS = 1000
 campaigns: export STATEHOLD_CRASH_STATES = 32
 campaigns: export STATEHOLD_SIM_SEEDS = 50
@@ -68,6 +69,7 @@ campaigns: export STATEHOLD_BUILDS = 1
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: export STATEHOLD_REPLICAS_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
+	@echo "STATEHOLD_SEED=$$STATEHOLD_SEED repeats these campaigns"
 	@$(pytest) -o time_limit=0 tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/examples \
 	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py $(ARGS)

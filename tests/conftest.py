@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from support.seeds import IS_NEW, SEED
 
 if TYPE_CHECKING:
     from statehold.testing import SimFs
@@ -22,8 +26,9 @@ pytest_plugins = ["support.limits"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Shared machines stall for longer than any deadline; a failure prints how to replay it.
-settings.register_profile("everyday", deadline=None, print_blob=True)
-settings.load_profile("everyday")
+settings.register_profile("campaign", deadline=None, print_blob=True)
+settings.register_profile("everyday", settings.get_profile("campaign"), derandomize=True)
+settings.load_profile("campaign" if IS_NEW else "everyday")
 
 WORKERS_MAX = 8
 WORKER_BYTES = 2 << 30  # of memory, at most
@@ -67,6 +72,16 @@ def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` means: twice the cores, because many tests wait for a disk or a deadline."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(2 * len(os.sched_getaffinity(0)), WORKERS_MAX, memory // WORKER_BYTES))
+
+
+@pytest.fixture(autouse=True)
+def _draws_are_those_of_the_seed() -> None:
+    """Whichever tests ran before in this process."""
+    random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED % 2**32)
 
 
 @pytest.fixture(autouse=True, scope="session")

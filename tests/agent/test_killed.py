@@ -30,9 +30,9 @@ from support.agents import (
 )
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
+from support.seeds import SEED
 
 KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "4"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 
 
 def test_kills_at_random_moments(trainers: Trainers) -> None:

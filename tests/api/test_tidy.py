@@ -54,6 +54,21 @@ def test_two_doors_lead_into_a_checkpointer() -> None:
     assert not found
 
 
+def test_the_tests_draw_the_same_on_every_day() -> None:
+    """Each source of chance has a seed, and only support/seeds.py says where it comes from."""
+    unseeded = re.compile(
+        r"\b(Random|default_rng)\(\)|STATEHOLD_SEED\"|\btime\(\) *(//|%)|\.today\(\)"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked()
+        if path.is_relative_to(ROOT / "tests") and path.suffix == ".py" and path.name != "seeds.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if unseeded.search(line) and path != Path(__file__)
+    ]
+    assert not found
+
+
 def test_functions_are_short() -> None:
     problems = []
     for path in tracked():

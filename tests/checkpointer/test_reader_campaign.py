@@ -27,10 +27,10 @@ from statehold.checkpoint.restore.restoring import Restorer
 from statehold.errors import StateholdError
 from support.faults import SMALL
 from support.inside import inside
+from support.seeds import SEED
 
 RESTORES = int(os.environ.get("STATEHOLD_READERS", "60"))
 IS_LONG = "STATEHOLD_READERS" in os.environ
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 READERS = 3
 NUMEL = 50_000
 LIMIT_S = 60.0 + RESTORES

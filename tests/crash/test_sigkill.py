@@ -1,7 +1,8 @@
 """SIGKILL before every storage operation of a save, and at random moments.
 
-Every day before the first operation of each kind and a third of the others, which third and which
-moments by the day; with STATEHOLD_CRASH_KILLS before all of them, and at so many moments.
+The everyday suite kills before the first operation of each kind and before a third of the others;
+the seed chooses the third and the moments. With STATEHOLD_CRASH_KILLS it kills before all of them,
+and at so many moments.
 All kills of a test hit the same run directory, so each start also has to cope with what the death
 before it left behind. After every death the next process restores every visible step and compares
 it element by element; no step reported as committed may be missing.
@@ -20,11 +21,10 @@ from typing import Any
 import pytest
 
 from support import scripts
-from support.seeds import seed_of_today
+from support.seeds import SEED
 
 ALL = bool(os.environ.get("STATEHOLD_CRASH_KILLS"))
 RANDOM_KILLS = int(os.environ.get("STATEHOLD_CRASH_KILLS", "12"))
-SEED = seed_of_today()
 EVERYDAY = 3  # one operation in so many
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import socket
 import threading
 import time
@@ -191,7 +192,7 @@ def test_a_document_that_is_too_large_is_not_read() -> None:
 @pytest.fixture
 def server(tmp_path) -> Iterator[FileServer]:
     (tmp_path / STEP).mkdir()
-    (tmp_path / NAME).write_bytes(os.urandom(3 << 20))
+    (tmp_path / NAME).write_bytes(random.Random(0).randbytes(3 << 20))
     server = FileServer({"memory": str(tmp_path)}, "127.0.0.1")
     server.start()
     yield server

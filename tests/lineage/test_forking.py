@@ -149,7 +149,7 @@ def test_a_crash_leaves_no_step_or_a_whole_one(fs: SimFs) -> None:
     fork(fs, step_path(BASE, 1), CHILD)
     states, committed = 0, 0
     for moment in range(len(fs.recorded)):
-        for disk in Sample(8, whole=False).of(fs, moment, 0):
+        for disk in Sample(8, whole=True).of(fs, moment, 0):
             states += 1
             with checkpointer_on(disk, CHILD, **SMALL) as ckpt:
                 steps = ckpt.steps()

@@ -170,7 +170,7 @@ def test_a_crash_leaves_no_step_or_a_whole_one(fs: SimFs, link: bool) -> None:
     copy_into(fs, step_path(BASE, 1), OTHER, link=link)
     states, committed = 0, 0
     for moment in range(len(fs.recorded)):
-        for disk in Sample(4, whole=False).of(fs, moment, 0):
+        for disk in Sample(4, whole=True).of(fs, moment, 0):
             states += 1
             steps = steps_at(disk, OTHER)
             check(disk, OTHER, *steps)

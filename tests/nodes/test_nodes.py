@@ -28,9 +28,9 @@ import statehold
 from nodes.node import restored
 from statehold.checkpoint.levels.remembered import recall
 from support.faults import SMALL, must
+from support.seeds import SEED
 
 ROUNDS = int(os.environ.get("STATEHOLD_NODES", "4"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 NODES = 4
 ANSWER_S = 120.0
 SAVES = 4

@@ -17,7 +17,7 @@ from pathlib import Path
 from support import scripts
 from support.faults import DEADLINE_S, must
 from support.offloaded import Plain
-from support.seeds import seed_of_today
+from support.seeds import SEED
 
 KILLS = int(os.environ.get("STATEHOLD_OFFLOAD_KILLS", "5"))
 LIFE_S = 0.4  # the longest from the start, or a restore, to the kill
@@ -75,8 +75,7 @@ def kill_soon(script: scripts.Script, chance: random.Random) -> None:
 
 
 def test_no_kill_costs_a_committed_step_or_a_bit(tmp_path: Path) -> None:
-    seed = seed_of_today()
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     plain = Plain()
     committed, hit = 0, Counter[str]()
     for kill in range(KILLS):
@@ -88,8 +87,8 @@ def test_no_kill_costs_a_committed_step_or_a_bit(tmp_path: Path) -> None:
             last, step, found = next(lines, ("started", "0", ""))
             assert last == "restored" or is_early, script.stderr.read()
             if last == "restored":
-                assert committed <= int(step), (seed, kill)
-                assert found == plain.digest_after(int(step)), (seed, kill)
+                assert committed <= int(step), (SEED, kill)
+                assert found == plain.digest_after(int(step)), (SEED, kill)
             if not is_early:
                 kill_soon(script, chance)
             for last, step, *_ in lines:
@@ -97,7 +96,7 @@ def test_no_kill_costs_a_committed_step_or_a_bit(tmp_path: Path) -> None:
                     committed = int(step)
             must(script.wait(DEADLINE_S) == -signal.SIGKILL, script.stderr.read)
         hit[last] += 1
-    print(f"seed {seed}: killed after {dict(hit)}, {committed} steps")
+    print(f"seed {SEED}: killed after {dict(hit)}, {committed} steps")
     assert sum(hit.values()) == KILLS
     if KILLS >= 100:
         assert hit.keys() >= {"started", "update", "save"}

@@ -61,7 +61,7 @@ def check(ckpt: statehold.Checkpointer, rank: int, state: dict[str, Any]) -> int
 
 def slow_down(ckpt: statehold.Checkpointer, delay_s: float) -> None:
     """Every call of the file system takes up to so long."""
-    chance = random.Random()
+    chance = random.Random(delay_s)
     spy_on(ckpt, lambda _operation, _args: time.sleep(delay_s * chance.random()))  # the storage's
 
 

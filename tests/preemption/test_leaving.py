@@ -20,9 +20,9 @@ import statehold
 from statehold.errors import UsageError
 from statehold.ranks.preemption import LATE, LEFT
 from support import scripts
+from support.seeds import SEED
 
 LEAVES = int(os.environ.get("STATEHOLD_LEAVES", "12"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 ENOUGH_S = 60.0  # for a last save on a busy machine
 SHORT_S = 1.0
 # A busy machine may be late to end a process that ended itself in time: test_deadline has the exact

@@ -21,9 +21,9 @@ import pytest
 
 from statehold.ranks.preemption import LATE, LEFT
 from support import scripts
+from support.seeds import SEED
 
 LEAVES = int(os.environ.get("STATEHOLD_LEAVES", "3"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "1"))
 SIZE = 4
 ENOUGH_S = 60.0  # for a last save on a busy machine
 SHORT_S = 2.0

@@ -13,7 +13,7 @@ import pytest
 from resilience.campaign import REPLICAS, back, many
 from resilience.jobs import Log, undisturbed
 from resilience.ledger import Ledger
-from support.seeds import seed_of_today
+from support.seeds import SEED
 
 FAULTS = int(os.environ.get("STATEHOLD_REPLICA_FAULTS", "3"))
 SHAPES = [(4, 2), *([(8, 5)] if FAULTS >= 100 else [])]
@@ -21,16 +21,14 @@ SHAPES = [(4, 2), *([(8, 5)] if FAULTS >= 100 else [])]
 
 def test_real_replicas_under_faults(tmp_path: Path) -> None:
     """STATEHOLD_REPLICA_FAULTS=1000 for more."""
-    seed = seed_of_today()
-    print(f"STATEHOLD_SEED={seed}")
-    assert not many(tmp_path, FAULTS, seed, size=REPLICAS, settle_s=5.0)
+    print(f"STATEHOLD_SEED={SEED}")
+    assert not many(tmp_path, FAULTS, SEED, size=REPLICAS, settle_s=5.0)
 
 
 @pytest.mark.parametrize(("size", "low"), SHAPES)
 def test_fewer_replicas_and_as_many_again_are_one_run(tmp_path: Path, size: int, low: int) -> None:
-    seed = seed_of_today()
-    print(f"STATEHOLD_SEED={seed}")
-    assert not back(tmp_path, seed, size=size, low=low)
+    print(f"STATEHOLD_SEED={SEED}")
+    assert not back(tmp_path, SEED, size=size, low=low)
 
 
 @pytest.fixture(scope="module")

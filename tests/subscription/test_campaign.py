@@ -28,7 +28,7 @@ from statehold.subscription.spare import Locate, Spare
 from support import scripts
 from support.faults import DEADLINE_S
 from support.published import content, flip_in, whole
-from support.seeds import seed_of_today
+from support.seeds import SEED
 
 UPDATES = int(os.environ.get("STATEHOLD_UPDATES", "12"))
 FAULTS = ("killed", "damaged", "retired")
@@ -132,8 +132,7 @@ def trainer(memory: Path) -> Iterator[Trainer]:
 def test_every_update_is_one_whole_step(
     memory: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = seed_of_today()
-    chance, count = random.Random(seed), collections.Counter[str]()
+    chance, count = random.Random(SEED), collections.Counter[str]()
     faults, after = Faults(trainer, chance, count), Nearest.after
 
     def counted(nearest: Nearest, step: int, error: Exception) -> Next:
@@ -157,6 +156,6 @@ def test_every_update_is_one_whole_step(
             if chance.random() < 0.15 or not (updates_left > 0 or count["killed"]):
                 trainer.kill()
                 count["killed"] += 1
-    print(f"seed {seed}: {len(values)} updates, {partial_updates} of a part; {dict(count)}")
+    print(f"seed {SEED}: {len(values)} updates, {partial_updates} of a part; {dict(count)}")
     assert partial_updates > 0
     assert len(set(values)) > 1

@@ -1,13 +1,12 @@
-"""The seed of tests that take another sample every day."""
+"""The seed of every random choice in the tests.
+
+The everyday suite draws the same sample on every day. `make campaigns` sets STATEHOLD_SEED to a new
+number and prints it: who sets it again repeats a campaign.
+"""
 
 from __future__ import annotations
 
 import os
-import time
 
-DAY_S = 24 * 3600
-
-
-def seed_of_today() -> int:
-    """The same for all tests of a day. Tests print it; STATEHOLD_SEED sets it."""
-    return int(os.environ.get("STATEHOLD_SEED") or int(time.time()) // DAY_S)
+IS_NEW = "STATEHOLD_SEED" in os.environ
+SEED = int(os.environ.get("STATEHOLD_SEED") or 1)

@@ -6,7 +6,7 @@ import os
 import random
 
 from support.group_ranks import LOST, GroupRank
-from support.seeds import seed_of_today
+from support.seeds import SEED
 
 KILLS = int(os.environ.get("STATEHOLD_GROUP_KILLS", "2"))
 ELEMENTS = 2_000_000
@@ -14,9 +14,8 @@ ELEMENTS = 2_000_000
 
 def test_holders_are_killed_and_stopped_while_they_serve() -> None:
     """STATEHOLD_GROUP_KILLS=1000 for more."""
-    seed = seed_of_today()
-    print(f"STATEHOLD_SEED={seed}")
-    chance = random.Random(seed)
+    print(f"STATEHOLD_SEED={SEED}")
+    chance = random.Random(SEED)
     joiner, steady = GroupRank(), GroupRank()
     digest = steady.do("make", 1, ELEMENTS)
     arrived = 0
