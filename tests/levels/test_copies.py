@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,17 +114,42 @@ def test_a_level_gets_a_step_in_so_much_time(fs) -> None:
     ckpt = opened_on(fs, far={"every": "1h"})
     borrowed(ckpt).clock = lambda: now_s[0]
     with ckpt:
-        save(ckpt, 1, content(1))
-        assert status(ckpt).copying is status(ckpt).newest is None
+        save(ckpt, 1, content(1))  # an empty level is due
+        settle(ckpt)
+        assert status(ckpt).newest == 1
         now_s[0] += 3599.0
-        save(ckpt, 1, content(1))
-        settle(ckpt)
-        assert status(ckpt).newest is None
-        now_s[0] += 1.0
         save(ckpt, 2, content(2))
-        save(ckpt, 3, content(3))
         settle(ckpt)
-        assert steps_at(fs, FAR) == [2]
+        assert status(ckpt).newest == 1
+        now_s[0] += 1.0
+        save(ckpt, 3, content(3))
+        save(ckpt, 4, content(4))
+        settle(ckpt)
+        assert steps_at(fs, FAR) == [1, 3]
+
+
+def later_life(fs: SimFs, first: dict[str, Any], far: dict[str, Any], step: int) -> SimFs:
+    """The disk of a job that was killed after it had saved `step`."""
+    with opened_on(fs, first, far) as ckpt:
+        ckpt.restore(blank())
+        saved = ckpt.save(step, content(step))
+        if not saved.is_skipped:
+            saved.wait("committed", DEADLINE_S)
+            settle(ckpt)
+        fs.record()
+        fs.mkdir("/end")
+        return fs.at_moment(0)
+
+
+@pytest.mark.parametrize("where", [NEAR, FAR])
+def test_so_much_time_goes_on_over_restarts(fs, monkeypatch, where: str) -> None:
+    """A job that is killed more often than that gets a step there all the same."""
+    moment = time.time()
+    first, far = ({"every": "30min"}, {}) if where == NEAR else ({}, {"every": "30min"})
+    for life in range(1, 8):
+        monkeypatch.setattr(time, "time", lambda now_s=moment + 600 * life: now_s)
+        fs = later_life(fs, first, far, life)
+    assert steps_at(fs, where) == [1, 4, 7]
 
 
 def test_a_busy_level_gets_the_newest_step_once_it_is_free(fs) -> None:

@@ -6,6 +6,7 @@ block it. Nothing is saved, and nothing waits: time is a number.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -75,7 +76,13 @@ class SimulatedRun:
         watch = SimpleNamespace(log=log, interval=self.shown.append)
         watches: Any = [watch] * len(self.levels)
         self.schedule = Schedule(
-            self.levels, self.promoters, ALONE, self.options, watches, lambda: self.now_s
+            self.levels,
+            self.promoters,
+            ALONE,
+            self.options,
+            watches,
+            lambda _now_s: -math.inf,
+            lambda: self.now_s,
         )
         self.step = self.number = 0
         self.gate_s = self.saving_until_s = 0.0

@@ -18,6 +18,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
@@ -109,6 +110,16 @@ class Manifest:
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         return _about(check, unseal(check, raw, "manifest", FORMAT, VERSION)[1])
+
+    @staticmethod
+    def saved_at(raw: bytes, path: str) -> float:
+        """The second in which the step was saved, as time.time() counts; the seal is checked.
+
+        Raises as decode() does, and ValueError for a day that no calendar has.
+        """
+        check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
+        created = str(unseal(check, raw, "manifest", FORMAT, VERSION)[1].get("created"))
+        return datetime.fromisoformat(f"{created[:19]}+00:00").timestamp()
 
 
 @dataclass(frozen=True, slots=True)

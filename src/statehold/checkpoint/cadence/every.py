@@ -50,13 +50,14 @@ def parse_every(value: int | str, level: str | None = None) -> Every:
 class Cadence:
     """When a level wants its next step. Not thread-safe.
 
-    last_step, now_s: the newest step that the level has, and the time at which this began.
+    last_step, last_s: the newest step that the level has, and the time at which it was saved, which
+        may be long before this process began; -inf: the first step is due.
     """
 
-    def __init__(self, every: Every, last_step: int | None, now_s: float) -> None:
+    def __init__(self, every: Every, last_step: int | None, last_s: float) -> None:
         self._every = every
         self._last_step = last_step
-        self._last_s = now_s
+        self._last_s = last_s
 
     def is_due(self, step: int, now_s: float) -> bool:
         """Whether `step`, which was just saved, should go to the level."""

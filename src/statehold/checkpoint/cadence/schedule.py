@@ -70,7 +70,10 @@ class Copier(Protocol):
 
 
 class Schedule:
-    """The cadences of a run, while its ranks stay the same."""
+    """The cadences of a run, while its ranks stay the same.
+
+    last_saved_s: when the first level's newest step was saved, on the clock that shows this time.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Schedule:
         membership: Membership,
         options: Options,
         watches: Sequence[LevelWatch],
+        last_saved_s: Callable[[float], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -90,7 +94,7 @@ class Schedule:
         self._log = _Log(self._names, self._every, watches)
         first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
-        self._timer = Cadence(first, None, clock()) if is_timed else None
+        self._timer = Cadence(first, None, last_saved_s(clock())) if is_timed else None
         # Whether rank 0 chooses the first level's interval, and announces it to the others.
         self.is_led = first.steps is None and not is_timed
         steps = NEVER if is_timed else first.steps

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,10 @@ from statehold.checkpoint.store.filling import Filling
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
-from statehold.errors import StorageError
+from statehold.errors import StateholdError, StorageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.ranks.peers import job_token
 
@@ -140,6 +145,23 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Release what prepare() took."""
+
+
+def last_saved_s(place: Place, now_s: float) -> float:
+    """When the newest step at a level was saved, on the clock that shows `now_s`.
+
+    Infinitely long ago, so that the next step is due, if there is none, if its time cannot be read,
+    or if it lies in the future because the clocks of two hosts differ.
+    """
+    try:
+        newest = max(place.steps(), default=None)
+        if newest is None:
+            return -math.inf
+        raw = place.read(newest, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        age_s = time.time() - Manifest.saved_at(raw, f"step {newest} at {place.name}")
+    except (StateholdError, ValueError):  # whoever restores or copies the step reports it
+        return -math.inf
+    return now_s - age_s if age_s >= 0 else -math.inf
 
 
 class CopyEngine:

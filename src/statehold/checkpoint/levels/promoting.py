@@ -35,7 +35,13 @@ from statehold.checkpoint.levels.parts import (
     landed_copies,
     part_message,
 )
-from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Place, Share
+from statehold.checkpoint.levels.places import (
+    Carriers,
+    DirectoryPlace,
+    Place,
+    Share,
+    last_saved_s,
+)
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.levels.throttle import Throttle, give_way_to_training
 from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
@@ -145,7 +151,10 @@ class Promoter:
 
     def _cadence_of(self, spec: Level) -> Cadence:
         newest = self._status.newest
-        cadence = Cadence(parse_every(spec.every), newest, self._clock())
+        every, last_s = parse_every(spec.every), self._clock()
+        if self._rank == 0 and every.seconds is not None:
+            last_s = last_saved_s(self.place, last_s)
+        cadence = Cadence(every, newest, last_s)
         if self._rank == 0 and self.place.is_owed(newest):
             cadence.given_up(newest)  # a step that was due and not copied stays due
         return cadence

@@ -35,9 +35,10 @@ class Level:
 
     Args:
         every: which steps this level gets from the level before it. A number n means each time that
-            another n steps have passed. A time ("30min", "90s") counts from the last step. "auto"
-            chooses the interval from the cost of a save and the rate of failures. At the first
-            level, `every` says which calls of save() save.
+            another n steps have passed. A time ("30min", "90s") counts from the newest step of the
+            level, over restarts, and a level without steps gets the next one. "auto" chooses the
+            interval from the cost of a save and the rate of failures. At the first level, `every`
+            says which calls of save() save.
         keep: which committed steps stay here: so many of the newest, or what a Keep says of the
             steps that the level has. None keeps all.
         bytes_per_s: limit of the bandwidth of copies to this level, on each rank; an int or

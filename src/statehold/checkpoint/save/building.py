@@ -6,11 +6,13 @@ Not here: one call of save() (call), how the levels are opened (levels/building)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.building import watch_of
 from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.places import last_saved_s
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.save.across import publisher_of
 from statehold.checkpoint.save.callbacks import Callbacks
@@ -46,7 +48,8 @@ def open_saving(
     membership = peers.membership if peers else ALONE
     claims = Claims(membership)
     watches = [watch_of(spec, watch) for spec in specs]
-    schedule = Schedule(specs, promotions.promoters, membership, options, watches, clock)
+    saved_s = partial(last_saved_s, levels.near[0])
+    schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
     return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log, callbacks))

@@ -7,6 +7,7 @@ Not here: who writes which box (share), places in the file (plan), the fate of t
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -223,7 +224,7 @@ def _no_sums(plan: SavePlan) -> bytes:
 
 def now() -> str:
     """The time as a manifest records it."""
-    return datetime.now(timezone.utc).isoformat()
+    return datetime.fromtimestamp(time.time(), timezone.utc).isoformat()
 
 
 def writer_name() -> str:
