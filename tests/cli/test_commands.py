@@ -356,6 +356,19 @@ def test_without_numpy(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> 
     assert say("show", run)[0] == say("verify", run)[0] == say("ls", run)[0] == 0
 
 
+@pytest.mark.parametrize("words", ["export {run} {run}-out --to hf", "import {run} {run}-in@1"])
+def test_torch_is_asked_for(run: Path, words: str) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from statehold.cli import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *words.format(run=run).split()]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "needs PyTorch" in ended.stderr
+    assert "pip install torch" in ended.stderr
+
+
 def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
     write_step(run, 3, {"a\x1b[2Jb": ("U8", np.zeros(1, "u1"))})
     _, text = say("show", run)

@@ -272,6 +272,41 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         optimizer.load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: setattr(model.weight, "data", torch.zeros(3, 4)),
+    ],
+)
+def test_a_parameter_that_was_changed_after_its_optimizer_was_made(tmp_path, change) -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = offload.AdamW(model.named_parameters(), **on(tmp_path))
+    change(model)
+    model.weight.grad = torch.zeros_like(model.weight)
+    with pytest.raises(UsageError, match="converted or moved") as caught:
+        optimizer.step()
+    assert caught.value.facts["parameter"] == "weight"
+
+
+@pytest.mark.parametrize("wrong", ["entry", "option", "count"])
+def test_a_refused_state_leaves_the_groups_as_they_are(tmp_path: Path, wrong: str) -> None:
+    optimizer = offload.AdamW([param(10)], **on(tmp_path))
+    state = optimizer.state_dict()
+    (group,) = state["param_groups"]
+    group["lr"] = 0.5
+    if wrong == "entry":
+        state["state"][0] = {"step": 1, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(10)}
+    elif wrong == "option":
+        group["amsgrad"] = True
+    else:
+        group["params"] = [0, 1]
+    with pytest.raises((StateMismatchError, UsageError, ValueError)):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert not optimizer.param_groups[0]["amsgrad"]
+
+
 def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
     twins = Twins([(80_000,)], [BF16], **on(tmp_path))
     twins.train(2)

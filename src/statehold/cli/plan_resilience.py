@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +23,13 @@ from statehold.planners.policies import Job
 from statehold.planners.resilience import Choice, Rates
 from statehold.units import format_seconds
 
+# The least and the most of each option. The simulation is for jobs; beyond these it has no end.
+_LIMITS = {
+    "replicas": (1, 1_000_000), "steps": (1, 1_000_000_000), "nodes": (1, 10_000),
+    "step_seconds": (1e-6, 1e7), "save_seconds": (0, 1e7), "restart_seconds": (0, 1e7),
+    "mtbf": (1e-6, 1e12), "shape": (0.05, 100),
+}  # fmt: skip
+_FAILURES_MAX = 50_000
 _PARTS = ("ideal_s", "saving_s", "down_s", "lost_s", "recovery_s", "slower_s")
 _COLORS = ("#6c8ebf", "#82b366", "#c23b22", "#d79b00", "#9673a6", "#b0b0b0")
 
@@ -31,6 +37,11 @@ _COLORS = ("#6c8ebf", "#82b366", "#c23b22", "#d79b00", "#9673a6", "#b0b0b0")
 def run(args: argparse.Namespace) -> int:
     job, trace = _job(args), _trace(args)
     mtbf_s = trace.mtbf_s() if isinstance(trace, traces.Given) else args.mtbf
+    if job.ideal_s / mtbf_s > _FAILURES_MAX:
+        expected = (
+            f"at most {_FAILURES_MAX:,} failures in {format_seconds(job.ideal_s)} of training"
+        )
+        raise _refused("mtbf" if args.trace is None else "trace", f"one in {mtbf_s:g} s", expected)
     rates = Rates(mtbf_s, repair_s=args.repair_seconds)
     found = resilience.plan(job, rates, trace, args.policy or resilience.POLICIES)
     if args.plot:
@@ -41,12 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    positive = ("replicas", "steps", "step_seconds")
-    for name in (*positive, "mtbf", "save_seconds", "restart_seconds", "repair_seconds"):
+    for name, (least, most) in _LIMITS.items():
         value = getattr(args, name)
-        least = 1 if name in ("replicas", "steps") else 0
-        if value is not None and not (value >= least and (value > 0 or name not in positive)):
-            raise _refused(name, value, "1 or more" if least else "a number from 0 on")
+        if value is not None and not least <= value <= most:
+            raise _refused(name, value, f"a number from {least:,} to {most:,}")
+    if not args.repair_seconds >= 0:
+        raise _refused("repair_seconds", args.repair_seconds, "a number from 0 on")
     if not 0 <= args.reduce_seconds < args.step_seconds:
         raise _refused("reduce_seconds", args.reduce_seconds, "less than --step-seconds")
     microbatches = args.microbatches or 4 * args.replicas
@@ -76,12 +87,6 @@ def _trace(args: argparse.Namespace) -> traces.Trace:
         except (OSError, UnicodeDecodeError) as error:
             facts = {"file": args.trace, "error": str(error)}
             raise UsageError("the trace cannot be read", facts=facts) from error
-    if not 0 < args.mtbf < math.inf:
-        raise _refused("mtbf", args.mtbf, "seconds above 0")
-    if not 0 < args.shape < math.inf:
-        raise _refused("shape", args.shape, "a number above 0")
-    if args.nodes < 1:
-        raise _refused("nodes", args.nodes, "1 or more")
     return traces.Drawn(
         args.replicas, args.mtbf, args.seed, args.shape, args.nodes, args.repair_seconds
     )

@@ -128,9 +128,12 @@ class _Offloaded(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""
+        groups = state_dict["param_groups"]
+        names = chain.from_iterable(group["params"] for group in groups)
+        entries = [state_dict["state"].get(name) for name in names]
+        self._opened.check(groups, entries)  # a refusal leaves the groups as they are
         super().load_state_dict({**state_dict, "state": {}})
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        self._opened.load([state_dict["state"].get(name) for name in names])
+        self._opened.load(entries)
 
     def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
         """load_state_dict() without the groups, from a step that is read a subgroup at a time."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Parameter:
 
     tensor: as the program has it. step: how many updates it has had, in the form that the kernels
     take. version: of the tensor, after the last update; None: unknown. mirrored: the weights of one
-    on a device, on the host.
+    on a device, on the host. made_as: what look() gave when the state was cut.
     """
 
     tensor: torch.Tensor
@@ -55,6 +55,14 @@ class Parameter:
     step: torch.Tensor
     version: int | None = None
     mirrored: torch.Tensor | None = None
+    made_as: tuple[torch.dtype, torch.Size, torch.device] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made_as = self.look()
+
+    def look(self) -> tuple[torch.dtype, torch.Size, torch.device]:
+        """What its state was cut for, as the tensor is now."""
+        return self.tensor.dtype, self.tensor.shape, self.tensor.device
 
     @property
     def weights(self) -> torch.Tensor:

@@ -117,7 +117,7 @@ class OffloadedState:
         """Update every parameter that has a gradient. Uses drained gradients up."""
         begin = time.perf_counter()
         self._check_usable()
-        self._check_options(groups)
+        self._check_parameters(groups)
         grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
@@ -216,6 +216,13 @@ class OffloadedState:
         held = self._pipeline.hold(heads)
         tree = [fields.get(index) for index in range(len(self.parameters))]
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
+
+    def check(self, groups: Groups, entries: Sequence[Mapping[str, Any] | None]) -> None:
+        """Refuse groups and entries of another model. Their number is for torch to refuse."""
+        if len(groups) > max(each.group for each in self.parameters):
+            self._check_parameters(groups)
+        if len(entries) == len(self.parameters):
+            self._check_entries(entries)
 
     @torch.no_grad()
     def load(self, entries: Sequence[Mapping[str, Any] | None], fill: Fill | None = None) -> None:
@@ -371,8 +378,18 @@ class OffloadedState:
                 hint="restore the newest committed step, or call load_state_dict()",
             ) from self._failure
 
-    def _check_options(self, groups: Groups) -> None:
+    def _check_parameters(self, groups: Groups) -> None:
         for parameter in self.parameters:
+            if parameter.look() != parameter.made_as:
+                raise UsageError(
+                    "a parameter was converted or moved after its optimizer was made",
+                    facts={
+                        "parameter": parameter.name,
+                        "expected": " ".join(map(str, parameter.made_as)),
+                        "got": " ".join(map(str, parameter.look())),
+                    },
+                    hint="convert the model first, then make the optimizer",
+                )
             fields = self._rule.fields(groups[parameter.group])
             if fields != parameter.kept:
                 raise UsageError(
