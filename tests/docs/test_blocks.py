@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,6 +40,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
                     *ROOT.glob("*/README.md")])  # fmt: skip
 BLOCKS = [each for path in DOCUMENTS for each in blocks(path)]
 PYTHON = [each for each in BLOCKS if each.is_python]
+TRAINING = next(each for each in PYTHON if each.path.name == "guide.md")
 INIT = docstring_block(ROOT / "src/statehold/__init__.py")
 RUN = "runs/llama"  # where the documents train
 
@@ -53,46 +53,36 @@ pytestmark = [
 # -- preambles: what the blocks use and do not define ---------------------------------------------
 
 
-def net() -> nn.Module:
-    layers = {"body": nn.Linear(8, 8), "dropout": nn.Dropout(0.5), "head": nn.Linear(8, 8)}
-    return nn.Sequential(OrderedDict(layers))
-
-
 @contextlib.contextmanager
 def training(seed: int) -> Iterator[dict[str, Any]]:
-    """A model, what trains it, and data: 10 steps, in epochs of 4 batches of 8."""
+    """The training with which the guide begins. It notes its losses, and knows a batch `...`."""
     torch.manual_seed(seed)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dataset = torch.randn(32, 8, generator=torch.Generator().manual_seed(7))
-    loader = stateful.StatefulDataLoader(dataset, batch_size=8, shuffle=True)
-    losses: list[float] = []
+    names: dict[str, Any] = {}
+    exec(compiled(TRAINING), names)
+    train, losses = names["train_step"], []
 
-    def train_step(batch: Any) -> None:
-        inputs = torch.ones(8, 8) if batch is ... else batch
-        loss = model(inputs).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    def train_step(batch: Any = ...) -> None:
+        losses.append(train() if batch is ... else train(batch))
 
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    whole = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": loader}
-    yield {
-        "statehold": statehold, "model": model, "optimizer": optimizer, "scheduler": scheduler,
-        "dataset": dataset, "loader": loader, "train_step": train_step, "losses": losses,
-        "steps": 10, "state": {**whole, "rng": statehold.Rng()},
-    }  # fmt: skip
+    yield {**names, "train_step": train_step, "losses": losses}
 
 
 @contextlib.contextmanager
 def opened(seed: int) -> Iterator[dict[str, Any]]:
-    """The same, a Checkpointer of a run that has a step, and another module like the model."""
+    """The same, and a Checkpointer of a run that has a step."""
     with training(seed) as names, statehold.Checkpointer(RUN, keep=3) as ckpt:
-        names |= {"ckpt": ckpt, "start": ckpt.restore(names["state"]) or 0}
-        if names["start"] == 0:
+        if ckpt.restore(names["state"]) is None:
             ckpt.save(1, names["state"]).wait("committed")
-        yield {**names, "net": net()}
+        yield {**names, "ckpt": ckpt}
+
+
+@contextlib.contextmanager
+def saved(seed: int) -> Iterator[dict[str, Any]]:
+    """The training, and a run that has a step."""
+    with opened(seed):
+        pass
+    with training(seed) as names:
+        yield names
 
 
 @contextlib.contextmanager
@@ -167,8 +157,7 @@ def coordinated(seed: int) -> Iterator[dict[str, Any]]:
 
 PREAMBLES: dict[tuple[str, str], Callable[[int], AbstractContextManager[dict[str, Any]]]] = {
     ("guide.md", "QLoRA"): qlora,
-    ("guide.md", "Restoring"): opened,
-    ("guide.md", "Leaving in time"): opened,
+    ("guide.md", "Restoring"): saved,
     ("dcp.md", "Restoring what others wrote"): stock,
     ("integrations.md", "The Trainer of transformers"): frameworks.trainer,
     ("integrations.md", "TRL, and trainers of your own"): frameworks.trainer,
@@ -240,7 +229,8 @@ def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> Non
 
 
 LOOPS = [
-    next(each for each in PYTHON if each.path.name == name) for name in ("README.md", "guide.md")
+    next(each for each in PYTHON if (each.path.name, each.heading) == where)
+    for where in (("README.md", "statehold"), ("guide.md", "Saving"))
 ]
 
 
