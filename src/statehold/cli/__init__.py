@@ -375,6 +375,7 @@ def _add_coordinate(commands: Any) -> None:
                             help="begin as soon as so many replicas are here")  # fmt: skip
     coordinate.add_argument("--settle", metavar="S", type=float, default=5.0,
                             help="begin with fewer when none has come for so long (5)")  # fmt: skip
+    coordinate.add_argument("--once", action="store_true", help="end when the job has ended")
 
 
 def _add_completions(parser: Parser, commands: Any) -> None:

@@ -26,10 +26,11 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise UsageError("--port must be from 0 to 65535", facts={"got": args.port})
     coordinator = Coordinator(args.replicas, args.settle)
-    server = Server(coordinator, args.host, args.port, _json if args.json else _line)
+    report = _json if args.json else _line
+    server = Server(coordinator, args.host, args.port, report, once=args.once)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
-    (_json if args.json else _line)(f"coordinating at {args.host or '*'}:{server.port}")
+    report(f"coordinating at {args.host or '*'}:{server.port}")
     try:
         server.serve()
     finally:

@@ -21,16 +21,20 @@ LONG_LEASE_S = 30.0
 class Office:
     """A server in a thread."""
 
-    def __init__(self, expected: int | None = None, port: int = 0) -> None:
+    def __init__(self, expected: int | None = None, port: int = 0, *, once: bool = False) -> None:
         self.said: list[str] = []
         self.coordinator = Coordinator(expected, settle_s=0.2)
-        self.server = Server(self.coordinator, "127.0.0.1", port, self.said.append)
+        self.server = Server(self.coordinator, "127.0.0.1", port, self.said.append, once=once)
         self.port = self.server.port
         self._thread = threading.Thread(target=self.server.serve, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self.server.stop()
+        self.end()
+
+    def end(self) -> None:
+        """Wait until it stops by itself."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self.server.close()

@@ -162,6 +162,21 @@ def test_an_operator_reads_who_comes_and_leaves_and_who_is_lost() -> None:
     assert not [each for each in office.said if each.startswith("a rank 0 has gone")]
 
 
+def test_a_server_for_one_job_ends_with_it_and_not_with_a_loss() -> None:
+    office = Office(1, once=True)
+    peer = Peer("a", office.port)
+    peer.until_in("a")
+    peer.cut()
+    until(lambda: [each for each in office.said if each.startswith("a rank 0 has gone: ")])
+    peer.link.close()
+    again = Peer("b", office.port)
+    again.until_in("b")
+    again.link.leave()
+    office.end()
+    assert office.said[-1] == "the job has ended"
+    again.link.close()
+
+
 # Strangers
 
 

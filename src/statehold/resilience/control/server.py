@@ -38,14 +38,22 @@ TICK_S = 0.02
 class Server:
     """Listens, and serves ranks until `stop`.
 
+    once: also stop when the last rank has left, for one job. A rank that is lost has not left.
     host: of the interface to listen on; "" listens on all. port: 0 takes a free one.
     report: called with one line of text for each event that an operator wants to know.
     Raises PortInUseError, and UsageError for an address of another machine.
     """
 
     def __init__(
-        self, coordinator: Coordinator, host: str, port: int, report: Callable[[str], None]
+        self,
+        coordinator: Coordinator,
+        host: str,
+        port: int,
+        report: Callable[[str], None],
+        *,
+        once: bool = False,
     ) -> None:
+        self._once = once
         self._coordinator = coordinator
         self._report = report
         self._listener = _listen(host, port)
@@ -134,6 +142,9 @@ class Server:
         name = self._names.pop(conn, "a stranger")
         if conn not in self._left:
             self._report(f"{name} has gone: {error}")
+        elif self._once and not self._names:
+            self._report("the job has ended")
+            self.stop()
         self._left.discard(conn)
         self._send(self._coordinator.lost(conn, time.monotonic()))
 
