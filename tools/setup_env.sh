@@ -161,6 +161,10 @@ install_requirements() {
   local site
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   echo "$root/src" >"$site/statehold-tree.pth"
+  # So is the command: .venv/bin/statehold.
+  printf '#!%s\nimport sys\n\nfrom statehold.cli import main\n\nsys.exit(main())\n' \
+    "$venv/bin/python" >"$venv/bin/statehold"
+  chmod +x "$venv/bin/statehold"
 }
 
 build_native() {

@@ -280,6 +280,21 @@ def test_what_it_says(run: Path, say: Callable[..., tuple[int, str]]) -> None:
     assert "checksum  model.weight     0  rank-00000-of-00001.safetensors  [4136, 6536)" in lines[2]
 
 
+def test_of_much_damage_it_shows_some(
+    tmp_path: Path, say: Callable[..., tuple[int, str]], ask: Callable[..., tuple[int, Any]]
+) -> None:
+    many = {f"w{index:02}": ("F32", np.ones(9, "<f4")) for index in range(50)}
+    path = write_step(tmp_path / "run", 1, many)
+    with (path / "rank-00000-of-00001.safetensors").open("r+b") as file:
+        file.truncate(8192 if file.seek(0, 2) > 8192 else 4096)
+    code, text = say("verify", tmp_path / "run")
+    assert code == 1
+    damage = len(ask("verify", tmp_path / "run")[1]["steps"][0]["damage"])
+    assert damage >= 50
+    assert len(text.splitlines()) < 30
+    assert f"and {damage - 20} more" in text
+
+
 def test_json(run: Path, ask: Callable[..., tuple[int, Any]]) -> None:
     code, document = ask("verify", run, "--all")
     assert code == 0

@@ -119,7 +119,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     step, out = saved(tmp_path / "run", 1, state), tmp_path / "hf"
     code, told, notes = asked(capsys, "export", step, out, "--to", "hf")
     assert (code, told) == (0, f"{out}\n")
-    assert "does not hold this as it was: n" in notes
+    assert "does not hold these as they were: n" in notes
     code, told, _ = asked(capsys, "export", step, tmp_path / "hf2", "--to", "hf", "--json")
     assert (code, json.loads(told)["left_out"]) == (0, ["n"])
     code, told, _ = asked(capsys, "import", out, f"{tmp_path / 'new'}@7", "--name", "net")

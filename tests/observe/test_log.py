@@ -171,13 +171,22 @@ def test_a_short_restore_says_nothing(told: list[logging.LogRecord]) -> None:
 
 
 def test_at_most_a_line_a_second_and_fewer_of_what_is_long() -> None:
-    assert pause_after(5.0) == 1.0
-    assert pause_after(100.0) == 5.0
-    assert pause_after(1e6) == 60.0
+    assert pause_after(5.0, 5.0, moved=True) == 1.0
+    assert pause_after(100.0, 9.0, moved=True) == 5.0
+    assert pause_after(1e6, 9.0, moved=True) == 60.0
     at_s, lines = progress.FIRST_S, 0
     while at_s < 3600:
-        at_s, lines = at_s + pause_after(at_s), lines + 1
+        at_s, lines = at_s + pause_after(at_s, 1.0, moved=True), lines + 1
     assert 50 < lines < 150
+
+
+def test_what_stands_still_is_told_ever_more_rarely() -> None:
+    """A store that is down: the bytes are sent, and the end does not come."""
+    pauses = [1.0]
+    while pauses[-1] < progress.PAUSE_S_MAX:
+        pauses.append(pause_after(sum(pauses), pauses[-1], moved=False))
+    assert len(pauses) < 9
+    assert "waiting for the end" in progress_text(GiB, GiB, 5.0)
 
 
 def test_what_a_line_says() -> None:

@@ -13,6 +13,8 @@ from statehold.cli import codes
 from statehold.cli.output import Report, emit, note, say
 from statehold.integrations.formats.convert import export_step, import_step
 
+_SHOWN = 5
+
 
 def run(args: argparse.Namespace) -> int:
     label = "export" if args.is_export else "import"
@@ -22,8 +24,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(document)
         return codes.YES
-    for name in document.get("left_out", ()):
-        note(f"{document['to']} does not hold this as it was: {name}")
+    if left_out := document.get("left_out"):
+        names = ", ".join(left_out[:_SHOWN])
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        note(f"{document['to']} does not hold these as they were: {names}{more}")
     say(document["path"])
     return codes.YES
 

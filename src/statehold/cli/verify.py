@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+_SHOWN = 20  # findings of a step
+
+
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
     documents, shared = [], SharedDamage()
@@ -165,7 +168,10 @@ def _show(report: Report, seconds: float, level: str | None, known: Collection[s
     findings = [each for each in report.findings if each.file not in known]
     if findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
-        say(table(header, map(_row, findings), right="RANK BYTES PIECES", prose="DETAIL"))
+        shown = findings[:_SHOWN]
+        say(table(header, map(_row, shown), right="RANK BYTES PIECES", prose="DETAIL"))
+        if len(findings) > len(shown):
+            say(f"and {len(findings) - len(shown)} more; --json lists all of them")
     for name in sorted(known):
         say(f"the same damaged file as in a step above: {plain(name)}")
     for name in report.foreign:

@@ -54,12 +54,13 @@ class Progress:
             self._thread.join()
 
     def _run(self) -> None:
-        pause_s = FIRST_S
+        pause_s, before = FIRST_S, -1
         while not self._ended.wait(pause_s):
             elapsed_s = time.perf_counter() - self._begin_s
             done, total = self._counts()
             self._say(min(done, total), total, elapsed_s)
-            pause_s = pause_after(elapsed_s)
+            pause_s = pause_after(elapsed_s, pause_s, moved=done != before)
+            before = done
 
     def _say(self, done: int, total: int, elapsed_s: float) -> None:
         figures = {"event": "progress", "what": self._what, "done_bytes": done,
@@ -69,9 +70,11 @@ class Progress:
         self._report(done, total)
 
 
-def pause_after(elapsed_s: float) -> float:
-    """How long to be silent, by the time since the beginning."""
-    return min(max(elapsed_s * _PAUSE_SHARE, PAUSE_S_MIN), PAUSE_S_MAX)
+def pause_after(elapsed_s: float, pause_s: float, *, moved: bool) -> float:
+    """How long to be silent after a pause of `pause_s`: by the time since the beginning, and twice
+    as long each time while nothing has moved."""
+    least_s = max(elapsed_s * _PAUSE_SHARE, PAUSE_S_MIN)
+    return min(least_s if moved else max(least_s, 2 * pause_s), PAUSE_S_MAX)
 
 
 def progress_text(done: int, total: int, elapsed_s: float) -> str:
@@ -79,5 +82,7 @@ def progress_text(done: int, total: int, elapsed_s: float) -> str:
     share = done / total if total else 1.0
     rate = done / max(elapsed_s, 1e-9)
     left = f", {format_seconds((total - done) / rate)} left" if done else ""
+    if done and done == total:
+        left = ", waiting for the end"
     of = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
     return f"{of}, {format_bytes(int(rate))}/s{left}"

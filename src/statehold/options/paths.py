@@ -24,8 +24,10 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise UsageError(
             f"{what} is not the path of a directory",
-            facts={"expected": "a path that is not empty", "got": repr(path)[:80]},
-            hint='"." is the working directory',
+            facts={"expected": "a str or os.PathLike that is not empty", "got": repr(path)[:80]},
+            hint="os.fsdecode() makes a str of bytes"
+            if isinstance(path, bytes)
+            else '"." is the working directory',
         )
     if _URL.match(text):
         scheme = text.partition(":")[0]

@@ -162,7 +162,9 @@ def _hint(text: str) -> str:
     """What the name of a directory that is not there may mean."""
     above, name = os.path.split(text)
     with contextlib.suppress(OSError):
-        beside = [each.name for each in os.scandir(above or ".") if each.is_dir()]
+        beside = [
+            each.name for each in os.scandir(above or ".") if each.is_dir() and each.name != name
+        ]
         if near := difflib.get_close_matches(name, beside, 1):
             return f"did you mean {os.path.join(above, near[0])}?"
     hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"

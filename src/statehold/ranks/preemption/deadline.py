@@ -75,8 +75,8 @@ class Deadline:
             raise UsageError("leave_on() must be called in the main thread")
         if _active is not None and _active._pid == os.getpid():
             raise UsageError(
-                "another Checkpointer of this process already watches for signals",
-                hint="call leave_on() on only one Checkpointer of a process",
+                "a Checkpointer of this process already watches for signals",
+                hint="call leave_on() once, on one Checkpointer of a process; its close() ends it",
             )
         _active = self
         for each in signals:
