@@ -14,6 +14,7 @@ import pytest
 from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import main, numbers
 from statehold.errors import UsageError
+from statehold.format.about import About
 from support.runs import arrays_of, write_step
 
 Ask = Callable[..., tuple[int, Any]]
@@ -109,6 +110,19 @@ def test_ls_lists_what_is_not_a_step(run: Path, ask: Ask, say: Say) -> None:
     assert "being written, or left by a crash" in say("ls", run)[1]
 
 
+def test_ls_has_a_column_for_each_metric(tmp_path: Path, say: Say) -> None:
+    for number, loss in enumerate((3.0, 1.5, 2.0, float("nan")), 1):
+        tags = ("best-yet",) if number == 2 else ()
+        write_step(tmp_path, number, {}, About({"val_loss": loss, "STEP": 7.0}, tags))
+    write_step(tmp_path, 5, {})
+    header, *rows, foot = say("ls", tmp_path)[1].splitlines()
+    assert header.split()[:5] == ["STEP", "STATE", "val_loss", "STEP", "tags"]
+    assert [row.split()[2] for row in rows] == ["3^", "1.5*", "2", "nan", "-"]
+    assert [row.split()[3] for row in rows] == ["7", "7", "7", "7", "-"]  # nothing to compare
+    assert rows[1].split()[4] == "#best-yet"
+    assert foot == "* the least of its column, ^ the greatest"
+
+
 def test_show(golden: Path, run: Path, shared: Path, say: Say) -> None:
     code, text = say("show", golden)
     assert code == 0
@@ -159,13 +173,40 @@ def test_show_of_what_is_not_there(run: Path, say: Say) -> None:
     assert "did you mean model.weight" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("modle", "model?"), ("model", "model.bias"), ("weight", "model.weight?")]
-)
+@pytest.mark.parametrize(("name", "near"), [("modle", "model?"), ("weight", "model.weight?")])
 def test_show_names_what_is_near(run: Path, say: Say, name: str, near: str) -> None:
     code, text = say("show", str(run), name)
     assert code == 3
     assert f"did you mean {near}" in text
+
+
+@pytest.mark.parametrize("chosen", ["model", "model.*", "*.[wb]e*"])
+def test_show_of_a_part(run: Path, ask: Ask, say: Say, chosen: str) -> None:
+    document = ask("show", run, chosen, "--values")[1]
+    names = [tensor["name"] for tensor in document["tensors"]]
+    assert set(names) == {"model.weight", *([] if "[" in chosen else ["model.bias"])}
+    assert document["tensor_bytes"] == sum(tensor["bytes"] for tensor in document["tensors"])
+    assert "epoch" not in document["values"]
+    assert f"{len(names)} tensor" in say("show", run, chosen)[1]
+    assert list(ask("show", run, "epoch", "--values")[1]["values"]) == ["epoch"]
+
+
+def test_a_long_list_ends_with_what_it_began_with(tmp_path: Path, say: Say) -> None:
+    write_step(tmp_path, 1, {f"w{i}": ("F32", np.zeros(1, "<f4")) for i in range(31)})
+    lines = say("show", tmp_path)[1].splitlines()
+    assert lines[-1] == lines[2]
+    assert lines[-1].startswith("31 tensors, 124 B")
+
+
+def test_diff_of_a_part(run: Path, ask: Ask, say: Say) -> None:
+    code, document = ask("diff", f"{run}@1", "@2", "model.w*")
+    assert (code, document["compared"], document["values"]) == (1, 1, [])
+    code, document = ask("diff", f"{run}@1", "@2", "model.bias")
+    assert (code, document["compared"]) == (0, 1)
+    assert ask("diff", f"{run}@1", "@2", "epoch")[1]["values"][0]["path"] == "epoch"
+    code, text = say("diff", f"{run}@1", "@2", "nothing.*")
+    assert code == 3
+    assert "neither step has such a tensor" in text
 
 
 def test_a_step_is_no_run(run: Path, say: Say) -> None:

@@ -20,6 +20,7 @@ from statehold.cli import main
 from statehold.cli.costs import costs_of, percentile
 from statehold.cli.markup import Markup, tag
 from statehold.cli.traces import MARKS_MAX, read_traces
+from statehold.format.about import About
 from statehold.io import profile as profiles
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, Rates
@@ -107,6 +108,20 @@ def test_verify_says_intact_and_where_not(
     assert code == 1
     assert [step["state"] for step in told["steps"]] == ["damaged", "committed"]
     assert [step["integrity"]["intact"] for step in told["steps"]] == [False, True]
+
+
+def test_metrics_have_columns_and_lines(tmp_path: Path) -> None:
+    """At any finite value, and with a name that is none of a column."""
+    values = {"loss": (3.0, 1.5, 2.0), "step": (-1e308, 0.0, 1e308), "<b>": (7.0, 7.0, 7.0)}
+    for number in range(3):
+        about = About({name: of[number] for name, of in values.items()})
+        write_step(tmp_path / "run", number + 1, {}, about)
+    text, _ = page_of(tmp_path, tmp_path / "run")
+    assert text.count("<figure") == 3
+    assert "3^" in text
+    assert "1.5*" in text
+    assert "nan" not in text
+    assert "<b>" not in text
 
 
 def test_the_data_as_json(seen: Seen, ask: Asked) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from statehold.format.about import NOTHING, About
 from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
 from statehold.layout.plan import BLOCK_BYTES, plan_save
@@ -18,7 +19,7 @@ CREATED = "2026-11-21T07:00:00+00:00"
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
 
 
-def write_step(run: Path, step: int, arrays: Arrays, **values: Any) -> Path:
+def write_step(run: Path, step: int, arrays: Arrays, about: About = NOTHING, **values: Any) -> Path:
     """A step of one rank."""
     specs = [spec(name, dtype, *array.shape) for name, (dtype, array) in arrays.items()]
     plan = plan_save(specs, step=step)
@@ -26,7 +27,7 @@ def write_step(run: Path, step: int, arrays: Arrays, **values: Any) -> Path:
     content = plan.header + b"".join(contents[i] for i in plan.source_index)
     file, tensors = record_file(plan, true_sums(plan, content))
     state = {"tensors": {name: {"$tensor": name} for name in arrays}, **values}
-    manifest = Manifest(step, 1, CREATED, "test", BLOCK_BYTES, (file,), tensors, state)
+    manifest = Manifest(step, 1, CREATED, "test", BLOCK_BYTES, (file,), tensors, state, about)
     directory = run / f"step-{step:012d}"
     directory.mkdir(parents=True)
     (directory / file.name).write_bytes(content)

@@ -128,8 +128,9 @@ def _add_looking(commands: Any) -> None:
     )  # fmt: skip
     show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     show.add_argument(
-        "tensor", metavar="TENSOR", nargs="?", help="also show statistics (needs NumPy)"
-    )
+        "tensor", metavar="TENSOR", nargs="?",
+        help="one tensor with statistics (needs NumPy), or a prefix or pattern: 'model.*.bias'",
+    )  # fmt: skip
     show.add_argument("--values", action="store_true", help="also show the plain values")
     _add_rank(show)
 
@@ -151,6 +152,8 @@ def _add_checking(commands: Any) -> None:
     )  # fmt: skip
     diff.add_argument("a", metavar="A", help=_STEP_HELP)
     diff.add_argument("b", metavar="B", help="the same, or @STEP for a step of the run of A")
+    diff.add_argument("tensor", metavar="TENSOR", nargs="?",
+                      help="only this one, or a prefix or pattern: 'model.*.bias'")  # fmt: skip
     _add_rank(diff)
 
     doctor = _command(

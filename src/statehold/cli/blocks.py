@@ -43,7 +43,8 @@ def table(
     kinds = [_NUMBERS if name in right.split() else None for name in header]
     # "_" stands for a space in the names of columns.
     head = tag("thead", tag("tr", *[
-        tag("th", name.replace("_", " "), scope="col", class_=kind)
+        tag("th", name if isinstance(name, Markup) else name.replace("_", " "),
+            scope="col", class_=kind)
         for name, kind in zip(header, kinds, strict=True)
     ]))  # fmt: skip
     body = [
@@ -68,6 +69,27 @@ def bar(share: float, mark: float | None = None, kind: str = "limit") -> Markup:
     if mark is not None:
         drawn.append(tag("line", class_=kind, x1=f"{mark:.2%}", x2=f"{mark:.2%}", y1=0, y2=8))
     return tag("svg", *drawn, width=96, height=8, aria_hidden="true")
+
+
+def line_of(points: Sequence[tuple[float, float]]) -> Markup:
+    """A line through finite points, at least two, with the least and the greatest value beside."""
+    (left, *_, right), values = [x for x, _ in points], [y for _, y in points]
+    low, high = min(values), max(values)
+
+    def share(value: float, begin: float, end: float) -> float:
+        # In halves, because the difference of two large numbers may be infinite.
+        return (value / 2 - begin / 2) / ((end / 2 - begin / 2) or 1)
+
+    at = [(600 * share(x, left, right), 112 - 104 * share(y, low, high)) for x, y in points]
+    drawn = [
+        tag("polyline", class_="line", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in at)),
+        *(tag("circle", tag("title", f"{step}: {value:g}"), cx=f"{x:.1f}", cy=f"{y:.1f}", r=3)
+          for (x, y), (step, value) in zip(at, points, strict=True)),
+        tag("text", f"{high:g}", x=610, y=14), tag("text", f"{low:g}", x=610, y=116),
+        tag("text", f"{left:g}", x=0, y=136), tag("text", f"{right:g}", x=600, y=136,
+                                                  text_anchor="end"),
+    ]  # fmt: skip
+    return tag("svg", *drawn, viewBox="-4 0 700 140", role="img")
 
 
 def seconds(value: float | None) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
@@ -23,14 +23,17 @@ from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError
 from statehold.format.saved import PlacedChunk
+from statehold.format.selection import matching
 from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
-from statehold.reading.places import Place, at_rest, file_system
+from statehold.reading.places import NotFoundError, Place, at_rest, file_system
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 _LOST = object()
+
+T = TypeVar("T")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,21 +55,27 @@ def _compared(fs: Fs, first: Place, second: Place, args: argparse.Namespace) -> 
     pair = _Pair(
         Content(first.open(fs, args.rank), first.directory),
         Content(second.open(fs, args.rank), second.directory),
+        args.tensor,
     )
+    if args.tensor is not None and not any([*pair.tensors, *pair.values]):
+        facts = {"a": first.directory, "b": second.directory, "tensor": args.tensor}
+        raise NotFoundError("neither step has such a tensor or value", facts=facts)
     return {"a": first.directory, "b": second.directory, **pair.document()}
 
 
 class _Pair:
-    """Two steps side by side."""
+    """Two steps side by side: all of them, or what a prefix or pattern selects."""
 
-    def __init__(self, a: Content, b: Content) -> None:
+    def __init__(self, a: Content, b: Content, pattern: str | None) -> None:
         self.a = a
         self.b = b
+        self.tensors = [_chosen(each.saved.tensors, pattern) for each in (a, b)]
+        self.values = [_chosen(leaves_of(each.saved.state), pattern) for each in (a, b)]
         self.read_bytes = 0
         self._progress = Progress("reading", 0)
 
     def document(self) -> dict[str, Any]:
-        ours, theirs = self.a.saved.tensors, self.b.saved.tensors
+        ours, theirs = self.tensors
         common = [name for name in ours if name in theirs]
         total = sum(bytes_of(ours[name].dtype, ours[name].shape) or 0 for name in common)
         self._progress = Progress("comparing", total)
@@ -97,7 +106,7 @@ class _Pair:
         }
 
     def _values(self) -> list[dict[str, Any]]:
-        a, b = leaves_of(self.a.saved.state), leaves_of(self.b.saved.state)
+        a, b = self.values
         found = []
         for path in dict.fromkeys((*a, *b)):
             left, right = a.get(path, _LOST), b.get(path, _LOST)
@@ -178,6 +187,11 @@ class _Pair:
         for part in parts_of(Box.whole(tensor.shape), DTYPE_BITS[tensor.dtype] // 8):
             left, right = self.a.box(name, part), self.b.box(name, part)
             yield bytearray(left.tobytes()), bytearray(right.tobytes())
+
+
+def _chosen(names: Mapping[str, T], pattern: str | None) -> dict[str, T]:
+    kept = names if pattern is None else matching(pattern, names)
+    return {name: names[name] for name in kept}
 
 
 # -- for people ------------------------------------------------------------------------------------

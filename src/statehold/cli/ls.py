@@ -25,7 +25,7 @@ from statehold.cli.output import (
     weak,
 )
 from statehold.cli.places import describe, leftovers_of, run_at
-from statehold.cli.said import in_words
+from statehold.cli.said import LEAST, LEGEND, MOST, columns_of
 from statehold.cli.tables import Table
 from statehold.reading.places import file_system
 from statehold.units import format_bytes
@@ -80,19 +80,23 @@ def _show(document: dict[str, Any]) -> None:
 
 def _steps_table(steps: list[dict[str, Any]]) -> Table:
     """A column is a name and its cell for a step."""
-    columns: dict[str, Callable[[dict[str, Any]], object]] = {
-        "STEP": lambda step: step["step"],
-        "STATE": state_of,
-        **(_TIMES_IN_A_WINDOW if is_window() else _TIMES),
-        "RANKS": lambda step: step.get("world_size", "-"),
-        "FILES": lambda step: step["files"],
-        "BYTES": lambda step: format_bytes(step["bytes"]),
-        "WRITER": lambda step: step.get("writer", "-"),
-        **({"SAYS": _words} if any(map(_words, steps)) else {}),  # most runs say nothing
-    }
-    rows = ([cell(step) for cell in columns.values()] for step in steps)
-    fixed = ("STATE", *_TIMES_IN_A_WINDOW)
-    return table(list(columns), rows, right="STEP AGE RANKS FILES BYTES", fixed=fixed)
+    said_here = columns_of(steps)
+    columns: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+        ("STEP", lambda step: step["step"]),
+        ("STATE", state_of),
+        *said_here,  # before what a narrow window cuts off
+        *(_TIMES_IN_A_WINDOW if is_window() else _TIMES).items(),
+        ("RANKS", lambda step: step.get("world_size", "-")),
+        ("FILES", lambda step: step["files"]),
+        ("BYTES", lambda step: format_bytes(step["bytes"])),
+        ("WRITER", lambda step: step.get("writer", "-")),
+    ]
+    header = [name for name, _ in columns]
+    rows = [[cell(step) for _, cell in columns] for step in steps]
+    fixed = ("STATE", *(name for name, _ in said_here), *_TIMES_IN_A_WINDOW)
+    marked = any(str(cell)[-1:] in (LEAST, MOST) for row in rows for cell in row)
+    foot = LEGEND if marked else ""
+    return table(header, rows, right="STEP AGE RANKS FILES BYTES", fixed=fixed, foot=foot)
 
 
 _TIMES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -133,7 +137,3 @@ def _level_row(level: dict[str, Any]) -> tuple[object, ...]:
     colour = {"there": good, "unreadable": bad}.get(level["state"], weak)
     about = level["name"], level["kind"], colour(level["state"])
     return *about, len(steps), newest, size, level["path"]
-
-
-def _words(step: dict[str, Any]) -> str:
-    return in_words(step.get("metrics", {}), step.get("tags", ()))

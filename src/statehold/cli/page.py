@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from statehold.cli.blocks import badge, bar, look, note, rate, seconds, section, table, tile
+from statehold.cli.blocks import (
+    badge,
+    bar,
+    line_of,
+    look,
+    note,
+    rate,
+    seconds,
+    section,
+    table,
+    tile,
+)
 from statehold.cli.failures import failures
 from statehold.cli.ls import KINDS
 from statehold.cli.markup import Markup, Piece, join, tag
 from statehold.cli.output import counted, to_the_second
-from statehold.cli.said import in_words
+from statehold.cli.said import LEGEND, METRICS_SHOWN, columns_of, metrics_of
 from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
@@ -182,22 +194,35 @@ def _steps(document: Document) -> Markup:
     if not steps:
         return note("No step is committed in this run.")
     largest = max(max(step["bytes"] for step in steps), 1)
+    said_here = columns_of(steps)
     rows = [
         (
             step["step"],
+            _integrity(step),
+            *(cell(step) for _, cell in said_here),
             f"{to_the_second(step['created'])} UTC" if "created" in step else "-",
             step.get("world_size", "-"),
             step["files"],
             format_bytes(step["bytes"]),
             bar(step["bytes"] / largest),
             step.get("writer", "-"),
-            in_words(step.get("metrics", {}), step.get("tags", ())),
-            _integrity(step),
         )
         for step in reversed(steps)
     ]
-    header = ("step", "committed", "ranks", "files", "bytes", "", "written_by", "says", "integrity")
-    return table(header, rows, right="step ranks files bytes", more="older steps")
+    names = [tag("code", name) for name, _ in said_here]
+    header = ("step", "integrity", *names, "committed", "ranks", "files", "bytes", "",
+              "written_by")  # fmt: skip
+    right = "step ranks files bytes"
+    legend = [note(f"{LEGEND}.")] if names else []
+    return join([table(header, rows, right=right, more="older steps"), *legend, *_plots(steps)])
+
+
+def _plots(steps: Sequence[Document]) -> Iterator[Markup]:
+    """A line for each metric that three steps have, over the steps."""
+    for name, points in list(metrics_of(steps).items())[:METRICS_SHOWN]:
+        known = [(step, value) for step, value in points if isfinite(value)]
+        if len(known) >= 3:
+            yield tag("figure", tag("figcaption", name), line_of(known), class_="plot")
 
 
 def _integrity(step: Document) -> Piece:

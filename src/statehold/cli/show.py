@@ -1,7 +1,7 @@
-"""`statehold show RUN[@STEP] [TENSOR]`: show the contents of a step, or one tensor.
+"""`statehold show RUN[@STEP] [TENSOR]`: show the contents of a step, a part of it, or one tensor.
 
-Invariants: without TENSOR this reads no data, and of several ranks one record for each group with
-equal records. With TENSOR, its bytes are verified as they are read.
+Invariants: only the whole name of a tensor makes it read data, which is verified as it is read. Of
+several ranks it reads one record for each group with equal records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from statehold.cli.said import in_words, said
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
-from statehold.format.selection import nearest
+from statehold.format.selection import matching, nearest
 from statehold.layout.layout import Layout
 from statehold.layout.share import Held
 from statehold.reading.places import NotFoundError, Place, at_rest, file_system, load_manifest
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
 
 _VALUE_COLUMNS = 100
+_FAR = 30  # rows, after which the top of the answer is out of sight
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     document = at_rest(fs, args.step, lambda place: _looked_at(fs, place, args))
     if args.json:
         emit(document)
-    elif args.tensor is not None:
+    elif "statistics" in document:
         _show_tensor(document)
     else:
         _show_step(document)
@@ -59,12 +60,31 @@ def run(args: argparse.Namespace) -> int:
 
 def _looked_at(fs: Fs, place: Place, args: argparse.Namespace) -> dict[str, Any]:
     saved = place.open(fs, args.rank)
-    if args.tensor is not None:
+    if args.tensor in saved.tensors:
         return _tensor(saved, place, args.tensor)
     document = describe(fs, saved, place)
     if args.values:
         document["values"] = leaves_of(saved.state)
+    if args.tensor is not None:
+        _keep_matching(document, args.tensor)
     return document
+
+
+def _keep_matching(document: dict[str, Any], pattern: str) -> None:
+    """Of the tensors and values only those that a prefix or pattern selects."""
+    names = [tensor["name"] for tensor in document["tensors"]]
+    values = document.get("values", {})
+    chosen = set(matching(pattern, [*names, *values]))
+    if not chosen:
+        near = difflib.get_close_matches(pattern, names, n=3) or nearest(pattern, names)
+        hint = f"did you mean {', '.join(near[:3])}?" if near else "show without TENSOR lists them"
+        facts = {"step": document["path"], "tensor": pattern}
+        raise NotFoundError("no such tensor in this step", facts=facts, hint=hint)
+    tensors = [tensor for tensor in document["tensors"] if tensor["name"] in chosen]
+    document |= {"tensors": tensors, "selected": pattern, "dtypes": _by_dtype(tensors),
+                 "tensor_bytes": sum(tensor["bytes"] for tensor in tensors)}  # fmt: skip
+    if values:
+        document["values"] = {name: value for name, value in values.items() if name in chosen}
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -135,12 +155,8 @@ def _show_step(document: Mapping[str, Any]) -> None:
         f" by {document['writer']}, {ranks}, format {document['version']}")  # fmt: skip
     if words := in_words(document["metrics"], document["tags"]):
         say(words)
-    dtypes = ", ".join(
-        f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
-        for dtype, group in document["dtypes"].items()
-    )
-    tensors = counted(len(document["tensors"]), "tensor")
-    say(f"{tensors}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}")
+    summary = _summary(document)
+    say(summary)
     say(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
     if document["tensors"]:
         rows = map(_row, document["tensors"])
@@ -150,6 +166,19 @@ def _show_step(document: Mapping[str, Any]) -> None:
         values = ((name, _shortened(value)) for name, value in document["values"].items())
         say()
         say(table(("VALUE", "IS"), values))
+    if len(document["tensors"]) > _FAR:
+        say()
+        say(summary)
+
+
+def _summary(document: Mapping[str, Any]) -> str:
+    dtypes = ", ".join(
+        f"{group['tensors']} {dtype} ({format_bytes(group['bytes'])})"
+        for dtype, group in document["dtypes"].items()
+    )
+    tensors = counted(len(document["tensors"]), "tensor")
+    of = f" of {plain(document['selected'])}" if "selected" in document else ""
+    return f"{tensors}{of}, {format_bytes(document['tensor_bytes'])}: {dtypes or 'none'}"
 
 
 def _row(tensor: Mapping[str, Any]) -> tuple[object, ...]:
@@ -167,16 +196,6 @@ def _shortened(value: Any) -> str:
 
 
 def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
-    if name not in saved.tensors:
-        near = [each for each in saved.tensors if each.startswith(f"{name}.")]
-        near = near or difflib.get_close_matches(name, saved.tensors, n=3)
-        near = near or nearest(name, saved.tensors)
-        hint = f"did you mean {', '.join(near[:3])}?" if near else "show without TENSOR lists them"
-        raise NotFoundError(
-            "no such tensor in this step",
-            facts={"step": place.directory, "tensor": name},
-            hint=hint,
-        )
     content = Content(saved, place.directory)
     try:
         chunks = content.chunks(name)

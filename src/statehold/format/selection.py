@@ -221,6 +221,12 @@ def suggested(names: Iterable[str]) -> str:
     return f"nearest: {', '.join(near[: 2 * _NEAR]) or 'no similar name'}"
 
 
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a prefix such as "model.layers.3", or a pattern with wildcards, selects."""
+    wanted = _Pattern(pattern)
+    return [name for name in names if wanted.matches(name)]
+
+
 def nearest(text: str, names: Collection[str]) -> list[str]:
     """Names, or prefixes of names, that are most like `text`."""
     below = {

@@ -159,7 +159,7 @@ def last_saved_s(place: Place, now_s: float) -> float:
             return -math.inf
         raw = place.read(newest, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
         age_s = time.time() - Manifest.saved_at(raw, f"step {newest} at {place.name}")
-    except (StateholdError, ValueError):  # whoever restores or copies the step reports it
+    except (StateholdError, ValueError):  # the restore or copy that reads it reports it
         return -math.inf
     return now_s - age_s if age_s >= 0 else -math.inf
 
