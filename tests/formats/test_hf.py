@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import statehold
+from statehold.cli import main
 from statehold.errors import (
     ChecksumError,
     CorruptionError,
@@ -48,6 +49,31 @@ def test_stock_readers_open_it(tmp_path: Path) -> None:
     assert state.keys() - found.keys() == {"tied.again"}
     check_equal({name: found[name] for name in state if name in found},
                 {name: state[name] for name in state if name in found})  # fmt: skip
+
+
+def test_a_config_goes_with_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    (model / "checkpoint-3.json").mkdir(parents=True)
+    texts = {"config.json": "{}", "tokenizer.json": "[]", "merges.txt": "a b"}
+    for name, text in {**texts, hf.INDEX: "{}", "old.safetensors": "x"}.items():
+        (model / name).write_text(text)
+    step = saved(tmp_path / "run", 3, {"model": tensors()})
+    statehold.export_step(step, tmp_path / "a", "hf", config=model)
+    found = {path.name: path.read_text() for path in (tmp_path / "a").glob("*[!s]")}
+    assert found == texts
+    statehold.export_step(step, tmp_path / "b", "hf", config=model / "config.json")
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        statehold.export_step(step, tmp_path / "c", "hf", config=tmp_path / "a" / "merges.txt")
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        statehold.export_step(step, tmp_path / "c", "hf", config=tmp_path / "none/config.json")
+    with pytest.raises(UsageError, match="format hf only"):
+        statehold.export_step(step, tmp_path / "c", "torch", config=model)
+    assert not (tmp_path / "c").exists()
+    assert main(["export", str(step), str(tmp_path / "d"), "--to", "hf"]) == 0
+    assert "--config DIR copies one" in capsys.readouterr().err
 
 
 def test_what_stock_writers_write_comes_in(tmp_path: Path) -> None:

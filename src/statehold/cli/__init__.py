@@ -272,6 +272,8 @@ def _add_transfers(commands: Any) -> None:
                      help="hf, torch, dcp or deepspeed-universal")  # fmt: skip
     out.add_argument("--name", metavar="NAME",
                      help="the part of the state, such as model (hf: model; else all)")  # fmt: skip
+    out.add_argument("--config", metavar="DIR",
+                     help="hf: also copy config.json and the tokenizer of this model")  # fmt: skip
     into = _command(
         commands, "import", "make a checkpoint of another library a step of a run",
         "statehold import pytorch_model.bin runs/llama@0 --name model",

@@ -33,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
-    left_out = export_step(args.step, args.destination, args.to, name=args.name, report=drawn)
+    left_out = export_step(
+        args.step, args.destination, args.to, name=args.name, config=args.config, report=drawn
+    )
+    if args.to == "hf" and args.config is None:
+        note("without a config.json, from_pretrained() needs config=; --config DIR copies one")
     return {"path": args.destination, "to": args.to, "left_out": list(left_out)}
 
 

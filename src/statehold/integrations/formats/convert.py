@@ -55,7 +55,13 @@ FORMATS: dict[str, Format] = {
 
 
 def export_step(
-    step: Path, destination: Path, to: str, *, name: str | None = None, report: Report | None = None
+    step: Path,
+    destination: Path,
+    to: str,
+    *,
+    name: str | None = None,
+    config: Path | None = None,
+    report: Report | None = None,
 ) -> tuple[str, ...]:
     """Write a step as a checkpoint of another library; returns the names of what was left out.
 
@@ -66,6 +72,8 @@ def export_step(
             (torch.distributed.checkpoint), or "deepspeed-universal".
         name: the part of the state to export, such as "model"; "" is all of it. None: "model" for
             "hf", if the state has it, and else all.
+        config: for "hf", a directory of Hugging Face whose config.json, tokenizer and other small
+            text files go with the weights, or a config.json alone. from_pretrained() needs it.
         report: called with the bytes done and in all, from time to time.
 
     Raises:
@@ -78,7 +86,8 @@ def export_step(
         facts = {"expected": ", ".join(FORMATS), "got": show(to)}
         raise UsageError("no such format", facts=facts)
     with contextlib.closing(file_system()) as fs:
-        call = _Export(fs, os.fspath(destination), to, kind, name, report)
+        beside = {} if config is None else hf.texts_of(os.fspath(config), to)
+        call = _Export(fs, os.fspath(destination), to, kind, name, beside, report)
         left_out = at_rest(fs, os.fspath(step), call.run)
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
@@ -93,6 +102,7 @@ class _Export(NamedTuple):
     to: str
     kind: Format
     name: str | None
+    beside: Mapping[str, bytes]
     report: Report | None
 
     def run(self, place: Place) -> list[str]:
@@ -106,12 +116,16 @@ class _Export(NamedTuple):
             found = StepTree(saved, place.directory, engine, name)
             if not isinstance(found.root, Mapping):
                 found.root = {name.rpartition(".")[2]: found.root}
-            identity = identity_of(export=self.to, name=name, manifest=sha256(raw))
+            texts = {file: sha256(text) for file, text in self.beside.items()}
+            identity = identity_of(export=self.to, name=name, manifest=sha256(raw), beside=texts)
             with counted(
                 f"exporting step {saved.step}", nbytes_of(found.root), self.report
             ) as done:
                 is_file = self.kind.is_file
                 with work_on(self.destination, identity, is_file=is_file, done=done) as work:
+                    for file, text in self.beside.items():
+                        with work.file(file) as out:
+                            out.write(text, 0)
                     return [*self.kind.export(found.root, work), *found.arrays]
 
 

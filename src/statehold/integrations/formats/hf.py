@@ -9,11 +9,13 @@ Not here: the header of a file (encoding/header), the destination (partial).
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from statehold.encoding import header
-from statehold.errors import CorruptionError, UnsupportedValueError
+from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
 from statehold.integrations.formats.partial import Work
 from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
 from statehold.integrations.formats.trees import leaves
@@ -22,6 +24,8 @@ from statehold.units import GiB
 
 SHARD_BYTES = 5 * GiB
 INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_TEXT = re.compile(r"(?!.*\.index\.json).*\.(json|txt|model|jinja)")
 _METADATA = {"format": "pt"}
 
 
@@ -44,6 +48,24 @@ def export(tree: Any, work: Work) -> list[str]:
     if len(shards) > 1:
         _write_index(work, files, shards, names)
     return left_out
+
+
+def texts_of(config: str, to: str) -> dict[str, bytes]:
+    """The files that from_pretrained() reads beside weights, of a directory or one config.json."""
+    if to != "hf":
+        raise UsageError("a config goes with the format hf only", facts={"got": to})
+    folder = config if os.path.isdir(config) else os.path.dirname(config) or "."
+    names = sorted(os.listdir(folder)) if folder == config else [os.path.basename(config)]
+    found = {}
+    for name in names:
+        path = os.path.join(folder, name)
+        if _TEXT.fullmatch(name) and os.path.isfile(path):
+            with open(path, "rb") as file:
+                found[name] = file.read()
+    if _CONFIG not in found:
+        hint = "pass the directory of the model, which AutoConfig.save_pretrained() writes, too"
+        raise UsageError("there is no config.json", facts={"path": config}, hint=hint)
+    return found
 
 
 def _shard_name(number: int, count: int) -> str:
