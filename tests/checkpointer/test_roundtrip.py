@@ -12,6 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import statehold
 from statehold.errors import ClosedError, StepNotFoundError, UsageError
+from statehold.tensors import step_hook
 from support.faults import DEADLINE_S, SMALL, small
 from support.training import Training, bits
 
@@ -173,11 +174,13 @@ def test_bad_settings_of_io_are_refused_at_once(given: dict[str, Any]) -> None:
         statehold.Io(**given)
 
 
-def test_hooks_leave_the_optimizer_at_close(run) -> None:
+def test_one_hook_stays_and_does_nothing_after_close(run) -> None:
+    """Another thread may be going through the hooks of torch: to take one out would end it."""
     training = Training()
-    others = set(_global_optimizer_pre_hooks)  # of Checkpointers that were dropped unclosed
+    step_hook.put_on(lambda _: None)
+    hooks = set(_global_optimizer_pre_hooks)
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, training.state)
         ckpt.save(2, training.state)
-        assert len(set(_global_optimizer_pre_hooks) - others) == 1
-    assert set(_global_optimizer_pre_hooks) == others
+    assert set(_global_optimizer_pre_hooks) == hooks
+    assert step_hook._hook.action is None

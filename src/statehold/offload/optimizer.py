@@ -99,7 +99,9 @@ class _Offloaded(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(every, max_norm)
         found = self._opened.gradients().values()
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in found]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = (
+            torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device="cpu")
+        )
         self._clipped = ((norm + EPSILON) / max_norm).clamp(min=1)
         return norm
 

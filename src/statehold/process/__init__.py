@@ -1,1 +1,1 @@
-"""This process: its forks, its end, its host's memory, its garbage, and the errors it keeps."""
+"""This process: its forks, its end, its host's memory, and the errors it keeps."""

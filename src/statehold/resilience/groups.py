@@ -140,7 +140,9 @@ class Groups:
 
         A rank that has them knows that every rank has called `gather`.
         """
-        found = self._gather(self._column, torch.tensor(values, dtype=torch.int64), self._size[0])
+        found = self._gather(
+            self._column, torch.tensor(values, dtype=torch.int64, device="cpu"), self._size[0]
+        )
         found = self._gather(self._row, found, self._size[1])
         result: list[list[list[int]]] = found.transpose(0, 1).tolist()
         return result

@@ -133,7 +133,7 @@ class Arriving:
         """Memory for the bytes of a tensor: its own, if that is in their order."""
         if tensor.is_contiguous():
             return tensor
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._staged.append((tensor, staged))
         return staged
 

@@ -199,7 +199,11 @@ def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
 
 def _memory(line: Line) -> Tensor:
     """For one range. A request for the next range says that the joiner has taken this one."""
-    return torch.empty(RANGE_BYTES, dtype=torch.uint8) if line.shared is None else line.shared
+    return (
+        torch.empty(RANGE_BYTES, dtype=torch.uint8, device="cpu")
+        if line.shared is None
+        else line.shared
+    )
 
 
 def _checksum(piece: Tensor) -> int:

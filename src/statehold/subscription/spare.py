@@ -43,7 +43,7 @@ class Spare:
     """The memory of one update at a time."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinning: Pinning | None = None
         self._fs = _core.open_fs()
         self._engine: Engine | None = None
@@ -73,7 +73,7 @@ class Spare:
         if self._pinning is not None:
             self._pinning.close()
             self._pinning = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def close(self) -> None:
         """End."""
@@ -85,7 +85,7 @@ class Spare:
     def _make_room(self, nbytes: int, device: torch.device | None) -> None:
         if not nbytes <= self._memory.numel() <= max(_LEAST_PART * nbytes, BUFFER_BYTES):
             self.drop()
-            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
             self._memory = whole[-whole.data_ptr() % PAGE :][:nbytes]
         if device is not None and nbytes:
             self._pinning = self._pinning or Pinning(backend_for(device), device)

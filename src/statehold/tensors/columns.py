@@ -16,7 +16,6 @@ Facts about PyTorch that decide what is here:
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -25,6 +24,7 @@ from operator import add, attrgetter, not_
 from typing import Any, NamedTuple, overload
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from statehold.errors import TornSnapshot
 from statehold.layout.plan import TensorSpec
@@ -155,36 +155,37 @@ def described(
 class Stamps:
     """What tells in a later capture which tensors of this one have changed since.
 
-    This does not keep them alive. So another tensor may have the memory of one by then, and what is
-    behind it may lie where that of one was: the references tell which tensor it is.
+    This does not keep their memory. So another tensor may have the memory of one by then, and what
+    is behind it may lie where that of one was: no other storage is where one was that is referred
+    to. References to tensors would keep torch.utils.swap_tensors from exchanging those.
     """
 
-    __slots__ = ("_addresses", "_impls", "_references", "_versions")
+    __slots__ = ("_addresses", "_impls", "_storages", "_versions")
 
     def __init__(
         self,
-        tensors: Iterable[torch.Tensor],
+        storages: Iterable[torch.UntypedStorage],
         impls: Sequence[int],
         versions: Sequence[int],
         addresses: Sequence[int],
     ) -> None:
-        self._references = list(map(weakref.ref, tensors))
+        self._storages = list(map(StorageWeakRef, storages))
         self._impls, self._versions, self._addresses = impls, versions, addresses
 
     def changed_since(self, then: Stamps) -> list[int]:
         """The indices of tensors that have changed. Of another tensor, and of one that has got
-        something else behind it, version and address tell nothing."""
+        another storage or something else behind it, version and address tell nothing."""
         if self._versions == then._versions and self._addresses == then._addresses:
             return []
         both = enumerate(zip(then._rows(), self._rows(), strict=True))
         return [
             index
             for index, ((was, impl, *before), (now, other, *after)) in both
-            if was is now and impl == other and before != after
+            if was == now and impl == other and before != after
         ]
 
     def _rows(self) -> Iterator[tuple[Any, ...]]:
-        columns = self._references, self._impls, self._versions, self._addresses
+        columns = self._storages, self._impls, self._versions, self._addresses
         return zip(*columns, strict=True)
 
 
@@ -408,10 +409,10 @@ class Tensors(Sequence[CapturedTensor]):
 
     def stamps(self, indices: Sequence[int]) -> Stamps:
         """What tells later which of these have changed."""
-        tensors, _, impls, versions, addresses, _ = (
+        _, storages, impls, versions, addresses, _ = (
             _picked(column, indices) for column in self._live
         )
-        return Stamps(tensors, impls, versions, addresses)
+        return Stamps(storages, impls, versions, addresses)
 
     def _are_unmoved(self, indices: Sequence[int]) -> bool:
         """Whether none of these has changed; False, too, where that is to be asked one by one."""

@@ -91,7 +91,7 @@ class Destinations:
         local = local_of(live)
         target = local.detach()
         if is_view_of_other_values(local) and not is_external(target):
-            staged = torch.empty(local.shape, dtype=local.dtype)
+            staged = torch.empty(local.shape, dtype=local.dtype, device="cpu")
             self.acts.append(lambda: local.detach().copy_(staged))
             target = staged
         memory = memory_of(target)

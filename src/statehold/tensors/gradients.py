@@ -10,13 +10,14 @@ optimizers alone do not count: the loss of one model may also reach another, as 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch.utils.weak import TensorWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from statehold.tensors.storable import ORDINARY, local_of
 
@@ -24,36 +25,58 @@ _PROBED_MAX = 64  # parameters that are looked at until one has a gradient
 
 
 class _Used(NamedTuple):
-    """A parameter, and its gradient that the last step() used."""
+    """A parameter, and its gradient that the last step() used.
+
+    impl: what is behind the gradient (`_cdata`). storage: no other one has the same address while
+    this refers to it. None if the gradient has none. A weak reference to the tensor itself would
+    keep torch.utils.swap_tensors from exchanging it.
+    """
 
     parameter: torch.Tensor
-    gradient: TensorWeakRef
+    impl: int
+    storage: StorageWeakRef | None
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, gradient: torch.Tensor) -> _Used:
+        local = local_of(gradient)
+        storage = local.untyped_storage() if local.layout is torch.strided else None
+        return cls(parameter, gradient._cdata, None if storage is None else StorageWeakRef(storage))
+
+    @property
+    def has_another_gradient(self) -> bool:
+        gradient = self.parameter.grad
+        return gradient is not None and _Used.of(self.parameter, gradient)._key != self._key
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return self.impl, 0 if self.storage is None else self.storage.cdata
 
 
 class Gradients:
-    """What each optimizer has used. For the thread that trains."""
+    """What each optimizer has used. Thread-safe: optimizers of other models step beside a save."""
 
     def __init__(self) -> None:
+        self._guard = threading.RLock()  # a signal handler may save inside
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Used] = (
             weakref.WeakKeyDictionary()
         )
 
     def saw(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer` is about to step."""
-        known = self._used.get(optimizer)
+        with self._guard:
+            known = self._used.get(optimizer)
         probed = [known.parameter] if known is not None else []
         for parameter in (*probed, *_parameters(optimizer)):
             if (gradient := parameter.grad) is not None:
-                self._used[optimizer] = _Used(parameter, TensorWeakRef(gradient))
+                with self._guard:
+                    self._used[optimizer] = _Used.of(parameter, gradient)
                 return
 
     def are_waiting(self) -> bool:
         """Whether every optimizer has gradients that it has not used."""
-        used = list(self._used.values())
-        return bool(used) and all(
-            each.parameter.grad is not None and each.parameter.grad is not each.gradient()
-            for each in used
-        )
+        with self._guard:
+            used = list(self._used.values())
+        return bool(used) and all(each.has_another_gradient for each in used)
 
 
 def frozen_in(state: object) -> set[int]:

@@ -14,9 +14,9 @@ torch.optim, which calls its closure first. Another step() may change parameters
 hook that runs after this one. Then the action comes twice: before everything, and after the
 closure.
 
-Invariants: there is one hook a process, whatever its action does for how many. After a step was
-compiled with it in one graph, the hook stays: to take it off and put it on would compile that step
-anew.
+Invariants: there is one hook a process, whatever its action does for how many. It stays, without
+an action, when nobody needs it any more: another thread may be going through torch's hooks then,
+and would raise RuntimeError. To take it off and put it on would also compile steps anew.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class _Hook:
         self.has_blind_steps = False
 
     def run(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.action is not None:
-            self.action(optimizer)
+        action = self.action  # read once: another thread may take it off
+        if action is not None:
+            action(optimizer)
 
 
 _hook = _Hook()
@@ -63,11 +64,8 @@ def put_on(action: Action) -> None:
 
 
 def take_off() -> None:
-    """Call nothing any more. On the thread that trains."""
+    """Call nothing any more. The hook itself stays."""
     _hook.action = None
-    if _hook.handle is not None and not _hook.has_blind_steps:
-        _hook.handle.remove()
-        _hook.handle = None
 
 
 def runs_blind() -> bool:
@@ -81,6 +79,8 @@ def _before_step(
     if torch.compiler.is_dynamo_compiling():
         if not _is_traced_in_one_graph():
             _run(optimizer)
+        return None
+    if _hook.action is None:
         return None
     step = _known(type(optimizer).step)
     is_named = "closure" in kwargs

@@ -27,7 +27,7 @@ class Stepping:
     """Which optimizers have stepped. Thread-safe; keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may save inside
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def saw(self, optimizer: torch.optim.Optimizer) -> None:

@@ -28,7 +28,6 @@ from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_wr
 from statehold.errors import StorageError, TornSnapshot
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
-from statehold.process.garbage import uncollected
 from statehold.tensors import fingerprints, memory_moves
 from statehold.tensors.devices.jobs import Source
 from statehold.tensors.gradients import frozen_in
@@ -224,20 +223,18 @@ class Saver:
         """
         self.watch.save_began()
         try:
-            with uncollected():
-                ordered = self.order.ordered(work.plan, captured.tensors)
+            ordered = self.order.ordered(work.plan, captured.tensors)
             self._make_room(work)
             work.save._moving()
             # With new shared files, the commit thread makes all files, at a level that has room.
             file = None if work.shared.fresh else self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save._record(reused=work.is_attached)
-            with uncollected():
-                work.shared.start_first()
-                work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
-                work.shared.start()
-                sources = work.shared.sources(Source(work.job, ordered.tensors))
-                work.copies = self.runtime.devices.copies(sources, captured, compared)
+            work.shared.start_first()
+            work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
+            work.shared.start()
+            sources = work.shared.sources(Source(work.job, ordered.tensors))
+            work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)
         except BaseException as error:

@@ -87,7 +87,9 @@ class Gate:
     """Holds the updates back until the saves under way are staged."""
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        # By save. Only single calls of dict change it: threads that train other models pass the
+        # gate, too, and a lock could be taken twice by a signal handler that saves.
+        self._held: dict[Save, Held] = {}
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -128,13 +130,13 @@ class Gate:
         through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
         held = Held(save, list(map(attrgetter("_cdata"), storages)))
-        self._held.append(held)
+        self._held[save] = held
         self.stand()
         return held
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
-        for held in list(self._held):
+        for held in list(self._held.values()):
             if not (held.is_staged or (held.passing is not None and held.passing())):
                 self._wait_staged(held.save, timeout, held.passing)
         self._forget_staged()
@@ -145,17 +147,17 @@ class Gate:
         The capture of an update moves version counters. A save that is under way would take that
         for a change.
         """
-        for held in list(self._held):
+        for held in list(self._held.values()):
             if not held.is_staged:
                 self._wait_staged(held.save)
 
     def let_go(self, save: Save) -> None:
         """Hold nothing any more for a save that has not begun."""
-        self._held = [each for each in self._held if each.save is not save]
+        self._held.pop(save, None)
 
     def before_memory_goes(self, storage: UntypedStorage) -> None:
         """Return once no save copies from there any more."""
-        for held in list(self._held):
+        for held in list(self._held.values()):
             if not held.is_staged and held.copies_from([storage._cdata]):
                 held.save._wait_ended("staged")
 
@@ -211,6 +213,6 @@ class Gate:
         updates.unwatch_later(self)
 
     def _forget_staged(self) -> None:
-        self._held = [
-            each for each in self._held if not each.save.done("staged") and each.save.error is None
-        ]
+        for save in list(self._held):
+            if save.done("staged") or save.error is not None:
+                self._held.pop(save, None)

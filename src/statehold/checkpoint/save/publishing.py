@@ -43,7 +43,6 @@ from statehold.layout.claims import Claims, Lesson, judge, lesson_document, less
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
 from statehold.observe.background_log import BackgroundLog
-from statehold.process.garbage import uncollected
 from statehold.ranks.peers import Peers
 
 _TURNS = "turns"
@@ -104,10 +103,9 @@ class Alone:
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
-        with uncollected():  # this makes some objects for each tensor, and keeps none
-            manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
-            raw = replace(manifest, about=_about(work, self._descent)).encode()
-            del manifest
+        manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
+        raw = replace(manifest, about=_about(work, self._descent)).encode()
+        del manifest
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
@@ -156,12 +154,11 @@ class Together:
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
-        with uncollected():  # as in Alone
-            record = build_record(
-                work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
-            )
-            raw, digests = record.encode(), record.group_digests()
-            del record
+        record = build_record(
+            work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
+        )
+        raw, digests = record.encode(), record.group_digests()
+        del record
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3

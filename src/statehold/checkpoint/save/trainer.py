@@ -17,7 +17,6 @@ from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import PeerFailedError
 from statehold.observe.once import log_once
-from statehold.process.garbage import uncollected
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.relay import named_failures
@@ -48,7 +47,7 @@ class Trainer:
         """The parts of `state` to save, as one of `world` ranks. rank: None for a process that is
         alone."""
         self.gate.join_streams()
-        with save._stage("capture"), uncollected(), named_failures(memory=False):
+        with save._stage("capture"), named_failures(memory=False):
             captured = capture(state, rank, self.gate.passed(), self.seen, world=world)
         log_once(captured.note, logging.INFO)
         for doubt in captured.doubts:

@@ -158,7 +158,7 @@ class Builder:
     def _tensor(self, name: str) -> torch.Tensor:
         step = self._step
         shape = step.shape(name, step.saved.tensors[name].shape)
-        made = torch.empty(shape, dtype=step.dtype(name))
+        made = torch.empty(shape, dtype=step.dtype(name), device="cpu")
         for chunk in step.chunks_of(name):
             offsets = step.shape(name, chunk.box.offsets)
             box = Box.whole(step.shape(name, chunk.box.shape))

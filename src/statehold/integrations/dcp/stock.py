@@ -231,7 +231,9 @@ class _Matcher:
             return
         saved = self._saved[name]
         if isinstance(saved, TensorStorageMetadata):
-            made = self.targets.setdefault(name, torch.empty(saved.size, dtype=_dtype(saved)))
+            made = self.targets.setdefault(
+                name, torch.empty(saved.size, dtype=_dtype(saved), device="cpu")
+            )
             self.acts.append(lambda _: put(made))
         else:
             self.targets[name] = None

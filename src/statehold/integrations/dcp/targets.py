@@ -130,4 +130,4 @@ def _read_wave(
 
 
 def _host_memory(wanted: Wanted) -> torch.Tensor:
-    return torch.empty(wanted.box.shape, dtype=wanted.dtype)
+    return torch.empty(wanted.box.shape, dtype=wanted.dtype, device="cpu")

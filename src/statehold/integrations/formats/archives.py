@@ -219,7 +219,7 @@ def packed(work: Work, tree: Any) -> bytes:
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Streamed) and leaf not in made:
-            memory = torch.empty(leaf.nbytes, dtype=torch.uint8)
+            memory = torch.empty(leaf.nbytes, dtype=torch.uint8, device="cpu")
             at = 0
             for part in leaf.parts():
                 memory[at : at + part.numel()] = part
@@ -251,7 +251,7 @@ def _skeleton(path: str, tree: Any) -> None:
         if not isinstance(leaf, Streamed):
             return leaf
         if leaf not in made:
-            made[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            made[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         return made[leaf]
 
     with FakeTensorMode():

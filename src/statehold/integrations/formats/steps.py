@@ -82,7 +82,7 @@ class StepTree:
     def _parts(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Iterator[torch.Tensor]:
-        memory = torch.empty(PART_BYTES, dtype=torch.uint8)
+        memory = torch.empty(PART_BYTES, dtype=torch.uint8, device="cpu")
         for begin, end in runs(dtype, shape):
             part = memory[: (end - begin) * dtype.itemsize]
             plan = ReadPlan(self._saved, hint="statehold verify lists all damage")

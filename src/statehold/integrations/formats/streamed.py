@@ -91,7 +91,7 @@ class MappedFile:
     ) -> torch.Tensor:
         steps = _dense(shape) if stride is None else stride
         if not math.prod(shape) or self._map is None:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         nbytes = (last + 1) * dtype.itemsize
         if begin < 0 or begin + nbytes > self.size:
@@ -142,7 +142,9 @@ def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk])
     inner = (math.prod(shape),) if _are_runs(ordered, shape) else tuple(shape)
 
     def parts() -> Iterator[torch.Tensor]:
-        memory = torch.empty(min(PART_BYTES, math.prod(shape) * dtype.itemsize), dtype=torch.uint8)
+        memory = torch.empty(
+            min(PART_BYTES, math.prod(shape) * dtype.itemsize), dtype=torch.uint8, device="cpu"
+        )
         for begin, end in runs(dtype, shape):
             part = memory[: (end - begin) * dtype.itemsize]
             _fill(part.view(dtype), inner, begin, end, ordered)

@@ -150,7 +150,7 @@ class ExactSum:
 
     def state_dict(self) -> dict[str, Any]:
         """The base of every tensor."""
-        return {"bases": torch.tensor(self._bases)}
+        return {"bases": torch.tensor(self._bases, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         bases = state["bases"].tolist() if "bases" in state else [LEAST] * len(self._sites)

@@ -37,7 +37,7 @@ class Report:
         self._flags = slice(_HEAD, _HEAD + flags)
         self._losses = slice(self._flags.stop, self._flags.stop + microbatches)
         marks = -(-microbatches * tensors // 4)
-        self._vector = torch.zeros(self._losses.stop + marks, dtype=torch.int64)
+        self._vector = torch.zeros(self._losses.stop + marks, dtype=torch.int64, device="cpu")
         self._counted: set[int] = set()
 
     def count(self, index: int, loss: Tensor | float | None, marks: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Report:
         self.check(index)
         self._counted.add(index)
         self._losses_of(self._vector)[index] = math.nan if loss is None else float(loss)
-        self.marks[index] = torch.tensor(marks, dtype=torch.int16)
+        self.marks[index] = torch.tensor(marks, dtype=torch.int16, device="cpu")
 
     def add(self, other: Report) -> None:
         """Take over the slots that another report of this member has filled."""
@@ -66,7 +66,7 @@ class Report:
 
     def reduced(self, start: Start, device: torch.device, fingerprint: int) -> Report:
         """The report of all members. `fingerprint` has to be alike on all of them."""
-        self._vector[:_HEAD] = torch.tensor([1, fingerprint])
+        self._vector[:_HEAD] = torch.tensor([1, fingerprint], device="cpu")
         scratch = self._vector.to(device, copy=True)
         start(scratch).wait()
         found = Report(self.microbatches, self.tensors, self._flags.stop - self._flags.start)

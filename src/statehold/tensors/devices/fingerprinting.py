@@ -50,7 +50,7 @@ class Fingerprinting:
         """By name; returns when all of them are computed."""
         found: dict[str, int] = {}
         for device, names, totals in self._totals:
-            host = torch.empty(len(names), dtype=torch.int64)
+            host = torch.empty(len(names), dtype=torch.int64, device="cpu")
             with self._mover.on(device):
                 host.copy_(totals)
             found |= zip(names, [int(total) & _MASK for total in host.tolist()], strict=True)
@@ -69,7 +69,7 @@ def _totals(tensors: list[torch.Tensor]) -> torch.Tensor:
             end = min(begin + at_once, count)
             words, places, spare = [each[: end - begin] for each in scratch]
             _bring_words(tensor, begin, words)
-            torch.arange(begin, end, out=places)
+            torch.arange(begin, end, out=places, device=places.device)
             words += torch.mul(places, _ODD, out=spare)
             _mix(words, spare)
             words *= places.mul_(2).add_(1)

@@ -1,0 +1,153 @@
+"""Other threads of the program: they train other models, fork, and decide over the collector."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import statehold
+from statehold.checkpoint.save.gate import Gate
+from statehold.tensors import step_hook
+from statehold.tensors.gradients import Gradients
+
+SMALL = {"staging_bytes": "32MiB"}
+
+
+def stepped(weight: nn.Parameter) -> torch.optim.SGD:
+    weight.grad = torch.zeros_like(weight)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
+    """What an update of another thread has waited for is over; what came meanwhile is not."""
+    gate = Gate()
+
+    class Over:
+        error = None
+
+        def done(self, event: str) -> bool:
+            if not came:  # asked in the midst of forgetting
+                came.append(beside)
+                gate.hold_for(beside)
+            return True
+
+    beside: Any = type("Beside", (), {"error": None, "done": lambda self, event: False})()
+    over, came = cast("Any", Over()), list[Any]()
+    gate.hold_for(over)
+    gate._forget_staged()
+    assert list(gate._held) == [beside]
+    gate.remove()
+
+
+def test_gradients_are_looked_at_alone() -> None:
+    gradients = Gradients()
+
+    class Guarded(weakref.WeakKeyDictionary[Any, Any]):
+        def values(self) -> Any:
+            assert gradients._guard._is_owned()  # type: ignore[attr-defined]
+            return super().values()
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            assert gradients._guard._is_owned()  # type: ignore[attr-defined]
+            super().__setitem__(key, value)
+
+    gradients._used = Guarded()
+    optimizer = stepped(nn.Parameter(torch.ones(2)))
+    gradients.saw(optimizer)
+    assert not gradients.are_waiting()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(2)
+    assert gradients.are_waiting()
+
+
+def test_close_while_another_thread_goes_through_the_hooks(tmp_path: Any) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    other = stepped(weight)
+    inside, closed = threading.Event(), threading.Event()
+
+    def block(*_: Any) -> None:
+        inside.set()
+        assert closed.wait(60)
+
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            other.step()
+        except BaseException as error:
+            errors.append(error)
+
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"w": weight}).wait("committed", 60)
+        hook = register_optimizer_step_pre_hook(block)
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert inside.wait(60)
+    closed.set()
+    thread.join(60)
+    hook.remove()
+    assert errors == []
+
+
+def test_an_action_that_is_taken_off_meanwhile_is_not_called_as_none() -> None:
+    class Twice:
+        """Taken off between two looks at it."""
+
+        looks = 0
+
+        @property
+        def action(self) -> Any:
+            self.looks += 1
+            return (lambda _: None) if self.looks == 1 else None
+
+    step_hook._Hook.run(Twice(), None)  # type: ignore[arg-type]
+
+
+def test_a_save_leaves_the_collector_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[str] = []
+    monkeypatch.setattr(gc, "disable", lambda: switched.append("off"))
+    monkeypatch.setattr(gc, "enable", lambda: switched.append("on"))
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(3)}).wait("committed", 60)
+    assert switched == []
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_tensors_can_be_swapped_after_everything(tmp_path: Any, is_frozen: bool) -> None:
+    """torch refuses to swap a tensor that anybody has a weak reference to, and so does
+    Module.to() with torch.__future__.set_swap_module_params_on_conversion(True)."""
+    model = nn.Linear(1024, 512)
+    model.requires_grad_(not is_frozen)
+    head = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([head, *(() if is_frozen else model.parameters())], lr=0.1)
+    state = {"model": model, "head": head, "optimizer": optimizer}
+    run = tmp_path / "run"
+
+    def swap() -> None:
+        assert all(
+            weakref.getweakrefs(p.grad) == [] for p in model.parameters() if p.grad is not None
+        )
+        optimizer.zero_grad()
+        for each in model.parameters():
+            like = nn.Parameter(each.detach().clone(), each.requires_grad)
+            torch.utils.swap_tensors(each, like)
+
+    with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
+        for step in range(1, 5):
+            for each in optimizer.param_groups[0]["params"]:
+                each.grad = torch.zeros_like(each)
+            optimizer.step()
+            ckpt.save(step, state).wait("committed", 60)
+            swap()
+        assert ckpt.restore(state) == 4
+        swap()
+    with statehold.subscribe(str(run), {"model": model}) as updates:
+        updates.wait(60).apply()
+        swap()
