@@ -260,6 +260,7 @@ void RangesJob::unload(uint64_t index) {
 void RangesJob::block_done(Block& block) {
   move(block, Stage::done);
   for (uint64_t range = block.range; range <= block.last_range; ++range) {
+    if (ranges_[range].bytes == 0) continue;  // between two of the block's, and part of none
     CHECK(progress_[range].blocks_left > 0);
     if (--progress_[range].blocks_left > 0) continue;
     if (is_read()) hash_queue_.push_back(range);

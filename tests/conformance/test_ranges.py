@@ -434,6 +434,22 @@ def test_nothing_to_move(disk: Disk, engine: _core.Engine) -> None:
     assert job.checksums() == b""
 
 
+@pytest.mark.parametrize("sizes", [(PAGE, 0, PAGE), (0, PAGE, 0, 0, PAGE, 0), (0,)])
+def test_empty_ranges_between_others(
+    disk: Disk, engine: _core.Engine, sizes: tuple[int, ...]
+) -> None:
+    paths = Paths(disk)
+    memory = memory_at(0, 2 * PAGE)
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    pairs = list(zip(begins, sizes, strict=True))
+    for _ in range(2):  # the engine goes on
+        sums = write_all(engine, paths, [Range(0, at, memory[at : at + n]) for at, n in pairs])
+    whole = memory_at(0, 2 * PAGE)
+    back = [Range(0, at, whole[at : at + n]) for at, n in pairs]
+    must(paths.read(engine, back, sums).wait(DEADLINE_S))
+    assert (whole[: sum(sizes)] == memory[: sum(sizes)]).all()
+
+
 def test_many_small_ranges(disk: Disk, engine: _core.Engine) -> None:
     paths = Paths(disk)
     slots = itertools.product(range(2), range(0, 200 * PAGE, PAGE))
