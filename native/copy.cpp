@@ -2,7 +2,9 @@
 #include "copy.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <span>
 #include <stdexcept>
 
 #include "check.h"
@@ -14,14 +16,14 @@
 
 namespace statehold {
 
-// What walk finds: rows of `bytes` bytes, at these offsets and so far apart.
-struct Strides::Rows {
+// What walk finds: `count` indices of a dimension, with all rows inside. Or a part of one row:
+// `dim` is the innermost, and `bytes` less than a row.
+struct Strides::Box {
+  size_t dim;
   uint64_t count;
-  uint64_t bytes;
+  uint64_t bytes;  // of a row
   int64_t tensor;
-  int64_t tensor_step;
   uint64_t dense;  // from the begin of the walk
-  uint64_t dense_step;
 };
 
 // A position among the rows, advanced like an odometer.
@@ -35,16 +37,26 @@ class Strides::Cursor {
     }
   }
 
+  bool ended() const { return at_.front() == dims_.front().count; }
   uint64_t image() const { return image_; }
   int64_t tensor() const { return tensor_; }
-  const Dim& dim() const { return dims_.back(); }
-  // Rows from here to the end of the innermost dimension.
-  uint64_t run() const { return dims_.back().count - at_.back(); }
 
-  void advance(uint64_t rows) {
-    CHECK(rows <= run());
+  // The outermost dimension that has a whole index here, before `end`.
+  size_t widest(uint64_t end) const {
     size_t d = dims_.size() - 1;
-    move(d, rows);
+    while (d > 0 && at_[d] == 0 && end - image_ >= dims_[d - 1].span) --d;
+    return d;
+  }
+
+  // Whole indices of the dimension from here to its end, or to `end`.
+  uint64_t run(size_t d, uint64_t end) const {
+    const uint64_t before_end = (end - image_ - dims_[d].span) / dims_[d].image_step + 1;
+    return std::min(before_end, dims_[d].count - at_[d]);
+  }
+
+  void advance(size_t d, uint64_t count) {
+    CHECK(count <= dims_[d].count - at_[d]);
+    move(d, count);
     while (at_[d] == dims_[d].count && d > 0) {
       image_ -= at_[d] * dims_[d].image_step;
       tensor_ -= static_cast<int64_t>(at_[d]) * dims_[d].tensor_step;
@@ -81,6 +93,11 @@ void copy_rows(std::byte* to, int64_t to_step, const std::byte* from, int64_t fr
 
 void copy_rows(std::byte* to, int64_t to_step, const std::byte* from, int64_t from_step,
                uint64_t rows, uint64_t row_bytes) {
+  const auto dense = static_cast<int64_t>(row_bytes);
+  if (to_step == dense && from_step == dense) {
+    std::memcpy(to, from, rows * row_bytes);
+    return;
+  }
   switch (row_bytes) {
     case 1:
       return copy_rows<1>(to, to_step, from, from_step, rows);
@@ -99,6 +116,88 @@ void copy_rows(std::byte* to, int64_t to_step, const std::byte* from, int64_t fr
         from += from_step;
       }
   }
+}
+
+// One dimension of what is copied.
+struct Axis {
+  uint64_t count;
+  int64_t to_step;
+  int64_t from_step;
+};
+
+// Rows up to this are copied in tiles where their order differs on the two sides. A tile is 64 or
+// 32 rows wide, so that it takes whole cache lines on both sides, and fits into the L1 cache.
+constexpr uint64_t kTileRowBytes = 16;
+constexpr uint64_t kTileBytes = uint64_t{18} << 10;
+
+constexpr uint64_t tile_side(uint64_t row_bytes) { return row_bytes <= 4 ? 64 : 32; }
+// The rows of a tile are not a power of two apart: those would share the same few lines of a cache.
+constexpr uint64_t tile_pitch(uint64_t row_bytes) { return tile_side(row_bytes) * row_bytes + 16; }
+static_assert(tile_side(4) * tile_pitch(4) <= kTileBytes);
+static_assert(tile_side(kTileRowBytes) * tile_pitch(kTileRowBytes) <= kTileBytes);
+
+// `far` lies close together in `from`, and `near` in `to`: a tile is read in the order of the one,
+// and written in the order of the other.
+void copy_tile(const Axis& far, const Axis& near, std::byte* to, const std::byte* from,
+               uint64_t row_bytes) {
+  alignas(64) std::byte tile[kTileBytes];
+  const auto pitch = static_cast<int64_t>(tile_pitch(row_bytes));
+  const auto item = static_cast<int64_t>(row_bytes);
+  for (uint64_t i = 0; i < near.count; ++i) {
+    const auto at = static_cast<int64_t>(i);
+    copy_rows(tile + at * item, pitch, from + at * near.from_step, far.from_step, far.count,
+              row_bytes);
+  }
+  for (uint64_t i = 0; i < far.count; ++i) {
+    const auto at = static_cast<int64_t>(i);
+    copy_rows(to + at * far.to_step, near.to_step, tile + at * pitch, item, near.count, row_bytes);
+  }
+}
+
+void copy_tiles(const Axis& far, const Axis& near, std::byte* to, const std::byte* from,
+                uint64_t row_bytes) {
+  const uint64_t side = tile_side(row_bytes);
+  Axis n = near;
+  Axis f = far;
+  for (uint64_t i = 0; i < near.count; i += side) {
+    n.count = std::min(side, near.count - i);
+    for (uint64_t k = 0; k < far.count; k += side) {
+      f.count = std::min(side, far.count - k);
+      const auto in = static_cast<int64_t>(i);
+      const auto at = static_cast<int64_t>(k);
+      copy_tile(f, n, to + in * near.to_step + at * far.to_step,
+                from + in * near.from_step + at * far.from_step, row_bytes);
+    }
+  }
+}
+
+// The last two of `axes` in tiles, or the last one row after row.
+void copy_axes(std::span<const Axis> axes, bool in_tiles, std::byte* to, const std::byte* from,
+               uint64_t row_bytes) {
+  const Axis& axis = axes.front();
+  if (axes.size() == 1) {
+    return copy_rows(to, axis.to_step, from, axis.from_step, axis.count, row_bytes);
+  }
+  if (axes.size() == 2 && in_tiles) return copy_tiles(axis, axes.back(), to, from, row_bytes);
+  for (uint64_t i = 0; i < axis.count; ++i) {
+    copy_axes(axes.subspan(1), in_tiles, to, from, row_bytes);
+    to += axis.to_step;
+    from += axis.from_step;
+  }
+}
+
+// Puts the axis last that `to` has close together; before it the one that `from` has. Returns
+// whether these are two.
+bool order_for_tiles(std::vector<Axis>& axes) {
+  const auto nearer = [](auto step) {
+    return [step](const Axis& a, const Axis& b) { return std::abs(a.*step) < std::abs(b.*step); };
+  };
+  const auto far = std::ranges::min_element(axes, nearer(&Axis::from_step));
+  std::rotate(far, far + 1, axes.end());
+  const auto near = std::ranges::min_element(axes, nearer(&Axis::to_step));
+  const bool are_two = near != axes.end() - 1;
+  std::rotate(near, near + 1, axes.end());
+  return are_two;
 }
 
 // Every size below it can be added and multiplied by an element's without overflow.
@@ -142,7 +241,7 @@ Strides::Strides(uint64_t item_bytes, const ChunkBox& box, const std::vector<int
             strides[d] * static_cast<int64_t>(item_bytes));
     bytes_ = checked_product(bytes_, static_cast<uint64_t>(box.chunk_shape[d]));
   }
-  if (dims_.empty()) dims_.push_back({1, row_bytes_, 0});
+  if (dims_.empty()) dims_.push_back({1, row_bytes_, 0, row_bytes_});
   for (const Dim& dim : dims_) row_count_ *= dim.count;
   if (row_bytes_ == 0) row_count_ = 0;
 }
@@ -157,6 +256,7 @@ void Strides::add_dim(uint64_t count, uint64_t image_step, int64_t tensor_step) 
     row_bytes_ *= count;
     return;
   }
+  uint64_t span = row_bytes_;
   if (!dims_.empty()) {
     Dim& inner = dims_.front();
     const auto inner_count = static_cast<int64_t>(inner.count);
@@ -164,8 +264,9 @@ void Strides::add_dim(uint64_t count, uint64_t image_step, int64_t tensor_step) 
       inner.count *= count;
       return;
     }
+    span = inner.span + (inner.count - 1) * inner.image_step;
   }
-  dims_.insert(dims_.begin(), Dim{count, image_step, tensor_step});
+  dims_.insert(dims_.begin(), Dim{count, image_step, tensor_step, span});
 }
 
 // Rows are ordered in the image, and all rows of one index of a dimension end before the next
@@ -184,61 +285,74 @@ uint64_t Strides::rows_before(uint64_t end) const {
   return rows + (left >= row_bytes_ ? 1 : 0);
 }
 
-// Calls move(Rows) for the parts of [begin, end): a torn row at either end, and runs of whole rows
-// between.
+// Calls move(Box) for the parts of [begin, end): a torn row at either end, and between them boxes
+// as large as the range has them.
 template <class Move>
 void Strides::walk(uint64_t begin, uint64_t end, Move&& move) const {
   CHECK(begin <= end);
   CHECK(end <= bytes_);
-  uint64_t row = rows_before(begin);
+  const uint64_t row = rows_before(begin);
   if (row == row_count_) return;
-  for (Cursor cursor(*this, row); row < row_count_ && cursor.image() < end;) {
+  for (Cursor cursor(*this, row); !cursor.ended() && cursor.image() < end;) {
     const uint64_t at = std::max(cursor.image(), begin);
-    const uint64_t bytes = std::min(cursor.image() + row_bytes_, end) - at;
     const uint64_t skip = at - cursor.image();
-    const Dim& dim = cursor.dim();
-    Rows rows{.count = 1,
-              .bytes = bytes,
-              .tensor = cursor.tensor() + static_cast<int64_t>(skip),
-              .tensor_step = dim.tensor_step,
-              .dense = at - begin,
-              .dense_step = dim.image_step};
-    if (bytes == row_bytes_) {
-      rows.count = std::min((end - at - bytes) / dim.image_step + 1, cursor.run());
+    Box box{.dim = dims_.size() - 1,
+            .count = 1,
+            .bytes = std::min(cursor.image() + row_bytes_, end) - at,
+            .tensor = cursor.tensor() + static_cast<int64_t>(skip),
+            .dense = at - begin};
+    if (box.bytes == row_bytes_) {
+      box.dim = cursor.widest(end);
+      box.count = cursor.run(box.dim, end);
     }
-    move(rows);
-    row += rows.count;
-    cursor.advance(rows.count);
+    move(box);
+    cursor.advance(box.dim, box.count);
   }
+}
+
+// axis: of a dimension.
+template <class MakeAxis>
+void Strides::copy_box(const Box& box, std::byte* to, const std::byte* from,
+                       MakeAxis&& axis) const {
+  std::vector<Axis> axes;
+  for (size_t d = box.dim; d < dims_.size(); ++d) {
+    Dim dim = dims_[d];
+    if (d == box.dim) dim.count = box.count;
+    if (dim.count > 1 || (axes.empty() && d + 1 == dims_.size())) axes.push_back(axis(dim));
+  }
+  const bool in_tiles = box.bytes <= kTileRowBytes && order_for_tiles(axes);
+  copy_axes(axes, in_tiles, to, from, box.bytes);
 }
 
 void Strides::gather(const std::byte* tensor, uint64_t begin, uint64_t end,
                      std::byte* dense) const {
-  walk(begin, end, [&](const Rows& rows) {
-    copy_rows(dense + rows.dense, static_cast<int64_t>(rows.dense_step), tensor + rows.tensor,
-              rows.tensor_step, rows.count, rows.bytes);
+  walk(begin, end, [&](const Box& box) {
+    copy_box(box, dense + box.dense, tensor + box.tensor, [](const Dim& dim) {
+      return Axis{dim.count, static_cast<int64_t>(dim.image_step), dim.tensor_step};
+    });
   });
 }
 
 void Strides::scatter(const std::byte* dense, uint64_t begin, uint64_t end,
                       std::byte* tensor) const {
-  walk(begin, end, [&](const Rows& rows) {
-    copy_rows(tensor + rows.tensor, rows.tensor_step, dense + rows.dense,
-              static_cast<int64_t>(rows.dense_step), rows.count, rows.bytes);
+  walk(begin, end, [&](const Box& box) {
+    copy_box(box, tensor + box.tensor, dense + box.dense, [](const Dim& dim) {
+      return Axis{dim.count, dim.tensor_step, static_cast<int64_t>(dim.image_step)};
+    });
   });
 }
 
 uint64_t gather_hashed(const Place& place, uint64_t begin, uint64_t end, std::byte* dense) {
   Xxh3 hash;
   for (uint64_t at = begin; at < end;) {
-    const uint64_t bytes = std::min(kCacheBytes, end - at);
+    const uint64_t bytes = std::min(place.strides ? kStridedBytes : kCacheBytes, end - at);
     std::byte* to = dense + (at - begin);
     if (place.strides) {
       place.strides->gather(place.address, at, at + bytes, to);
     } else {
       std::memcpy(to, place.address + at, bytes);
     }
-    if (end - begin <= kCacheBytes) return xxh3_64(to, bytes);
+    if (bytes == end - begin) return xxh3_64(to, bytes);
     hash.update(to, bytes);
     at += bytes;
   }

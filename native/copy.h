@@ -14,6 +14,9 @@ namespace statehold {
 
 // Bytes handled at once, small enough to be still in the L2 cache when they are hashed.
 inline constexpr uint64_t kCacheBytes = uint64_t{128} << 10;
+// The same of a tensor with strides: so many that a part of a transposed one has whole cache lines
+// of its memory.
+inline constexpr uint64_t kStridedBytes = uint64_t{1} << 20;
 
 // A box inside a chunk, in elements; `low` is its first index.
 struct ChunkBox {
@@ -43,14 +46,17 @@ class Strides {
     uint64_t count;
     uint64_t image_step;  // bytes in the chunk
     int64_t tensor_step;  // bytes in memory
+    uint64_t span;        // bytes in the chunk from the begin of an index to its end
   };
-  struct Rows;
+  struct Box;
   class Cursor;
 
   void add_dim(uint64_t count, uint64_t image_step, int64_t tensor_step);
   uint64_t rows_before(uint64_t end) const;
   template <class Move>
   void walk(uint64_t begin, uint64_t end, Move&& move) const;
+  template <class MakeAxis>
+  void copy_box(const Box& box, std::byte* to, const std::byte* from, MakeAxis&& axis) const;
 
   std::vector<Dim> dims_;  // outermost first
   uint64_t row_bytes_;

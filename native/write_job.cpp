@@ -1,6 +1,7 @@
 // write_job: contract in write_job.h.
 #include "write_job.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -263,19 +264,35 @@ void WriteJob::run(const Work& work) {
   CHECK(false);  // no such kind
 }
 
+namespace {
+
+// The part of a segment in [base, end), if its tensor has strides: as a whole, because a piece of a
+// transposed tensor has but a short part of each row of memory.
+bool gather_strided(const Segment& segment, uint64_t base, uint64_t end, std::byte* to) {
+  if (segment.place.contiguous()) return false;
+  const uint64_t begin = std::max(segment.begin, base);
+  const uint64_t stop = std::max(begin, std::min(segment.end, end));
+  segment.place.strides->gather(segment.place.address, begin - segment.begin, stop - segment.begin,
+                                to + (begin - base));
+  return true;
+}
+
+}  // namespace
+
 bool WriteJob::move_pieces(const Block& block, uint64_t index, bool external) {
   const auto gather = block.buffered() ? gather_hashed : gather_hashed_nontemporal;
   const uint64_t base = block_begin(index);
   for (uint64_t s = block.first_segment; s < block.last_segment; ++s) {
     const Segment& segment = segments_[s];
     if (segment.external != external) continue;
+    const bool there = external || gather_strided(segment, base, block_end(index), block.to);
     for_each_piece(segment, base, block_end(index), block_bytes_,
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped()) return;
                      std::byte* to = block.to + (begin - base);
-                     sums_[sum] = external ? xxh3_64(to, end - begin)
-                                           : gather(segment.place, begin - segment.begin,
-                                                    end - segment.begin, to);
+                     sums_[sum] = there ? xxh3_64(to, end - begin)
+                                        : gather(segment.place, begin - segment.begin,
+                                                 end - segment.begin, to);
                    });
   }
   return !stopped();

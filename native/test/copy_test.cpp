@@ -122,6 +122,41 @@ TEST(gather_any_range) {
   }
 }
 
+// Larger than a tile, in every order of the dimensions.
+TEST(permuted_in_parts) {
+  std::mt19937_64 random(23);
+  for (const uint64_t item_bytes : {1, 2, 3, 4, 8, 16, 24}) {
+    std::vector<int64_t> order{0, 1, 2};
+    do {
+      const std::vector<int64_t> shape{67, 5, 131};
+      std::vector<int64_t> strides(3);
+      int64_t step = 1;
+      for (const int64_t d : order) {
+        strides[d] = random() % 3 == 0 ? -step : step;
+        step *= shape[d] + static_cast<int64_t>(random() % 2);
+      }
+      const auto bytes = static_cast<uint64_t>(step) * item_bytes;
+      const std::vector<std::byte> memory = numbered(2 * bytes);
+      const std::byte* origin = memory.data() + bytes;
+      const std::vector<std::byte> image = dense_image({item_bytes, shape, strides}, origin);
+      std::vector<std::byte> other(memory.size());
+      const Strides strided(item_bytes, shape, strides);
+      const Place from{const_cast<std::byte*>(origin), strided};
+      const Place to{other.data() + bytes, strided};
+      for (uint64_t at = 0; at < image.size();) {
+        const uint64_t end =
+            std::min<uint64_t>(at + 1 + random() % (image.size() / 2), image.size());
+        std::vector<std::byte> out(end - at);
+        EXPECT(gather_hashed(from, at, end, out.data()) == xxh3_64(image.data() + at, out.size()));
+        EXPECT(std::memcmp(out.data(), image.data() + at, out.size()) == 0);
+        scatter(out.data(), to, at, end);
+        at = end;
+      }
+      EXPECT(dense_image({item_bytes, shape, strides}, other.data() + bytes) == image);
+    } while (std::ranges::next_permutation(order).found);
+  }
+}
+
 TEST(scatter_in_parts_restores) {
   for (const Layout& layout : kLayouts) {
     std::vector<std::byte> memory = numbered(4096);
