@@ -152,6 +152,8 @@ class Fs {
                                                    bool reuse) = 0;
   // direct: fails with EINVAL where the file system refuses O_DIRECT. Status::missing on ENOENT.
   virtual Result<std::shared_ptr<File>> open_read(const std::string& path, bool direct) = 0;
+  // How many files one reader should have open at the same time: a process has few descriptors.
+  virtual uint64_t files_at_once() const { return 64; }
   // True when overwriting this file can hurt nobody: regular, ours, one name, not open or mapped.
   virtual bool can_reuse(const std::string& path) = 0;
 

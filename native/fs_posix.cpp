@@ -20,6 +20,7 @@
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
@@ -528,6 +529,12 @@ bool PosixFs::can_reuse_kept(const std::string& path, const std::shared_ptr<File
   const auto* mapped = dynamic_cast<const MappedFile*>(kept.get());
   return mapped != nullptr && kept.use_count() == 1 && mapped->is_at(path) &&
          is_ours_alone(mapped->fd());
+}
+
+// Each takes up to three descriptors, there may be several readers, and the program has files, too.
+uint64_t PosixFs::files_at_once() const {
+  rlimit limit;
+  return ::getrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur / 16 : Fs::files_at_once();
 }
 
 Result<std::shared_ptr<File>> PosixFs::open_view(const std::string& path, uint64_t bytes) {

@@ -99,6 +99,7 @@ class PosixFs : public Fs {
   Result<std::shared_ptr<File>> open_write(const std::string& path, uint64_t bytes,
                                            bool reuse) override;
   Result<std::shared_ptr<File>> open_read(const std::string& path, bool direct) override;
+  uint64_t files_at_once() const override;
   bool can_reuse(const std::string& path) override;
   Result<std::shared_ptr<File>> open_mapped(const std::string& path, uint64_t bytes, bool reuse,
                                             const std::shared_ptr<File>& kept) override;

@@ -1,9 +1,10 @@
 // read_job: contract in read_job.h.
 #include "read_job.h"
 
-#include <array>
+#include <algorithm>
 #include <map>
 #include <stdexcept>
+#include <utility>
 
 #include "checksum.h"
 
@@ -27,12 +28,12 @@ ReadJob::ReadJob(std::shared_ptr<Shared> shared, ReadRequest request)
     throw std::invalid_argument("as many file sizes as files are needed");
   }
   for (size_t i = 0; i < request.paths.size(); ++i) {
-    sources_.push_back(
-        {std::move(request.paths[i]), request.file_bytes[i], nullptr, nullptr, nullptr});
+    sources_.push_back({std::move(request.paths[i]), request.file_bytes[i]});
   }
   check_segments(sums_.size());
   make_blocks();
   rotate_to(request.first_segment);
+  order_sources();
 }
 
 void ReadJob::check_segments(size_t sum_count) {
@@ -115,6 +116,20 @@ void ReadJob::rotate_to(uint64_t segment) {
   if (first != blocks_.end()) std::ranges::rotate(blocks_, first);
 }
 
+// As their first blocks are; those without blocks are last.
+void ReadJob::order_sources() {
+  std::vector<bool> is_listed(sources_.size(), false);
+  const auto list = [&](uint32_t file) {
+    if (!is_listed[file]) opening_order_.push_back(file);
+    is_listed[file] = true;
+  };
+  for (const Block& block : blocks_) {
+    ++sources_[block.file].blocks_left;
+    list(block.file);
+  }
+  for (uint32_t file = 0; file < sources_.size(); ++file) list(file);
+}
+
 bool ReadJob::wait_done(Deadline deadline) {
   return wait(deadline, [this]() REQUIRES(engine_mutex) { return complete(); });
 }
@@ -165,16 +180,27 @@ bool ReadJob::take(Priority priority, Work& work) {
 }
 
 bool ReadJob::take_read(Work& work) {
-  if (!opened_) {
-    if (opening_) return false;
-    opening_ = true;
-    work = {shared_from_this(), kOpen, 0};
+  if (!checked_) {
+    if (checking_) return false;
+    checking_ = true;
+    work = {shared_from_this(), kCheck, 0};
     return true;
   }
-  if (take_cold(work)) return true;
-  if (next_block_ == blocks_.size()) return false;
+  if (take_cold(work) || take_open(work)) return true;
+  if (next_block_ == blocks_.size() || !sources_[blocks_[next_block_].file].buffered) return false;
   work = {shared_from_this(), kStart, next_block_++};
   move(blocks_[work.block], Stage::working);
+  return true;
+}
+
+// The next file, if not too many are open: their last blocks make room for it.
+bool ReadJob::take_open(Work& work) {
+  if (next_source_ == opening_order_.size() || open_sources_ >= open_sources_max_) return false;
+  const uint32_t file = opening_order_[next_source_];
+  if (sources_[file].blocks_left == 0) return false;  // nor has any behind it
+  ++next_source_;
+  ++open_sources_;
+  work = {shared_from_this(), kOpen, file};
   return true;
 }
 
@@ -190,13 +216,10 @@ bool ReadJob::take_cold(Work& work) {
 
 void ReadJob::run(const Work& work) {
   switch (static_cast<Kind>(work.kind)) {
-    case kOpen: {
-      const Status status = open_sources();
-      const Lock lock(shared_->mutex());
-      opened_ = status.ok();
-      if (!opened_) fail(status);
-      return wake_all();
-    }
+    case kCheck:
+      return check_sources();
+    case kOpen:
+      return open_again(work.block);
     case kStart:
       return start(work.block);
     case kRead:
@@ -207,23 +230,65 @@ void ReadJob::run(const Work& work) {
   CHECK(false);  // no such kind
 }
 
-Status ReadJob::open_sources() {
-  for (Source& source : sources_) {
-    Result<std::shared_ptr<File>> buffered = shared_->fs->open_read(source.path, false);
-    if (!buffered.ok()) return buffered.status;
-    source.buffered = std::move(buffered.value);
-    const Result<uint64_t> size = source.buffered->size_bytes();
-    if (!size.ok()) return size.status;
-    if (size.value != source.bytes) {
-      return Status::truncated("open (" + std::to_string(source.bytes) + " bytes expected)",
-                               source.path, size.value);
-    }
-    Result<std::shared_ptr<File>> direct = shared_->fs->open_read(source.path, true);
-    if (direct.ok()) source.direct = std::move(direct.value);
-    Result<std::shared_ptr<File>> view = shared_->fs->open_view(source.path, source.bytes);
-    if (view.ok()) source.view = std::move(view.value);
+// Looks at all, and keeps as many open as may be at once.
+void ReadJob::check_sources() {
+  const uint64_t open_max = std::max<uint64_t>(shared_->fs->files_at_once(), 2);
+  Status status;
+  uint64_t kept = 0;
+  for (const uint32_t file : opening_order_) {
+    Source& source = sources_[file];
+    const bool is_kept = kept < open_max && source.blocks_left > 0;
+    Result<Files> opened = open(source, is_kept);
+    status = opened.status;
+    if (!status.ok() || stopped()) break;
+    if (!is_kept) continue;
+    static_cast<Files&>(source) = std::move(opened.value);
+    ++kept;
   }
-  return {};
+  const Lock lock(shared_->mutex());
+  open_sources_ = next_source_ = kept;
+  open_sources_max_ = open_max;
+  checked_ = status.ok();
+  if (!checked_) fail(status);
+  wake_all();
+}
+
+// A file that was closed when all were checked.
+void ReadJob::open_again(uint64_t file) {
+  std::vector<Files> read;
+  {
+    const Lock lock(shared_->mutex());
+    read.swap(read_);
+  }
+  read.clear();
+  Result<Files> opened = open(sources_[file], true);
+  const Lock lock(shared_->mutex());
+  if (!opened.ok()) {
+    fail(opened.status);
+  } else if (!failed()) {
+    static_cast<Files&>(sources_[file]) = std::move(opened.value);
+  }
+  wake_all();
+}
+
+// for_blocks: in every way in which a block may be read.
+Result<ReadJob::Files> ReadJob::open(const Source& source, bool for_blocks) const {
+  Result<std::shared_ptr<File>> buffered = shared_->fs->open_read(source.path, false);
+  if (!buffered.ok()) return {buffered.status, {}};
+  const Result<uint64_t> size = buffered.value->size_bytes();
+  if (!size.ok()) return {size.status, {}};
+  if (size.value != source.bytes) {
+    const std::string expected = std::to_string(source.bytes);
+    return {Status::truncated("open (" + expected + " bytes expected)", source.path, size.value),
+            {}};
+  }
+  Files files{std::move(buffered.value), nullptr, nullptr};
+  if (!for_blocks) return {{}, std::move(files)};
+  Result<std::shared_ptr<File>> direct = shared_->fs->open_read(source.path, true);
+  if (direct.ok()) files.direct = std::move(direct.value);
+  Result<std::shared_ptr<File>> view = shared_->fs->open_view(source.path, source.bytes);
+  if (view.ok()) files.view = std::move(view.value);
+  return {{}, std::move(files)};
 }
 
 void ReadJob::start(uint64_t index) {
@@ -248,20 +313,21 @@ void ReadJob::start(uint64_t index) {
   wake_all();
 }
 
-// Announces every shared block once: this one, and those whose turn is soon.
+// Announces every shared block of an open file once: this one, and those whose turn is soon.
 void ReadJob::read_ahead(uint64_t index) {
   const uint64_t count = 1 + kAheadBytes / shared_->memory->buffer_bytes();
-  uint64_t begin, end;
+  std::vector<std::pair<std::shared_ptr<File>, const Block*>> soon;
   {
     const Lock lock(shared_->mutex());
-    begin = std::max(announced_blocks_, index);
-    end = std::min(index + count, blocks_.size());
+    const uint64_t end = std::min(index + count, blocks_.size());
+    for (uint64_t b = std::max(announced_blocks_, index); b < end; ++b) {
+      const Source& source = sources_[blocks_[b].file];
+      if (blocks_[b].shared && source.buffered) soon.emplace_back(source.buffered, &blocks_[b]);
+    }
     announced_blocks_ = std::max(announced_blocks_, end);
   }
-  for (uint64_t b = begin; b < end && !stopped(); ++b) {
-    const Block& block = blocks_[b];
-    if (!block.shared) continue;
-    sources_[block.file].buffered->read_ahead(block.begin, block.end - block.begin);
+  for (const auto& [file, block] : soon) {
+    if (!stopped()) file->read_ahead(block->begin, block->end - block->begin);
   }
 }
 
@@ -281,7 +347,7 @@ Status ReadJob::read_in_place(const Block& block) {
 
 Status ReadJob::read_piece(const Block& block, const Segment& segment, uint64_t sum, uint64_t begin,
                            uint64_t end) {
-  alignas(64) thread_local std::array<std::byte, kCacheBytes> scratch;
+  thread_local std::vector<std::byte> scratch;
   const Source& source = sources_[segment.file];
   const auto index = static_cast<uint64_t>(&segment - segments_.data());
   const bool wanted = segment.place.address != nullptr;
@@ -292,9 +358,11 @@ Status ReadJob::read_piece(const Block& block, const Segment& segment, uint64_t 
         copy_hashed_nontemporal(source.view->view().data() + begin, end - begin, to);
     return compare(index, sum, begin, end, got);
   }
+  const uint64_t unit = wanted && !straight ? kStridedBytes : kCacheBytes;
+  if (!straight && scratch.size() < unit) scratch.resize(unit);
   Xxh3 hash;
   for (uint64_t at = begin; at < end;) {
-    const uint64_t bytes = std::min(kCacheBytes, end - at);
+    const uint64_t bytes = std::min(unit, end - at);
     const uint64_t offset = at - segment.begin;
     std::byte* to = straight ? segment.place.address + offset : scratch.data();
     if (Status status = source.buffered->read(to, bytes, at); !status.ok()) return status;
@@ -397,6 +465,11 @@ void ReadJob::finished(Block& block) {
   CHECK(blocks_left_ > 0);
   move(block, Stage::done);
   --blocks_left_;
+  Source& source = sources_[block.file];
+  if (--source.blocks_left == 0) {
+    --open_sources_;
+    read_.push_back(std::exchange(static_cast<Files&>(source), {}));
+  }
   wake_all();
 }
 
@@ -407,8 +480,10 @@ void ReadJob::drop_queued() {
 
 void ReadJob::drop_files() {
   std::vector<Source> dropped;
+  std::vector<Files> read;
   const Lock lock(shared_->mutex());
   dropped.swap(sources_);
+  read.swap(read_);
 }
 
 }  // namespace statehold

@@ -11,7 +11,9 @@
 //
 // A piece is verified whole, also where only a box of it is placed (copy.h). A segment may begin or
 // end inside a chunk, but only where a piece does: its checksums are those of its pieces.
-// No byte of a destination changes before every file has been opened and has the right size. In the
+// No byte of a destination changes before every file has been opened and has the right size. Where
+// there are more than the process may well have open, each is opened again when its blocks are due,
+// and closed after the last one: who has saved on many ranks reads with few descriptors. In the
 // direct path no byte changes before its block is verified; in the other paths a bad piece has
 // overwritten its own place when the job fails.
 #pragma once
@@ -67,7 +69,7 @@ class ReadJob final : public Job {
   void run(const Work& work) override;
 
  private:
-  enum Kind : uint8_t { kOpen, kStart, kRead, kVerify };
+  enum Kind : uint8_t { kCheck, kOpen, kStart, kRead, kVerify };
 
   struct Block : BlockState {
     uint32_t file = 0;
@@ -82,23 +84,33 @@ class ReadJob final : public Job {
     bool viewed = false;   // likewise; it is cached, too
   };
 
-  struct Source {
+  struct Files {
+    std::shared_ptr<File> buffered;  // null: it is not open
+    std::shared_ptr<File> direct;    // null where the file system refuses
+    std::shared_ptr<File> view;      // null where it does not lie in memory
+  };
+
+  struct Source : Files {
+    Source(std::string given, uint64_t size) : path(std::move(given)), bytes(size) {}
+
     std::string path;
-    uint64_t bytes = 0;
-    std::shared_ptr<File> buffered;
-    std::shared_ptr<File> direct;  // null where the file system refuses
-    std::shared_ptr<File> view;    // null where it does not lie in memory
+    uint64_t bytes;
+    uint64_t blocks_left = 0;
   };
 
   void check_segments(size_t sum_count) REQUIRES(engine_mutex);
   void make_blocks() REQUIRES(engine_mutex);
   void rotate_to(uint64_t segment);
+  void order_sources();
   bool joins(uint64_t segment, uint64_t begin, uint64_t end) const;
   void add_to_blocks(uint64_t segment, uint64_t begin, uint64_t end);
 
   bool take_read(Work& work) REQUIRES(engine_mutex);
   bool take_cold(Work& work) REQUIRES(engine_mutex);
-  Status open_sources();
+  bool take_open(Work& work) REQUIRES(engine_mutex);
+  void check_sources();
+  void open_again(uint64_t file);
+  Result<Files> open(const Source& source, bool for_blocks) const;
   void start(uint64_t index);
   void read_ahead(uint64_t index);
   void read_to_buffer(uint64_t index);
@@ -113,7 +125,7 @@ class ReadJob final : public Job {
   std::vector<BufferPiece> external_pieces(const Block& block) const;
   void finished(Block& block) REQUIRES(engine_mutex);
 
-  bool complete() const override REQUIRES(engine_mutex) { return opened_ && blocks_left_ == 0; }
+  bool complete() const override REQUIRES(engine_mutex) { return checked_ && blocks_left_ == 0; }
   void drop_queued() override REQUIRES(engine_mutex);
   uint64_t buffers_left() const override REQUIRES(engine_mutex) { return unlent_blocks_; }
   uint64_t buffers_wanted() const override REQUIRES(engine_mutex) { return cold_queue_.size(); }
@@ -122,13 +134,18 @@ class ReadJob final : public Job {
   BlockState& block_state(uint64_t block) override { return blocks_[block]; }
 
   const uint32_t path_;
-  std::vector<Source> sources_;  // files are set by open_sources, before any block starts
+  std::vector<Source> sources_;  // each has its files before its first block starts, until its last
+  std::vector<uint32_t> opening_order_;  // of sources
   std::vector<Segment> segments_;
   std::vector<uint64_t> sums_;
   std::vector<Block> blocks_;  // each is of who its state says (block.h)
 
-  bool opening_ GUARDED_BY(engine_mutex) = false;
-  bool opened_ GUARDED_BY(engine_mutex) = false;
+  bool checking_ GUARDED_BY(engine_mutex) = false;
+  bool checked_ GUARDED_BY(engine_mutex) = false;
+  uint64_t next_source_ GUARDED_BY(engine_mutex) = 0;  // in the order of opening
+  uint64_t open_sources_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t open_sources_max_ GUARDED_BY(engine_mutex) = 0;
+  std::vector<Files> read_ GUARDED_BY(engine_mutex);  // to be closed, without the mutex
   uint64_t next_block_ GUARDED_BY(engine_mutex) = 0;
   uint64_t announced_blocks_ GUARDED_BY(engine_mutex) = 0;      // to the page cache
   std::deque<uint64_t> cold_queue_ GUARDED_BY(engine_mutex);    // need a buffer

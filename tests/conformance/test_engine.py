@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import threading
 from array import array
 from pathlib import Path
@@ -134,14 +135,32 @@ def test_only_what_is_asked_for_is_read(disk: Disk, engine: _core.Engine) -> Non
     assert stats["cached_bytes"] + stats["direct_bytes"] == wanted.nbytes
 
 
+@pytest.mark.parametrize("first_segment", [0, 151])
+def test_more_files_than_descriptors(disk: Disk, engine: _core.Engine, first_segment: int) -> None:
+    """Files are opened when their blocks are due."""
+    states = [State(random_arrays(seed, 3_000, 77)) for seed in range(100)]
+    most = max(int(name) for name in os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 64, hard))
+    try:
+        read_together(disk, engine, states, first_segment)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_several_files_at_once(disk: Disk, engine: _core.Engine) -> None:
-    states = [State(random_arrays(seed, 300_000, 77)) for seed in range(4)]
+    read_together(disk, engine, [State(random_arrays(seed, 300_000, 77)) for seed in range(4)])
+
+
+def read_together(
+    disk: Disk, engine: _core.Engine, states: list[State], first_segment: int = 0
+) -> None:
     sums = [save(engine, disk, f"f{i}", state) for i, state in enumerate(states)]
     back = [state.cleared() for state in states]
     header_sums = 8 * piece_count(0, 4096)
     flat = [(i, b, a) for i, s in enumerate(back) for b, a in zip(s.begins, s.arrays, strict=True)]
     job = engine.read(
-        files=[disk.path(f"f{i}") for i in range(4)],
+        files=[disk.path(f"f{i}") for i in range(len(states))],
         file_bytes=[state.file_bytes for state in states],
         block_bytes=BLOCK,
         file_index=array("q", [i for i, _, _ in flat]),
@@ -152,6 +171,7 @@ def test_several_files_at_once(disk: Disk, engine: _core.Engine) -> None:
         strided={},
         sums=b"".join(s[header_sums:] for s in sums),
         owner=back,
+        first_segment=first_segment,
     )
     must(job.wait(DEADLINE_S))
     assert [s.image for s in back] == [s.image for s in states]
