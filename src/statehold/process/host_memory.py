@@ -119,3 +119,19 @@ def _text(file: Path) -> str:
         return file.read_text().strip()
     except (OSError, ValueError):
         return ""
+
+
+def read_only_memory() -> list[tuple[int, int]]:
+    """The addresses, as (begin, end) in order, that this process may not write. Empty where the
+    system does not say."""
+    found = []
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        addresses, rights = line.split(" ", 2)[:2]
+        if "w" not in rights:
+            begin, end = addresses.split("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found

@@ -9,15 +9,18 @@ Not here: names and trees (restore), who reads the bytes (engine).
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from statehold.errors import InvariantError
+from statehold.errors import InvariantError, StateMismatchError
 from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
+from statehold.process.host_memory import read_only_memory
 from statehold.tensors import dtypes, placements
 from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed
@@ -70,6 +73,7 @@ class Destinations:
         self._replicas = replicas
         self._filled: dict[Memory, str] = {}
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._read_only = read_only_memory()
 
     def place(self, live: torch.Tensor, path: str) -> Placed:
         """Where a live tensor lies. Raises UnsupportedValueError for what has no layout."""
@@ -87,8 +91,10 @@ class Destinations:
         return live.dtype == dtype and shape == dtypes.torch_shape(dtype, saved.shape)
 
     def fill(self, live: torch.Tensor, name: str, place: Placed) -> str | None:
-        """Make `live` a destination; the name of another tensor that already goes there."""
+        """Make `live` a destination; the name of another tensor that already goes there. Raises
+        StateMismatchError for memory that may not be written."""
         local = local_of(live)
+        self._check_writable(local, name)
         target = local.detach()
         if is_view_of_other_values(local) and not is_external(target):
             staged = torch.empty(local.shape, dtype=local.dtype, device="cpu")
@@ -103,6 +109,18 @@ class Destinations:
             self._filled[memory] = name
             self.found.append(self._destination(name, target, place))
         return None
+
+    def _check_writable(self, local: torch.Tensor, name: str) -> None:
+        if is_external(local) or not local.numel():
+            return
+        begin = local.data_ptr()
+        after = bisect_right(self._read_only, begin, key=itemgetter(1))
+        if after < len(self._read_only) and self._read_only[after][0] < begin + local.nbytes:
+            raise StateMismatchError(
+                "a tensor lies in memory that may not be written; nothing was changed",
+                facts={"tensor": name, "expected": "writable memory", "got": "read-only memory"},
+                hint="leave it out by skip=, or copy it first: tensor.clone()",
+            )
 
     def usable(self, live: torch.Tensor, name: str, place: Placed | None = None) -> bool:
         """Whether `live` can take the saved tensor; if so, it will."""
