@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.agent.looking import LOG_NAME
-from statehold.checkpoint.levels.memory import SHARED_MEMORY
 from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.cli.output import counted
 from statehold.cli.places import bytes_of, leftovers_of
+from statehold.process.own_memory import SHARED_MEMORY, home_path
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
@@ -42,7 +42,7 @@ class Left:
 
 def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Left]:
     """The leftovers in the run `path`, if it is one, and in the memory of this host."""
-    yield from _memory(os.path.join(shared, f"statehold-{os.getuid()}"))
+    yield from _memory(home_path(shared))
     for folder in dict.fromkeys((shared, path)):
         yield from _near(folder)
     yield from _in_run(fs, path)

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
-from statehold.checkpoint.levels.memory import SHARED_MEMORY, memory_path
+from statehold.checkpoint.levels.memory import memory_path
 from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.directories import delete
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.io.mounts import mount_of
+from statehold.process.own_memory import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from statehold._core import Fs

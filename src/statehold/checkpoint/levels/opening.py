@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
-from statehold.checkpoint.levels.memory import SHARED_MEMORY
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import Identity
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, Site
@@ -23,6 +22,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.io.mounts import mount_of
 from statehold.observe.once import log_once
+from statehold.process.own_memory import SHARED_MEMORY
 from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
