@@ -372,7 +372,7 @@ def test_doctor(tmp_path: Path, ask: Ask, say: Say) -> None:
     assert names == [
         "system", "cores", "torch", "numpy", "backend", "kernel.io_uring_disabled",
         "memory", "locked memory", "open files", "file system", "free space", "I/O profile",
-        "O_DIRECT", "F_SETLEASE", "renameat2 exchange", "fsync of a directory", "POSIX locks",
+        "O_DIRECT", "F_SETLEASE", "renameat2 exchange", "fsync of a directory", "locks",
     ]  # fmt: skip
     assert all(check.keys() == {"name", "value", "ok", "means"} for check in document["checks"])
     assert list(tmp_path.iterdir()) == []

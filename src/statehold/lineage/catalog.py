@@ -20,6 +20,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from statehold.checkpoint.store.store import Store
@@ -169,7 +170,9 @@ class Catalog:
             return self._once(act)
 
     def _once(self, act: Callable[[sqlite3.Connection], T]) -> T:
-        with contextlib.closing(sqlite3.connect(self.file, isolation_level=None)) as tables:
+        # The lock keeps others out. SQLite's own fails on a file system without locks.
+        file = f"{Path(self.file).absolute().as_uri()}?vfs=unix-none"
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None, uri=True)) as tables:
             (version,) = tables.execute("PRAGMA user_version").fetchone()
             is_new = not tables.execute("SELECT 1 FROM sqlite_master").fetchone()
             if not is_new and version != _VERSION:

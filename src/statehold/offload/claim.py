@@ -30,28 +30,23 @@ FOLDER = re.compile(r"optimizer-\d+")
 LOCK_NAME = ".lock"
 _OWNER = 0  # the byte of the lock that the owner has locked
 
-# A simulated disk has no locks, and belongs to one process: its number, and a folder there.
-_simulated: set[tuple[int, str]] = set()
-
 
 class Claim:
     """The right to use `folder`, until release()."""
 
-    def __init__(self, folder: str, lock: LockFile | None, disk: int) -> None:
-        self.folder, self._lock, self._disk = folder, lock, disk
+    def __init__(self, folder: str, lock: LockFile) -> None:
+        self.folder, self._lock = folder, lock
         self._owner_pid = os.getpid()
 
     @property
     def is_lost(self) -> bool:
         """Whether the folder is another one by now: unmounted, replaced or removed."""
-        return self._lock is not None and self._lock.is_lost
+        return self._lock.is_lost
 
     def release(self) -> None:
         """Give the folder up. Does nothing in a forked child, which never had it."""
         if os.getpid() == self._owner_pid:
-            _simulated.discard((self._disk, self.folder))
-            if self._lock is not None:
-                self._lock.close()
+            self._lock.close()
 
 
 def claim_folder(fs: Fs, directory: str) -> Claim:
@@ -79,19 +74,13 @@ def _try_claim(fs: Fs, folder: str) -> Claim | None:
         except StorageError:
             if not fs.is_dir(folder):  # else another optimizer has just made it
                 raise
-    if fs.backend == "sim":
-        key = (id(fs), folder)
-        if key in _simulated:
-            return None
-        _simulated.add(key)
-        return Claim(folder, None, id(fs))
     path = os.path.join(folder, LOCK_NAME)
     try:
-        lock = LockFile(path)
+        lock = LockFile(path, disk=id(fs) if fs.backend == "sim" else 0)
         if not lock.try_take(_OWNER):
             lock.close()
             return None
     except OSError as error:
         raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
     lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
-    return Claim(folder, lock, 0)
+    return Claim(folder, lock)

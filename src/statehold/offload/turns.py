@@ -7,10 +7,11 @@ waits. Then the turn ends with the transfers that are under way.
 
 Who waits holds NEXT, and then takes TURN. So the last owner, who has to take NEXT first, cannot
 overtake: nobody starves. A turn is held only around a transfer, and with no other turn, so there is
-no deadlock. The kernel drops the lock of an owner that dies.
+no deadlock. The kernel drops the lock of an owner that dies. An owner that was stopped keeps it:
+who has waited WAIT_S goes on without the turn, and waits no more until the turn is free again.
 
-The locks are bytes of one file of this user in the memory of the node: other nodes that use a
-parallel file system have turns of their own, and taking a turn is no I/O.
+The locks are bytes of one file of this user in the memory of the node (process/file_locks): other
+nodes that use a parallel file system have turns of their own, and taking a turn is no I/O.
 
 Invariants: with turns that cannot be taken, transfers go on without. They are only for speed.
 """
@@ -18,18 +19,16 @@ Invariants: with turns that cannot be taken, transfers go on without. They are o
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 
+from statehold.errors import StorageError
 from statehold.observe.once import log_once
 from statehold.process.file_locks import LockFile
 
 __all__ = ["Turn", "Turns"]
 
-SHARED_MEMORY = "/dev/shm"
+WAIT_S = 5.0
 
 
 class Turn:
@@ -40,6 +39,7 @@ class Turn:
         self._changed = threading.Condition()
         self._users = 0  # threads that have the turn, or share the one that is being taken
         self._is_held = False
+        self._patience_s = WAIT_S
 
     @property
     def is_wanted(self) -> bool:
@@ -66,12 +66,21 @@ class Turn:
                 self._changed.wait_for(lambda: self._is_held)
                 return
         with contextlib.suppress(OSError):  # the kernel is out of locks
-            lock.take(self._next)
-            lock.take(self._turn)
-            lock.drop(self._next)
+            self._wait_for(lock)
         with self._changed:
             self._is_held = True
             self._changed.notify_all()
+
+    def _wait_for(self, lock: LockFile) -> None:
+        is_ours = False
+        if lock.take(self._next, self._patience_s):
+            try:
+                is_ours = lock.take(self._turn, self._patience_s)
+            finally:
+                lock.drop(self._next)
+        if not is_ours:
+            log_once(f"an optimizer goes on without its turn on a path, after {WAIT_S:g} s")
+        self._patience_s = WAIT_S if is_ours else 0.0
 
     def _leave(self, lock: LockFile) -> None:
         with self._changed:
@@ -89,9 +98,8 @@ class Turns:
     """
 
     def __init__(self, directory: str | None) -> None:
-        self._lock = None if directory is None else _open()
-        byte = 0 if directory is None else _first_byte(directory)
-        self.read, self.write = Turn(self._lock, byte), Turn(self._lock, byte + 2)
+        self._lock = None if directory is None else _open(directory)
+        self.read, self.write = Turn(self._lock, 0), Turn(self._lock, 2)
 
     def close(self) -> None:
         """No transfer is under way."""
@@ -99,18 +107,9 @@ class Turns:
             self._lock.close()
 
 
-def _open() -> LockFile | None:
-    folder = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir()
-    path = f"{folder}/statehold-offload-{os.getuid()}.lock"
+def _open(directory: str) -> LockFile | None:
     try:
-        return LockFile(path)
-    except OSError as error:
-        log_once(f"optimizers take no turns on their paths, because {path} fails: {error}")
+        return LockFile.in_memory(directory)
+    except (OSError, StorageError) as error:
+        log_once(f"optimizers take no turns on their paths, because their locks fail: {error}")
         return None
-
-
-def _first_byte(directory: str) -> int:
-    """Where the four bytes of a directory are, under whatever name it is known."""
-    found = os.stat(directory)
-    name = f"{found.st_dev}:{found.st_ino}".encode()
-    return 4 * int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")

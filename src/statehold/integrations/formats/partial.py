@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from typing import Any
 
 from statehold._version import __version__
 from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storage_error
+from statehold.process.file_locks import LockFile
 from statehold.units import MiB
 
 JOURNAL = ".journal"
@@ -37,14 +37,13 @@ class Journal:
 
     def __init__(self, directory: str, identity: str) -> None:
         self._path = f"{directory}/{JOURNAL}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._file)
+        self._lock = LockFile(self._path)
+        if not self._lock.try_take(0):
+            self._lock.close()
             raise RunBusyError(
                 "another process writes to this destination", facts={"path": directory}
-            ) from None
+            )
+        self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         self._waiting: list[tuple[str, str]] = []
         self._done = self._read(identity)
         self.is_fresh = self._done is None
@@ -86,6 +85,7 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._file)
+        self._lock.close()
 
 
 class OutFile:
