@@ -45,6 +45,7 @@ from statehold.options.keep import Keep, Mode, kept_of
 from statehold.options.keywords import answering
 from statehold.options.paths import check_run
 from statehold.process.ending import forget, remember
+from statehold.process.reentry import enter
 from statehold.ranks.preemption import Preemption
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.units import check_timeout
@@ -61,8 +62,9 @@ class Checkpointer:
     is committed. Without that, statehold finishes the saves in the background once
     the Checkpointer is dropped, or when the program ends. A later Checkpointer of the run waits for
     them. One Checkpointer at a time may save into a run directory.
-    Not thread-safe: call it from the thread that trains. If it was used before a fork (such as a
-    data-loading worker), it raises ClosedError in the fork. The fork may open its own.
+    Not thread-safe: call it from the thread that trains. A signal handler that interrupts a call
+    must not call it again, and gets a UsageError: see leave_on(). If it was used before a fork
+    (such as a data-loading worker), it raises ClosedError in the fork. The fork may open its own.
 
     Args:
         run: the run directory. It need not exist yet.
@@ -179,6 +181,7 @@ class Checkpointer:
             StepOrderError: the step is older than the newest committed one.
             UnsupportedValueError: no step can hold a value; the error names it.
         """
+        enter("save()")
         refuse_in_capture("save()")
         number = self._trainer.next_call()
         return self._opened().save(
@@ -199,6 +202,7 @@ class Checkpointer:
         that stream. While a CUDA graph is captured, this marks the graph: its replays wait, too.
         Raises WaitTimeout after `timeout` seconds.
         """
+        enter("gate()")
         self._gate.wait_or_note(check_timeout(timeout))
 
     # -- preemption ------------------------------------------------------------------------
@@ -218,6 +222,7 @@ class Checkpointer:
                 code is 75 if the last save is known to be committed, and 76 otherwise; older steps
                 are safe.
         """
+        enter("leave_on()")
         preemption = Preemption(within_s, self._opened().peers)
         preemption.install(*(signals or (signal.SIGTERM, signal.SIGUSR1)))
         self._preemption = preemption
@@ -303,6 +308,7 @@ class Checkpointer:
             CorruptionError: `step` is damaged, or every step is.
             PeerLostError, PeerFailedError: another rank is the cause.
         """
+        enter("restore()")
         refuse_in_capture("restore()")
         choice = Choice(step, best, tag, mode or self._mode_of(best))
         request = requested(choice, source, prefix, Selection(only, skip, rename, strict))
@@ -324,16 +330,19 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """The steps that are committed at any level, oldest first. If each host has its own level,
         all ranks call this."""
+        enter("steps()")
         return self._opened().steps()
 
     def rewind(self, step: int) -> list[int]:
         """Discard every step newer than `step`, at every level; returns the discarded steps."""
+        enter("rewind()")
         step = step_of(step)
         return self._begun_anew().rewind(step)
 
     def levels(self) -> list[LevelStatus]:
         """The status of each level, the first one first: its newest step, the copy under way, the
         last failure, and its interval if "auto" has chosen it."""
+        enter("levels()")
         return self._opened().status()
 
     def flush(self, timeout: float | None = None) -> None:
@@ -344,6 +353,7 @@ class Checkpointer:
         Raises WaitTimeout after `timeout` seconds, or PeerLostError if a rank has not called this
         by then; the copies continue.
         """
+        enter("flush()")
         session = self._opened()
         session.prepare_saving()
         session.flush(check_timeout(timeout))
@@ -351,6 +361,7 @@ class Checkpointer:
     @property
     def backend(self) -> str:
         """How bytes move: "io_uring" or "threads"."""
+        enter("backend")
         return self._opened().runtime.fs.backend
 
     def write_trace(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -358,6 +369,7 @@ class Checkpointer:
 
         Returns the file's name. Raises UsageError if nothing is recorded.
         """
+        enter("write_trace()")
         return self._opened().watch.write_trace(path)
 
     def close(self) -> None:
@@ -366,10 +378,12 @@ class Checkpointer:
 
         Raises the error of a save that failed since the last call.
         """
+        enter("close()")
         self._close()
         self._trainer.raise_failures()
 
     def __enter__(self) -> Checkpointer:
+        enter("the beginning of a with block")
         self._opened()
         return self
 
@@ -379,6 +393,7 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        enter("the end of a with block")
         self._close(error)
         if kind is None:
             self._trainer.raise_failures()

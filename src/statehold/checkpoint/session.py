@@ -72,7 +72,7 @@ class Session:
         save, work = self._saver.save(number, step, state, about, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
             outcome = partial(self.levels.having, save.step, work.place)
-            preemption.end(partial(save.wait, "committed"), self.wait_idle, outcome)
+            preemption.end(partial(save._wait, "committed"), self.wait_idle, outcome)
         return save
 
     @property

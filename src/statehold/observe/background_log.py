@@ -28,7 +28,7 @@ class BackgroundLog:
     """The log of background threads. Only flush() blocks."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal's handler may log inside it
         self._waiting: deque[Line] = deque(maxlen=LINES_MAX)
         self._writer: threading.Thread | None = None
         self._warned: set[tuple[object, ...]] = set()

@@ -21,10 +21,11 @@ from torch.optim.optimizer import ParamsT
 from statehold.errors import UsageError
 from statehold.offload.keeper import Keeper, wait_for_dropped
 from statehold.offload.rules import AdamRule, Rule, SgdRule
-from statehold.offload.state import OffloadedState
+from statehold.offload.state import OFFLOADED, OffloadedState
 from statehold.offload.stats import Event, Stats
 from statehold.offload.tiers import Tier
 from statehold.options.keywords import answering
+from statehold.process.reentry import enter, refuse
 from statehold.tensors.stored import Fill, SavedParameter, StoredState
 
 if TYPE_CHECKING:
@@ -162,10 +163,12 @@ class _Offloaded(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Remove the state from all tiers. It cannot be used any more. Idempotent."""
+        enter(f"close() {OFFLOADED}")
         self._keeper.close()
 
     @property
     def _opened(self) -> OffloadedState:
+        refuse(f"a call {OFFLOADED}", among=OFFLOADED)
         if self._offloaded is None:
             raise UsageError("the optimizer is not constructed yet")
         return self._offloaded

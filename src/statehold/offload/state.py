@@ -46,6 +46,7 @@ from statehold.offload.subgroups import Subgroup
 from statehold.offload.tiers import Tier, check_tiers
 from statehold.offload.update import Update, make, parts
 from statehold.offload.workers import Workers
+from statehold.process.reentry import enter, note
 from statehold.tensors.storable import is_external, local_of
 from statehold.tensors.stored import (
     Fill,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["OffloadedState"]
 
 Groups = Sequence[Mapping[str, Any]]
+OFFLOADED = "of an offloaded optimizer"  # its calls (process/reentry)
 
 
 class OffloadedState:
@@ -115,6 +117,7 @@ class OffloadedState:
 
     def update(self, groups: Groups, grad_scale: torch.Tensor | None) -> None:
         """Update every parameter that has a gradient. Uses drained gradients up."""
+        enter(f"step() {OFFLOADED}")
         begin = time.perf_counter()
         self._check_usable()
         self._check_parameters(groups)
@@ -183,6 +186,7 @@ class OffloadedState:
 
         among: only of these.
         """
+        note(f"a copy {OFFLOADED}")
         self._check_usable()
         started = self._started if among is None else among
         found = {index: self._empty_fields(self.parameters[index]) for index in started}
@@ -202,6 +206,7 @@ class OffloadedState:
 
         None if nothing can be taken from files.
         """
+        note(f"a save {OFFLOADED}")
         self._check_usable()
         naming, started = self._naming_of(saved), self._started
         heads = None if naming is None else naming.heads(started)
@@ -230,6 +235,7 @@ class OffloadedState:
 
         fill: reads what is InStep there.
         """
+        note(f"load_state_dict() {OFFLOADED}")
         self._check_open()
         self._check_entries(entries)
         given = [

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Protocol
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import WaitTimeout
 from statehold.observe.once import log_once
+from statehold.process.reentry import enter
 from statehold.tensors import updates
 from statehold.tensors.devices.update_streams import UpdateStreams
 from statehold.tensors.gradients import Gradients
@@ -102,6 +103,7 @@ class Gate:
 
     def before_update(self, optimizers: Iterable[Optimizer]) -> None:
         """These optimizers are about to step."""
+        enter("the step of an optimizer")
         self.wait()
         self._streams.saw()
         for optimizer in optimizers:

@@ -8,6 +8,7 @@ due reaches no event.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from dataclasses import replace
 from statehold.checkpoint.telemetry.save_stats import EVENTS, Event, SaveStats
 from statehold.checkpoint.telemetry.watch import UNWATCHED, Stage, Watch
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
+from statehold.process.reentry import refuse
 from statehold.units import check_timeout
 
 
@@ -29,7 +31,8 @@ class Save:
         self._watch = UNWATCHED
         self._is_reported = False
         self._moving_from = started
-        self._changed = threading.Condition()
+        self._guard = threading.RLock()
+        self._latches: list[threading.Lock] = []  # each is released once, at the next event
         self._pid = os.getpid()
         self._stats = SaveStats(step)
         self._error: StateholdError | None = None
@@ -71,6 +74,19 @@ class Save:
             WaitTimeout: the deadline has passed; the save continues.
             UsageError: the step was skipped, or there is no such event.
         """
+        refuse("wait()")
+        return self._wait(event, timeout)
+
+    def __repr__(self) -> str:
+        state = f"failed: {self._error.summary}" if self._error else str(self._stats)
+        if self._is_skipped:
+            state = f"step {self.step}: not due"
+        return f"<statehold.Save {state}>"
+
+    # -- for the checkpointer --------------------------------------------------------------
+
+    def _wait(self, event: Event, timeout: float | None = None) -> Save:
+        """wait(), also inside a call of the Checkpointer."""
         if self._is_skipped:
             raise UsageError(
                 f"step {self.step} was not due, so nothing was saved",
@@ -89,28 +105,41 @@ class Save:
             hint="the save continues in the background; committed steps are untouched",
         )
 
-    def __repr__(self) -> str:
-        state = f"failed: {self._error.summary}" if self._error else str(self._stats)
-        if self._is_skipped:
-            state = f"step {self.step}: not due"
-        return f"<statehold.Save {state}>"
-
-    # -- for the checkpointer --------------------------------------------------------------
-
     def _reached(self, event: Event) -> float | None:
         seconds: float | None = getattr(self._stats, f"{event}_s")
         return seconds
 
     def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
         """Wait for the event or a failure. False if neither came in time."""
-        if self._reached(event) is not None or self._error is not None:
+        until = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        while not self._has_ended(event):
+            if not self._is_of_this_process:
+                raise forked("this save", self._pid)
+            if not self._wait_for_one(event, until):
+                return self._has_ended(event)
+        return True
+
+    def _wait_for_one(self, event: Event, until: float | None) -> bool:
+        """Wait for any event. Holds no lock, so a signal handler may save meanwhile."""
+        latch = threading.Lock()
+        latch.acquire()
+        self._latches.append(latch)
+        if self._has_ended(event):  # since it was last looked at
             return True
-        if not self._is_of_this_process:
-            raise forked("this save", self._pid)
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._reached(event) is not None or self._error is not None, timeout
-            )
+        left = -1.0 if until is None else max(0.0, until - time.monotonic())
+        if latch.acquire(timeout=left):
+            return True
+        with contextlib.suppress(ValueError):  # it is being released just now
+            self._latches.remove(latch)
+        return False
+
+    def _has_ended(self, event: Event) -> bool:
+        return self._reached(event) is not None or self._error is not None
+
+    def _wake(self) -> None:
+        while self._latches:
+            with contextlib.suppress(IndexError):  # the last one has stopped waiting
+                self._latches.pop().release()
 
     def _watched_by(self, watch: Watch) -> None:
         self._watch = watch
@@ -127,7 +156,7 @@ class Save:
         return time.perf_counter() - self._started
 
     def _record(self, **figures: object) -> None:
-        with self._changed:
+        with self._guard:
             self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
 
     def _moving(self) -> None:
@@ -149,7 +178,7 @@ class Save:
 
         A small save commits before save() returns.
         """
-        with self._changed:
+        with self._guard:
             is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
             is_due, self._is_reported = (
                 is_known and not self._is_reported,
@@ -159,21 +188,21 @@ class Save:
             self._watch.save_committed(self._started, self._stats)
 
     def _add_gate(self, seconds: float) -> None:
-        with self._changed:
+        with self._guard:
             self._stats = replace(self._stats, gate_s=self._stats.gate_s + seconds)
         self._watch.gate_waited(seconds)
 
     def _reach(self, event: Event) -> None:
-        with self._changed:
+        with self._guard:
             reached = {f"{event}_s": self._elapsed()}
             self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
-            self._changed.notify_all()
+        self._wake()
         self._report_once()
 
     def _fail(self, error: StateholdError) -> None:
-        with self._changed:
+        with self._guard:
             self._error = error
-            self._changed.notify_all()
+        self._wake()
         self._watch.save_failed(self._started, self._stats)
 
     def _unraised_error(self) -> StateholdError | None:
@@ -182,7 +211,7 @@ class Save:
         An error that only follows from another rank's report is not raised. Otherwise that rank
         would have to skip the next save, and the ranks would fail each other's saves for ever.
         """
-        with self._changed:
+        with self._guard:
             if self._error is None or self._raised:
                 return None
             if isinstance(self._error, PeerFailedError) and self._error.follows:

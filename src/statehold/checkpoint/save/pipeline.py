@@ -118,7 +118,7 @@ class Pipeline:
             _check_unmoved(captured.settle(eager=True))
         except StateholdError as error:
             self._fail(work, error)
-            work.save.wait("staged")  # raises the first cause, with what is still safe
+            work.save._wait("staged")  # raises the first cause, with what is still safe
             work.save._raised = True  # everything was staged before this error was known
             raise work.error or error from None
         except BaseException as error:  # Ctrl-C: the state changes from now on

@@ -28,6 +28,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from statehold.errors import StateholdError, StorageError
@@ -57,7 +58,7 @@ class Hearing:
         self._deadline = deadline
         self._last = last
         self._interval_s = max(INTERVAL_S, peers.world_size / QUESTIONS_PER_S)
-        self._woken = threading.Event()
+        self._woken: SimpleQueue[None] = SimpleQueue()  # a handler may wake it inside wake()
         self._is_over = False
         self._has_answered = self._has_decided = False
         self.is_deaf = False
@@ -69,7 +70,7 @@ class Hearing:
 
     def wake(self) -> None:
         """Look at once: this process was asked to leave, or ends."""
-        self._woken.set()
+        self._woken.put(None)
 
     def stop(self) -> None:
         """Post the step of this rank, and end."""
@@ -167,8 +168,10 @@ class Hearing:
                 self._pause(self._interval_s)
 
     def _pause(self, seconds: float) -> None:
-        self._woken.wait(seconds)
-        self._woken.clear()
+        with contextlib.suppress(Empty):
+            self._woken.get(timeout=seconds)
+            while True:
+                self._woken.get_nowait()
         if self._is_over or not threading.main_thread().is_alive():
             raise _Over
 
