@@ -84,6 +84,16 @@ def save(ckpt: statehold.Checkpointer, step: int, stored: OnFiles) -> statehold.
         inside(ckpt).pipeline.drain(DEADLINE_S)
 
 
+def test_the_object_itself_takes_its_state_back(fs: Any, root: str, stored: OnFiles) -> None:
+    with checkpointer_on(fs, f"{root}/run", **SMALL) as ckpt:
+        save(ckpt, 1, stored)
+        stored.update(1.0)
+        assert ckpt.restore(state_of(stored)) == 1
+    for name, tensor in tensors().items():
+        assert torch.equal(stored.tensors[name], tensor)
+    assert stored.value == 0.0
+
+
 def test_steps_hold_the_files_themselves(fs: Any, root: str, stored: OnFiles) -> None:
     run = f"{root}/run"
     with checkpointer_on(fs, run, **SMALL) as ckpt:

@@ -27,17 +27,24 @@ scalars = st.one_of(
     st.sampled_from(["$tensor", "$", "$$x", ""]),
     st.binary(),
 )
-hashables = st.recursive(
-    scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)
-    ),
-    max_leaves=5,
-)
+
+
+def hashables_of(scalars: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        scalars,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3).map(tuple), st.frozensets(inner, max_size=3)
+        ),
+        max_leaves=5,
+    )
+
+
+hashables = hashables_of(scalars)
+keys = hashables_of(scalars.filter(lambda value: value == value))  # NaN is refused as a key
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    members = st.dictionaries(hashables, inner, max_size=4)
+    members = st.dictionaries(keys, inner, max_size=4)
     return st.one_of(
         st.lists(inner, max_size=4),
         st.lists(st.integers()),
@@ -48,7 +55,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.dictionaries(text, inner, max_size=4),
         members,
         members.map(OrderedDict),
-        st.dictionaries(hashables, st.integers(), max_size=4).map(Counter),
+        st.dictionaries(keys, st.integers(), max_size=4).map(Counter),
         st.builds(deque, st.lists(inner, max_size=4), st.none() | st.integers(0, 6)),
     )
 

@@ -87,6 +87,13 @@ class OnFiles:
             tree, lambda: files, release, [each for each in elsewhere if each.layout is not None]
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.tensors, "value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors, self.value = dict(state["moments"]), state["value"]
+        self.write()
+
     @property
     def _writes(self) -> bool:
         """Whether this rank has the files: the first of those that hold the same."""

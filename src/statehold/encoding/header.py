@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding.strictjson import INT_MAX, Checker, show
+from statehold.encoding.values import well_formed
 from statehold.errors import HeaderError, InvariantError, UsageError
 
 PAGE = 4096
@@ -65,6 +66,11 @@ class Entry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def is_name(name: str) -> bool:
+    """Whether a tensor can have this name."""
+    return name not in ("", METADATA) and well_formed(name)
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:

@@ -34,7 +34,9 @@ Members = Callable[[Mapping[Any, Any], str], list[Any] | None]
 # (tag, payload) -> value.
 LeafReader = Callable[[str, Any], Any]
 
-# Each level takes up to six calls of the thousand that Python allows, minus the caller's.
+# The limits of the format, for both directions.
+# Each level takes up to six calls of the thousand that Python allows, minus the caller's. A level
+# is any node that is an object or an array, such as a tensor, but for the inside of its tag.
 DEPTH_MAX = 100
 # Containers are expanded at every reference, so a few lists can stand for 2**100 nodes.
 CONTAINERS_MAX = 1 << 22
@@ -43,21 +45,31 @@ _INT_PLAIN_MAX = 2**53 - 1
 # CPython parses at most 4300 digits by default; decimal conversion is quadratic.
 _INT_DIGITS_MAX = 4000
 _INT_BITS_MAX = int(_INT_DIGITS_MAX * math.log2(10)) - 1
+MAXLEN_MAX = _INT_PLAIN_MAX  # of a deque
 _FLOAT_NAMES = ("nan", "inf", "-inf")
 _ROOT = object()
 _TENSOR_TAGS = ("$tensor", "$ndarray", "$complex128", "$subclass")
+# What has an equal and a hash that come back: all other nodes of hooks may stand for objects.
+_IN_KEYS = frozenset({"$int", "$float", "$bytes", "$complex", "$npscalar", "$torch"})
 _SUBCLASS = ("class", "context", "shape", "stride", "part", "tensors")
 
 
-def encode(value: Any, path: str, leaf: Leaf | None = None, members: Members | None = None) -> Any:
+def encode(
+    value: Any,
+    path: str,
+    leaf: Leaf | None = None,
+    members: Members | None = None,
+    depth: int = 0,
+) -> Any:
     """The JSON node for `value`, a snapshot that shares no container with it.
 
     `leaf` gets every value whose type has no plain encoding. `members` gets every dict and
-    OrderedDict, and may make the nodes of its values at once. Raises UnsupportedValueError (facts
-    path, type) for a value without a tag, for a container that holds itself, and for more than
-    DEPTH_MAX nested containers.
+    OrderedDict, and may make the nodes of its values at once. depth: the levels of nodes around it.
+    Raises UnsupportedValueError (facts path, type) for what decode() would refuse: a value without
+    a tag, more than DEPTH_MAX nested nodes, and so on; for a container that holds itself; and for
+    a NaN as a key.
     """
-    return _Encoder(leaf, members).node(value, path, 0)
+    return Encoder(leaf, members, depth).encode(value, path)
 
 
 def mapping_of(nodes: dict[Any, Any]) -> Any:
@@ -66,7 +78,7 @@ def mapping_of(nodes: dict[Any, Any]) -> Any:
         is_tagged = any(map(str.startswith, nodes, repeat("$")))
         if not is_tagged and well_formed("".join(nodes)):
             return nodes
-    return {"$dict": [[encode(key, ""), node] for key, node in nodes.items()]}
+    return {"$dict": [[Encoder().key(key, ""), node] for key, node in nodes.items()]}
 
 
 def decode(node: Any, leaf: LeafReader | None = None) -> Any:
@@ -167,19 +179,40 @@ def _hint_for(kind: type) -> str:
     return _HINT
 
 
-class _Encoder:
-    """One encoding: the hooks, the containers being visited, and how many were."""
+class Encoder:
+    """One encoding, of a value or of all parts of a state: the hooks, the containers being visited,
+    how many were, and how many levels of nodes are around the next one."""
 
-    __slots__ = ("active", "containers", "hashed", "leaf", "members")
+    __slots__ = ("active", "containers", "depth", "hashed", "keys", "leaf", "members")
 
-    def __init__(self, leaf: Leaf | None, members: Members | None) -> None:
+    def __init__(
+        self, leaf: Leaf | None = None, members: Members | None = None, depth: int = 0
+    ) -> None:
         self.leaf = leaf
         self.members = members
+        self.depth = depth
         self.active: set[int] = set()
         self.containers = 0
         self.hashed = 0  # > 0 inside dict keys and set elements
+        self.keys = 0  # > 0 inside dict keys
 
-    def node(self, value: Any, path: str, depth: int, key: object = _ROOT) -> Any:
+    def encode(self, value: Any, path: str) -> Any:
+        """The node of `value`, as for encode(); a hook calls this for what is inside of one."""
+        try:
+            return self.node(value, path)
+        except RecursionError:
+            summary = "the state nests deeper than the stack of this thread can hold"
+            raise _unsupported(summary, path, value, "flatten it") from None
+
+    def one_by_one(self, value: Any, path: str) -> Any:
+        """encode() without the hook for members."""
+        members, self.members = self.members, None
+        try:
+            return self.encode(value, path)
+        finally:
+            self.members = members
+
+    def node(self, value: Any, path: str, key: object = _ROOT) -> Any:
         """The node of `value` at `path`, or at `path`.`key`; the two are joined only when
         needed."""
         kind = type(value)
@@ -187,48 +220,54 @@ class _Encoder:
             return value
         if kind is str and well_formed(value):
             return value
-        if kind is int:
-            if -_INT_PLAIN_MAX <= value <= _INT_PLAIN_MAX:
-                return value
-            if value.bit_length() <= _INT_BITS_MAX:
-                return {"$int": str(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode("ascii")}
-        if kind is complex:
-            return {"$complex": [repr(value.real), repr(value.imag)]}
+        if kind is int and -_INT_PLAIN_MAX <= value <= _INT_PLAIN_MAX:
+            return value
+        if kind is float and math.isfinite(value):
+            return value
         where = path if key is _ROOT else join(path, key)
         write = _CONTAINERS.get(kind)
-        if write is None:
-            return self._other(value, where)
-        return self._container(write, value, where, depth)
+        return self._tagged(value, where) if write is None else self.within(write, value, where)
 
-    def _container(
-        self, write: Callable[[_Encoder, Any, str, int], Any], value: Any, path: str, depth: int
+    def within(
+        self, write: Callable[[Encoder, Any, str], Any], value: Any, path: str, levels: int = 1
     ) -> Any:
+        """The node that `write` makes of what holds others, so many levels of nodes below it."""
         self.containers += 1
         if id(value) in self.active:
-            raise _unsupported("a container in the state holds itself", path, value, None)
-        if depth >= DEPTH_MAX:
-            summary = f"the state nests containers more than {DEPTH_MAX} deep"
-            raise _unsupported(summary, path, value, "flatten it")
+            summary = "a container in the state holds itself"
+            raise _unsupported(summary, path, value, "store each object once")
+        self.check_depth(value, path, levels)
         if self.containers > CONTAINERS_MAX:
             summary = f"the state holds more than {CONTAINERS_MAX} containers"
             raise _unsupported(summary, path, value, "keep large collections in tensors")
         self.active.add(id(value))
+        self.depth += levels
         try:
-            return write(self, value, path, depth + 1)
+            return write(self, value, path)
         finally:
+            self.depth -= levels
             self.active.discard(id(value))
 
-    def _other(self, value: Any, path: str) -> Any:
-        node = self.leaf(value, path) if self.leaf is not None else None
+    def check_depth(self, value: Any, path: str, levels: int = 1) -> None:
+        """Raise if so many more levels of nodes, which `value` takes, are too many."""
+        if self.depth + levels > DEPTH_MAX:
+            summary = f"the state nests containers more than {DEPTH_MAX} deep"
+            raise _unsupported(summary, path, value, "flatten it")
+
+    def _tagged(self, value: Any, path: str) -> Any:
+        """The node of what is neither a container nor a value of JSON."""
+        self.check_depth(value, path)
+        node = _scalar(value)
+        if node is None and self.leaf is not None:
+            node = self.leaf(value, path)
         if node is None:
             raise self._no_tag(value, path)
-        if self.hashed and any(tag in node for tag in _TENSOR_TAGS):
-            summary = "a tensor is a dict key or an element of a set"
-            raise _unsupported(summary, path, value, "tensors compare by identity; use a list")
+        if self.hashed and not _IN_KEYS.issuperset(node if type(node) is dict else [None]):
+            summary = "a tensor, or an object, is a dict key or an element of a set"
+            raise _unsupported(summary, path, value, "these compare by identity; use a list")
+        if self.keys and value != value:
+            summary = "a NaN is a dict key, and nothing equals it, so no restore could find it"
+            raise _unsupported(summary, path, value, "use another key, such as None")
         return node
 
     def _no_tag(self, value: Any, path: str) -> UnsupportedValueError:
@@ -241,56 +280,80 @@ class _Encoder:
             return _unsupported(summary, path, value, "store it as bytes: os.fsencode(value)")
         return _unsupported("a value in the state cannot be stored", path, value, _hint_for(kind))
 
-    def items(self, items: Any, path: str, depth: int) -> list[Any]:
+    def items(self, items: Any, path: str) -> list[Any]:
         if _plain_numbers(items):
             return list(items)
-        return [self.node(item, path, depth, index) for index, item in enumerate(items)]
+        return [self.node(item, path, index) for index, item in enumerate(items)]
 
-    def unordered(self, items: Any, path: str, depth: int) -> list[Any]:
+    def unordered(self, items: Any, path: str) -> list[Any]:
         """Elements of a set, in an order that does not depend on their hashes."""
         self.hashed += 1
-        nodes = [self.node(item, path, depth, "{}") for item in items]
+        nodes = [self.node(item, path, "{}") for item in items]
         self.hashed -= 1
         return sorted(nodes, key=_sort_key)
 
-    def pairs(self, members: Mapping[Any, Any], path: str, depth: int) -> list[list[Any]]:
-        known = self._known(members, path, depth)
+    def pairs(self, members: Mapping[Any, Any], path: str) -> list[list[Any]]:
+        known = self._known(members, path)
         nodes = []
         for index, (key, value) in enumerate(members.items()):
-            self.hashed += 1
-            name = self.node(key, path, depth, "{}")
-            self.hashed -= 1
-            nodes.append([name, known[index] if known else self.node(value, path, depth, key)])
+            name = self.key(key, path)
+            nodes.append([name, known[index] if known else self.node(value, path, key)])
         return nodes
 
-    def mapping(self, members: dict[Any, Any], path: str, depth: int) -> Any:
+    def key(self, key: Any, path: str) -> Any:
+        """The node of a key of the dict at `path`."""
+        self.hashed += 1
+        self.keys += 1
+        node = self.node(key, path, "{}")
+        self.hashed -= 1
+        self.keys -= 1
+        return node
+
+    def mapping(self, members: dict[Any, Any], path: str) -> Any:
         for key in members:
             if not is_plain_key(key):
-                return {"$dict": self.pairs(members, path, depth)}
-        if known := self._known(members, path, depth):
+                return {"$dict": self.pairs(members, path)}
+        if known := self._known(members, path):
             return dict(zip(members, known, strict=True))
-        return {key: self.node(value, path, depth, key) for key, value in members.items()}
+        return {key: self.node(value, path, key) for key, value in members.items()}
 
-    def _known(self, members: Mapping[Any, Any], path: str, depth: int) -> list[Any] | None:
+    def _known(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
         """The nodes of the values, if the hook makes them: of containers one level deep."""
-        if self.members is None or self.hashed or depth >= DEPTH_MAX:
+        if self.members is None or self.hashed or self.depth + 2 > DEPTH_MAX:
             return None
         return self.members(members, path)
 
-    def ring(self, items: deque[Any], path: str, depth: int) -> Any:
-        return {"$deque": {"items": self.items(items, path, depth), "maxlen": items.maxlen}}
+    def ring(self, items: deque[Any], path: str) -> Any:
+        if items.maxlen is not None and items.maxlen > MAXLEN_MAX:
+            summary = "the maxlen of a deque in the state is too large"
+            raise _unsupported(summary, path, items, f"the most is {MAXLEN_MAX}; None is no limit")
+        return {"$deque": {"items": self.items(items, path), "maxlen": items.maxlen}}
+
+
+def _scalar(value: Any) -> dict[str, Any] | None:
+    """The node of a scalar that JSON does not have; None for any other value."""
+    kind = type(value)
+    if kind is int and value.bit_length() <= _INT_BITS_MAX:
+        return {"$int": str(value)}
+    if kind is float:
+        return {"$float": repr(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if kind is complex:
+        return {"$complex": [repr(value.real), repr(value.imag)]}
+    return None
 
 
 _SCALARS = (bool, int, float, complex, str, bytes)
-_CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
-    dict: _Encoder.mapping,
-    list: _Encoder.items,
-    tuple: lambda to, value, path, depth: {"$tuple": to.items(value, path, depth)},
-    set: lambda to, value, path, depth: {"$set": to.unordered(value, path, depth)},
-    frozenset: lambda to, value, path, depth: {"$frozenset": to.unordered(value, path, depth)},
-    OrderedDict: lambda to, value, path, depth: {"$ordered": to.pairs(value, path, depth)},
-    Counter: lambda to, value, path, depth: {"$counter": to.pairs(value, path, depth)},
-    deque: _Encoder.ring,
+_CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
+    dict: Encoder.mapping,
+    list: Encoder.items,
+    tuple: lambda to, value, path: {"$tuple": to.items(value, path)},
+    set: lambda to, value, path: {"$set": to.unordered(value, path)},
+    frozenset: lambda to, value, path: {"$frozenset": to.unordered(value, path)},
+    OrderedDict: lambda to, value, path: {"$ordered": to.pairs(value, path)},
+    Counter: lambda to, value, path: {"$counter": to.pairs(value, path)},
+    deque: Encoder.ring,
 }
 
 
@@ -450,7 +513,7 @@ class _Decoder:
         members = self.check.members(node, where, ("items", "maxlen"))
         limit = members["maxlen"]
         if limit is not None:
-            self.check.integer(limit, f"{where}.maxlen", high=_INT_PLAIN_MAX)
+            self.check.integer(limit, f"{where}.maxlen", high=MAXLEN_MAX)
         items = self.items(members["items"], depth)
         if limit is not None and len(items) > limit:
             self.fail(f"at most maxlen = {limit} items", f"{len(items)}")

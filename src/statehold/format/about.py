@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statehold.encoding.strictjson import INT_MAX, Checker, show
+from statehold.errors import UsageError
 
 _MEMBERS = ("metrics", "tags", "parent")
 _PARENT = ("run", "step", "manifest_sha256")
@@ -26,6 +27,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
 _RUN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,4096}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 NAMED = "1 to 200 characters, none of them a control character"
+_RUN_NAMED = "1 to 4096 characters, none of them a control character"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,16 @@ NOTHING = About()
 def is_name(name: object) -> bool:
     """Whether this can be the name of a metric, or a tag."""
     return type(name) is str and _NAME.fullmatch(name) is not None
+
+
+def check_origin(run: str) -> None:
+    """Raise UsageError unless steps can say that their run began from one of the run here."""
+    if _RUN.fullmatch(run) is None:
+        raise UsageError(
+            "no step can record the path of the run that this run begins from",
+            facts={"expected": _RUN_NAMED, "got": ascii(run)[:300]},
+            hint="rename that directory; its steps are not affected",
+        )
 
 
 def check_about(check: Checker, node: Any, step_max: int) -> About:
@@ -108,7 +120,7 @@ def _origin(check: Checker, node: Any, step_max: int) -> Origin | None:
         return None
     found = check.members(node, "about.parent", _PARENT)
     return Origin(
-        check.text(found["run"], "about.parent.run", _RUN, "1 to 4096 characters"),
+        check.text(found["run"], "about.parent.run", _RUN, _RUN_NAMED),
         check.integer(found["step"], "about.parent.step", high=step_max),
         check.text(found["manifest_sha256"], "about.parent.manifest_sha256", _DIGEST,
                    "64 hex digits"),

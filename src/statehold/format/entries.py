@@ -275,7 +275,7 @@ class EntryReader:
 
     def name(self, name: str) -> None:
         """Check that `name` can be the name of a tensor."""
-        if name in ("", header.METADATA) or not values.well_formed(name):
+        if not header.is_name(name):
             self.check.fail("tensors", "the name of a tensor", show(name))
 
     def dtype_and_shape(self, found: Mapping[str, Any], where: str) -> tuple[str, tuple[int, ...]]:

@@ -157,8 +157,8 @@ def plan_save(
 def check_specs(specs: Sequence[TensorSpec]) -> None:
     """Raise InvariantError for specs that cannot be in one file, or that contradict themselves."""
     names = {spec.name for spec in specs}
-    if len(names) != len(specs) or header.METADATA in names or "" in names:
-        raise InvariantError("tensor names must be distinct, not empty and not __metadata__")
+    if len(names) != len(specs) or not all(map(header.is_name, names)):
+        raise InvariantError("tensor names must be distinct, and names that a header can hold")
     for spec in specs:
         if spec.dtype not in header.DTYPE_BITS:
             facts = {"tensor": spec.name, "dtype": spec.dtype}

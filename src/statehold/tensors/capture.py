@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import UnsupportedValueError, UsageError, noting
+from statehold.errors import UsageError, noting
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import (
     adapters,
@@ -75,6 +75,9 @@ from statehold.tensors.stored import (
     StoredState,
     saved_parameters,
 )
+
+# Of nodes: of an optimizer, its state or groups, a parameter or a group.
+OPTIMIZER_LEVELS = 3
 
 
 def capture(
@@ -137,8 +140,8 @@ class _Capturer:
         self._stepping = stepping
         self.parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
-        self._active: set[int] = set()
-        self._generators: list[tuple[Rng, str, dict[str, Any]]] = []
+        self._values = values.Encoder(self.leaf, self._members_of)
+        self._generators: list[tuple[Rng, str, dict[str, Any], int]] = []
         self.numbers: list[scalers.Number] = []
         self.doubts: list[str] = []
         self.stored: list[StoredState] = []
@@ -151,9 +154,9 @@ class _Capturer:
         return self._found.tensors
 
     def encoded(self, value: Any, path: str) -> Any:
-        return values.encode(value, path, self.leaf, self._members_of)
+        return self._values.encode(value, path)
 
-    # -- the hook of values.encode ---------------------------------------------------------
+    # -- the hook of the encoder -----------------------------------------------------------
 
     def leaf(self, value: Any, path: str) -> Any | None:
         """The node of what is not a plain value; None for what nobody can store."""
@@ -164,14 +167,14 @@ class _Capturer:
         if isinstance(value, Piece):
             return self._tensor(value.tensor, path, lazy=True, place=value.at(path, self._rank))
         if isinstance(value, nn.Module):
-            return self._module(value, path)
+            return self._values.within(self._module, value, path)
         if isinstance(value, InFiles):
             return {"$tensor": value.name}
         if isinstance(value, StoredObject):
-            return self._stored(value, path)
+            return self._inside(value, lambda: self._stored(value), path)
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_known_by_name(optimizer):
-            return self._optimizer(optimizer, path)
+            return self._values.within(self._optimizer, optimizer, path, OPTIMIZER_LEVELS)
         if isinstance(value, Rng):
             return self._later(value, path)
         if scalers.waits_for_device(value):
@@ -182,10 +185,9 @@ class _Capturer:
             return self._inside(value, lambda: loaders.state_of(value, self._tell(path)), path)
         return self._foreign(value, path)
 
-    def _stored(self, value: StoredObject, path: str) -> Any:
-        stored = value.stored_state()
-        self.stored.append(stored)
-        return self._inside(value, lambda: stored.tree, path)
+    def _stored(self, value: StoredObject) -> Any:
+        self.stored.append(value.stored_state())
+        return self.stored[-1].tree
 
     def _tell(self, path: str) -> Callable[[str], None]:
         return lambda doubt: self.doubts.append(
@@ -195,16 +197,18 @@ class _Capturer:
     def _later(self, rng: Rng, path: str) -> dict[str, Any]:
         """A node that is empty until read_generators()."""
         node: dict[str, Any] = {}
-        self._generators.append((rng, path, node))
+        self._generators.append((rng, path, node, self._values.depth))
         return node
 
     def _scaler(self, scaler: Any, path: str) -> Any:
+        self._values.check_depth(scaler, path, 2)  # an infinity that is filled in is a node
         node = self.encoded(scalers.known(scaler), path)
         self.numbers += scalers.numbers(scaler, node)
         return node
 
     def read_generators(self) -> None:
-        for rng, path, node in self._generators:
+        for rng, path, node, depth in self._generators:
+            self._values.depth = depth
             node.update(self.encoded(rng.state_dict(), path))
 
     def clone_small(self) -> None:
@@ -214,20 +218,12 @@ class _Capturer:
             clone_what_waits_for_no_device(self.tensors)
 
     def _inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
-        # values.encode sees cycles among containers, but not those that lead through an object.
-        if id(value) in self._active:
-            raise UnsupportedValueError(
-                "a container in the state holds itself",
-                facts={"path": path, "type": type(value).__name__},
-                hint="store each object once",
-            )
-        self._active.add(id(value))
-        try:
+        def taken(to: values.Encoder, _: Any, path: str) -> Any:
             with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
                 inside = content()
-            return self.encoded(inside, path)
-        finally:
-            self._active.discard(id(value))
+            return to.encode(inside, path)
+
+        return self._values.within(taken, value, path, 0)
 
     def _marked(self, value: Mark[Any], path: str) -> Any:
         outer = self._mark
@@ -238,7 +234,9 @@ class _Capturer:
         finally:
             self._mark = outer
 
-    def _module(self, module: nn.Module, path: str) -> Any:
+    def _module(self, to: values.Encoder, module: nn.Module, path: str) -> Any:
+        to.check_depth(module, path)  # for its tensors
+
         def other(value: Any, where: str) -> Any:
             if isinstance(value, torch.Tensor):
                 return self._tensor(value, where, lazy=isinstance(value, nn.Parameter))
@@ -264,7 +262,8 @@ class _Capturer:
         """The layouts of those that DistributedDataParallel replicates."""
         return list(map(self._replicas.get, map(id, tensors))) if self._replicas else None
 
-    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> Any:
+    def _optimizer(self, to: values.Encoder, optimizer: torch.optim.Optimizer, path: str) -> Any:
+        to.check_depth(optimizer, path)  # for the state and the options of a parameter
         names_of_groups, parameters = optimizers.names_of(optimizer, self._names)
         groups: list[Any] = [{optimizers.PARAMS: names} for names in names_of_groups]
         names = list(chain.from_iterable(names_of_groups))
@@ -430,10 +429,7 @@ class _Capturer:
             paths = [values.join(path, key) for key in keys]
 
             def one_by_one(dicts: Any = dicts, paths: Any = paths) -> list[Any]:
-                return [
-                    values.encode(each, path, self.leaf)
-                    for each, path in zip(dicts, paths, strict=True)
-                ]
+                return list(map(self._values.one_by_one, dicts, paths))
 
             nodes += self._plain_batch((path, begin), flat, paths, one_by_one)
         return nodes
@@ -555,8 +551,10 @@ class _Capturer:
         is_gated: bool = False,
     ) -> Any:
         local = local_of(tensor)
+        self._values.check_depth(tensor, path)
         if subclasses.is_allowed(local):
-            return self._subclass(tensor, path, lazy, place or self._place(tensor, path))
+            made = partial(self._subclass, lazy=lazy, place=place or self._place(tensor, path))
+            return self._values.within(made, tensor, path)
         check_storable(tensor, path)
         place = place or self._place(tensor, path)
         wrapper = None if local is tensor else tensor
@@ -569,10 +567,12 @@ class _Capturer:
             return {COMPLEX: {"$tensor": added}}
         return {"$tensor": added}
 
-    def _subclass(self, tensor: torch.Tensor, path: str, lazy: bool, place: Placed) -> Any:
+    def _subclass(
+        self, to: values.Encoder, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed
+    ) -> Any:
         """A tensor that is made of others: these, and how to put them together."""
         local = local_of(tensor)
-        form = subclasses.form_of(local, path)
+        form = subclasses.form_of(local, path, to.depth)
         places = subclasses.places(form, place)
         part = None
         if places is None and place.box is not None and place.shape is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from statehold.encoding import header
 from statehold.errors import UnsupportedValueError
 from statehold.tensors.captured import captured
 from statehold.tensors.columns import Tensors, described
@@ -222,14 +223,7 @@ class Found:
                     first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
                 )
             return first.spec.name
-        if self._is_taken(name) or not name:
-            raise UnsupportedValueError(
-                "two tensors of the state have the same name"
-                if name
-                else "the path of a tensor consists of empty keys, so the tensor has no name",
-                facts={"path": name or repr(name)},
-                hint="names are joined with dots: rename a key of the dicts on the way",
-            )
+        self._check_new(name, tensor)
         if wrapper is not None:
             self._held[place_id].append((len(self.tensors), wrapper))
         elif place_id and tensor.numel():
@@ -238,6 +232,20 @@ class Found:
         spec = self._seen.spec_of(tensor, name, eager, place)
         self.tensors.append(captured(tensor, spec, eager, owned, wrapper, is_gated))
         return name
+
+    def _check_new(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise UnsupportedValueError if no step can hold a new tensor with this name."""
+        problem = ""
+        if not name:
+            problem = "the path of a tensor consists of empty keys, so the tensor has no name"
+        elif not header.is_name(name):
+            problem = "safetensors files cannot hold a tensor of this name"
+        elif self._is_taken(name):
+            problem = "two tensors of the state have the same name"
+        if problem:
+            hint = "names are joined with dots: rename a key of the dicts on the way"
+            facts = {"path": name if name.isprintable() and name else ascii(name)}
+            raise UnsupportedValueError(problem, facts=facts, hint=hint)
 
     def _index_of(
         self, place_id: int, tensor: torch.Tensor, wrapper: torch.Tensor | None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from statehold.encoding import values
+from statehold.encoding.header import bytes_of
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout, Layout
 from statehold.layout.plan import TensorSpec
@@ -158,6 +159,12 @@ def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> Tensor
     dtype = tensor.dtype
     shape = dtypes.stored_shape(dtype, tuple(tensor.shape), name)
     code, nbytes = dtypes.code_of(dtype, name), tensor.numel() * tensor.element_size()
+    if bytes_of(code, shape) != nbytes:
+        raise UnsupportedValueError(
+            "a tensor has a shape that no step can hold",
+            facts={"path": name, "expected": "less than 2**60 bytes", "got": f"shape {shape}"},
+            hint="leave it out, or store it in another shape",
+        )
     if place.layout is None or place.shape is None or place.box is None:
         return TensorSpec(name, code, shape, nbytes, eager)
     whole = dtypes.stored_shape(dtype, place.shape, name)

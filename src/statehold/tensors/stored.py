@@ -1,12 +1,10 @@
 """State that lies in files: how an object hands it to a save.
 
 An object whose tensors are on storage already has no memory to copy from. It has a method
-`stored_state()`, and a save takes its files into the step as they are. An optimizer of torch has
-`stored_parameters()` instead, because only the save knows what its parameters are called and which
-ranks hold them together.
-
-The way back is `load_stored()`: an optimizer reads a step piece by piece, so its state is never in
-memory as a whole.
+`stored_state()`, and a save takes its files into the step as they are. The way back is its
+`load_state_dict()`. An optimizer of torch has `stored_parameters()` instead, because only the save
+knows what its parameters are called and which ranks hold them together. Its way back is
+`load_stored()`: it reads a step piece by piece, so its state is never in memory as a whole.
 
 Invariants: from then on until release() the object neither writes nor removes the files that
 it hands over. release() is called once, when the save has ended, whether it was committed or not.
@@ -141,10 +139,16 @@ class StreamedOptimizer(Protocol):
 
 @runtime_checkable
 class StoredObject(Protocol):
-    """An object whose state lies in files."""
+    """An object whose state lies in files. Without the way back, it is none."""
 
     def stored_state(self) -> StoredState:
         """What a save takes."""
+
+    def state_dict(self) -> Any:
+        """The same in memory."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take what restore() has read: the tree, with tensors."""
 
 
 @runtime_checkable

@@ -117,15 +117,20 @@ class Form:
     tensors: Mapping[str, torch.Tensor]
 
 
-def form_of(tensor: Any, path: str) -> Form:
-    """Take a tensor apart; its inner tensors share its memory.
+def form_of(tensor: Any, path: str, depth: int = 0) -> Form:
+    """Take a tensor apart; its inner tensors share its memory. depth: the levels of nodes around.
 
-    Raises UnsupportedValueError, with the path, for a context that is not made of plain values.
+    Raises UnsupportedValueError, with the path, for a context that is not made of plain values, and
+    for a tensor that consists of no other.
     """
     kind = name_of(type(tensor))
     tensors, context = _apart(tensor, path)
+    if not tensors:
+        facts = {"path": path, "type": kind}
+        raise UnsupportedValueError("a tensor consists of no other tensor", facts=facts)
     try:
-        node = values.encode(context, f"{path}.<context>", lambda each, _: foreign.torch_node(each))
+        where = f"{path}.<context>"
+        node = values.encode(context, where, lambda each, _: foreign.torch_node(each), depth=depth)
     except UnsupportedValueError as error:
         error.hint = f"{kind} has this value outside its tensors; no step can hold it; {error.hint}"
         raise error.with_fact("class", kind) from None

@@ -25,7 +25,7 @@ from statehold.checkpoint.levels.copying import DataFile, Part, part_of
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
-from statehold.format.about import Origin
+from statehold.format.about import Origin, check_origin
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
@@ -53,11 +53,13 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     """Make the step in `directory` the first step of the run directory `child`.
 
     directory: of a committed step, as its store has it. Raises UsageError if the child has steps,
+    or no step can record the path of the base,
     RunBusyError if a job uses it, StepNotFoundError if the step is retired meanwhile, and what
     reading the step and writing into the child raise. Then the child has no step.
     """
     where = directory.rstrip("/")
     base = os.path.dirname(where)
+    check_origin(base)
     part = part_of(Below(fs, where), where, lambda saved, _: range(saved))
     manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
     origin = Origin(base, manifest.step, sha256(part.manifest))

@@ -14,6 +14,7 @@ from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
+from statehold.format.about import check_origin
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ def steps_of(fs: Fs, run: str) -> Nearest:
 
 
 def check_source(source: str | None, levels: Levels) -> None:
-    """Raises UsageError if the source is the run itself."""
-    if source is not None and os.path.realpath(source) == os.path.realpath(levels.run):
+    """Raises UsageError if the source is the run itself, or no step can record its path."""
+    if source is None:
+        return
+    check_origin(source)
+    if os.path.realpath(source) == os.path.realpath(levels.run):
         raise UsageError(
             "the source of a restore is another run",
             facts={"run": levels.run},
