@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import statehold
-from statehold.errors import RunBusyError, StepOrderError
+from statehold.errors import RunBusyError, StepNotFoundError, StepOrderError
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, small
 from support.inside import inside
@@ -210,3 +210,39 @@ def test_a_checkpointer_that_gives_way_saves_again_when_the_run_is_free(tmp_path
         found = net.weight.detach().clone()
         after.restore(state, 4)
         assert not torch.equal(found, net.weight)
+
+
+def test_a_rewind_to_a_step_that_is_not_there_discards_nothing(run) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(10, 31, 10))
+        (run / "step-000000000020" / "rank-00000-of-00001.safetensors").unlink()
+        assert ckpt.steps() == [10, 30]
+        for step in (5, 15, 20, 31):
+            with pytest.raises(StepNotFoundError, match="is not committed") as caught:
+                ckpt.rewind(step)
+            assert "nothing was discarded" in caught.value.hint
+        assert ckpt.steps() == [10, 30]
+        assert ckpt.rewind(10) == [20, 30]
+        assert ckpt.steps() == [10]
+
+
+def test_a_rewind_keeps_its_step_from_a_save_that_is_under_way(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
+        save_steps(ckpt, training, range(1, 3))
+        holdup = Holdup(ckpt)
+        under_way = ckpt.save(3, training.state)
+        pipeline = inside(ckpt).pipeline
+        drain = pipeline.drain
+
+        def released(timeout_s: float | None = None) -> None:
+            holdup.release()  # its commit now retires step 1, unless that is kept
+            drain(timeout_s)
+
+        monkeypatch.setattr(pipeline, "drain", released)
+        assert ckpt.rewind(1) == [2, 3]
+        assert under_way.done("committed")
+        assert ckpt.steps() == [1]

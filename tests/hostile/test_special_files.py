@@ -173,7 +173,8 @@ def test_a_step_that_is_a_link(run: Path, outside: Path, name: str) -> None:
             ckpt.restore(live, step)
         with pytest.raises(errors.StorageError):
             ckpt.save(step, state(7)).wait("committed", DEADLINE_S)
-        ckpt.rewind(0)
+        with pytest.raises(errors.StepNotFoundError):
+            ckpt.rewind(0)
         ckpt.save(9, state(9)).wait("committed", DEADLINE_S)
         got = ckpt.restore(live)
         assert got == 9

@@ -24,12 +24,12 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.save.handle import Save, forked
-from statehold.errors import StateholdError
+from statehold.errors import StateholdError, no_such_step
 from statehold.format.about import About
 from statehold.format.selection import RestoreReport
 from statehold.observe.background_log import logger
 from statehold.ranks.preemption import Preemption
-from statehold.ranks.rounds import everyone, together
+from statehold.ranks.rounds import everyone, led, together
 
 # How long a rank that ends with an error waits for the others to flush.
 STRAGGLERS_S = 10.0
@@ -127,17 +127,37 @@ class Session:
 
     def steps(self) -> list[int]:
         """The steps that are committed at any level. All ranks call this if each host has its own
-        level."""
-        return self.levels.nearest(self.pipeline.drain).steps()
+        level.
+
+        A process that is alone looks whether their files are there. Of several ranks, each would
+        read the records of all.
+        """
+        found = self.levels.nearest(self.pipeline.drain).steps()
+        return [step for step in found if self.peers or self.levels.has_whole(step)]
 
     def rewind(self, step: int) -> list[int]:
-        """Discard the steps newer than `step` at every level. All ranks call this together."""
-        together(self.peers, self._ready_to_rewind)
-        found = everyone(self.peers, lambda: self.levels.rewind(step))
+        """Discard the steps newer than `step` at every level. All ranks call this together.
+
+        Raises StepNotFoundError if `step` is not there, because the run could be left without one.
+        """
+        with self.levels.protected(step):  # from the saves and copies that are under way
+            together(self.peers, self._ready_to_rewind)
+            self._check_whole(step)
+            found = everyone(self.peers, lambda: self.levels.rewind(step))
         discarded = sorted({each for steps in found for each in steps})
         self.levels.forget(discarded)
         self.schedule.turns.goes_on_from(step)
         return discarded
+
+    def _check_whole(self, step: int) -> None:
+        """Raise StepNotFoundError on all ranks if no level has all files of the step."""
+        steps = self.levels.nearest(self.pipeline.drain).steps()
+        if not led(self.peers, lambda: self.levels.has_whole(step)):
+            error = no_such_step(step, self.levels.run, steps)
+            if step in steps:
+                error.with_fact("found", "a part of it: files are missing, or cut")
+            error.hint = "nothing was discarded: rewind to a step that is there"
+            raise error
 
     def _ready_to_rewind(self) -> None:
         self._parts.trainer.raise_failures()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import whole_steps
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
 from statehold.errors import RunBusyError, UsageError
@@ -54,10 +55,10 @@ def _looked_at(
     ]  # fmt: skip
     looked, in_run = [], list[int]()
     if os.path.isdir(path) and path not in memory:
-        options, in_run = levels.far_options(args.option), Store(fs, path).steps()
+        options, in_run = levels.far_options(args.option), whole_steps(Store(fs, path))
         looked = levels.levels_of(fs, path, far=args.levels, options=options)
     others = [level for level in looked if level.entry.where not in memory]
-    elsewhere = {*levels.steps_of(others), *in_run}
+    elsewhere = {*levels.steps_of(others, counting=True), *in_run}
     only_here = {step for each in found for step in each["steps"]} - elsewhere
     return {
         "run": path,

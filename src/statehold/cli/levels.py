@@ -160,7 +160,7 @@ def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any])
 
 def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> Held:
     is_far = entry.kind == "objects"
-    return _InObjects(entry.where, options) if is_far else _InDirectory(fs, entry.where)
+    return _InObjects(entry.where, options) if is_far else _InDirectory(fs, entry)
 
 
 def _is_there(entry: Remembered) -> bool:
@@ -180,9 +180,16 @@ def far_options(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def steps_of(levels: Sequence[Level]) -> list[int]:
-    """The steps that any of the levels has, oldest first."""
-    return sorted({step for level in levels for step in level.held})
+def steps_of(levels: Sequence[Level], *, counting: bool = False) -> list[int]:
+    """The steps that any of the levels has, oldest first. counting: not damaged copies."""
+    return sorted(
+        {
+            step
+            for level in levels
+            for step, copy in level.held.items()
+            if not (counting and copy["state"] == "damaged")
+        }
+    )
 
 
 def copies_of(levels: Sequence[Level], step: int) -> list[tuple[Level, Document]]:
@@ -191,16 +198,17 @@ def copies_of(levels: Sequence[Level], step: int) -> list[tuple[Level, Document]
 
 
 class _InDirectory:
-    def __init__(self, fs: Fs, path: str) -> None:
+    def __init__(self, fs: Fs, entry: Remembered) -> None:
         self._fs = fs
-        self._path = path
-        self._store = Store(fs, os.path.realpath(path))
+        self._path = entry.where
+        self._is_part = entry.per_host
+        self._store = Store(fs, os.path.realpath(entry.where))
 
     def steps(self) -> list[int]:
         return self._store.steps()
 
     def describe(self, step: int) -> Document | None:
-        return describe(self._fs, self._store, step)
+        return describe(self._fs, self._store, step, is_part=self._is_part)
 
     @contextlib.contextmanager
     def near(self, step: int) -> Iterator[str]:

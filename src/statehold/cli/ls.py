@@ -1,7 +1,7 @@
 """`statehold ls RUN [--levels]`: the steps of a run, and its other files, at all levels.
 
-Invariants: reads manifests and the sizes of files, never records or data. A step with a damaged
-manifest is listed as such, and does not hide the others.
+Invariants: reads documents and the sizes of files, never data. A step with a damaged document, or
+without a file, or with one that is cut, is listed as damaged, and does not hide the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statehold.cli.output import (
     to_the_second,
     weak,
 )
-from statehold.cli.places import describe, leftovers_of, run_at
+from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
 from statehold.cli.said import LEAST, LEGEND, MOST, columns_of
 from statehold.cli.tables import Table
 from statehold.reading.places import file_system
@@ -44,7 +44,8 @@ KINDS = {
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_at(args.run)
     store = Store(fs, path)
-    looked_at = (describe(fs, store, step) for step in store.steps())
+    is_part = is_per_host(path)
+    looked_at = (describe(fs, store, step, is_part=is_part) for step in store.steps())
     steps = [step for step in looked_at if step is not None]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
     found = steps

@@ -19,6 +19,7 @@ from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.store.lock import LOCK_NAME
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
+from statehold.checkpoint.store.whole import check_files
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
 from statehold.reading.places import NotFoundError, load_manifest, run_of
@@ -27,6 +28,7 @@ from statehold.reading.sizes import sizes_of_steps
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.store.store import Store
+    from statehold.format.manifest import Commit, Manifest
 
 _OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
 _LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
@@ -63,22 +65,37 @@ def tree_bytes(directory: str) -> tuple[int, int]:
     return total, count
 
 
-def describe(fs: Fs, store: Store, step: int) -> dict[str, Any] | None:
-    """The facts of a step from its manifest alone; None if it was retired."""
+def is_per_host(run: str) -> bool:
+    """Whether each host has this run for itself, with the files of its own ranks."""
+    with contextlib.suppress(CorruptionError):
+        here = os.path.realpath(run)
+        return any(e.per_host and os.path.realpath(e.where) == here for e in remembered.recall(run))
+    return False
+
+
+def describe(fs: Fs, store: Store, step: int, *, is_part: bool = False) -> dict[str, Any] | None:
+    """The facts of a step from its documents and the sizes of its files; None if it was retired.
+
+    is_part: as for check_files().
+    """
     directory = store.where(step)
     found: dict[str, Any] = {"step": step, "path": directory, "state": "committed"}
     found["bytes"], found["files"] = tree_bytes(directory)
+
+    def look() -> Manifest | Commit:
+        manifest = load_manifest(fs, directory)
+        check_files(fs, directory, is_part=is_part)
+        return manifest
+
     try:
-        manifest = look_beside_a_writer(
-            lambda: load_manifest(fs, directory), lambda: directory_id(directory), directory
-        )
+        manifest = look_beside_a_writer(look, lambda: directory_id(directory), directory)
     except (CorruptionError, FormatVersionError, StorageError) as error:
         # Damaged, or too new: a person should worry only about the first.
         newer = isinstance(error, FormatVersionError)
         return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
     if manifest is None:
         has_moved = store.where(step) != directory  # it is being replaced
-        return describe(fs, store, step) if has_moved else None
+        return describe(fs, store, step, is_part=is_part) if has_moved else None
     return {
         **found,
         "created": manifest.created,

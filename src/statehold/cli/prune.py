@@ -4,10 +4,10 @@ The bytes of a step or a leftover are those that its end frees: a file that anot
 stays. Steps and leftovers that share a file may free more together than each alone.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
-steps go in the order R1 to R3 (store). The newest step always stays. A step whose manifest is
-damaged or cannot be read stays, too, and the rules choose among the others: otherwise it could
-take the place of the last step that restores. Steps that were set aside as damaged stay: a person
-decides about those.
+steps go in the order R1 to R3 (store). The newest step always stays. A step that has lost a file or
+the end of one, or whose documents are damaged or cannot be read, stays, too, and the rules choose
+among the others: otherwise it could take the place of the last step that restores. Steps that were
+set aside as damaged stay: a person decides about those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
-from statehold.cli.places import describe, leftovers_of, run_at
+from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system
@@ -104,7 +104,7 @@ _HIDDEN = ("replaced", "spare", "shared")
 
 
 def _is_damaged(fs: Any, store: Store, step: int) -> bool:
-    found = describe(fs, store, step)
+    found = describe(fs, store, step, is_part=is_per_host(store.root))
     return found is not None and found["state"] == "damaged"
 
 

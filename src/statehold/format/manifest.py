@@ -98,9 +98,23 @@ class Manifest:
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
-        if version == 2 or (version >= 5 and "records" in document):
+        if _is_of_ranks(document, version):
             return _commit(check, document, version)
         return _manifest(check, document, version)
+
+    @staticmethod
+    def listed(raw: bytes, path: str) -> tuple[FileEntry, ...] | Commit:
+        """The files that a manifest lists, or, of several ranks, the manifest, which lists records.
+        The tensors and the state are not looked at, but for the seal.
+
+        Raises as decode() does.
+        """
+        check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
+        version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
+        if _is_of_ranks(document, version):
+            return _commit(check, document, version)
+        members = check.members(document, "manifest", _members(_MEMBERS, version))
+        return _entries(check, members, version).files
 
     @staticmethod
     def said(raw: bytes, path: str) -> About:
@@ -249,13 +263,23 @@ def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
-    members = check.members(document, "manifest", _members(_MEMBERS, version))
-    head, reader = _check_head(check, members), EntryReader(check, members)
+def _is_of_ranks(document: Mapping[str, Any], version: int) -> bool:
+    return version == 2 or (version >= 5 and "records" in document)
+
+
+def _entries(check: Checker, members: Mapping[str, Any], version: int) -> EntryReader:
+    """A reader that has read which data files there are."""
+    reader = EntryReader(check, members)
     expected = f"{file_name(0, reader.world_size)} or another rank of it"
     reader.read_files(
         members["files"], lambda name: _is_file(name, reader.world_size, version), expected
     )
+    return reader
+
+
+def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
+    members = check.members(document, "manifest", _members(_MEMBERS, version))
+    head, reader = _check_head(check, members), _entries(check, members, version)
     nodes = check.object(members["tensors"], "tensors")
     tensors = {name: _tensor(reader, name, node, version) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())

@@ -133,9 +133,21 @@ class Record:
 
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
-        check = Checker(ManifestError, "a rank's record is not valid", path, _HINT)
-        version, document = unseal(check, raw, "record", FORMAT, VERSION)
-        return _Reader(check, check.members(document, "record", _MEMBERS), version).record()
+        return _reader(raw, path).record()
+
+    @staticmethod
+    def listed(raw: bytes, path: str) -> tuple[FileEntry, ...]:
+        """The files that a record lists. The rest is not looked at, but for the seal.
+
+        Raises as decode() does.
+        """
+        return _reader(raw, path).files()
+
+
+def _reader(raw: bytes, path: str) -> _Reader:
+    check = Checker(ManifestError, "a rank's record is not valid", path, _HINT)
+    version, document = unseal(check, raw, "record", FORMAT, VERSION)
+    return _Reader(check, check.members(document, "record", _MEMBERS), version)
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -226,8 +238,7 @@ class _Reader:
         check, members = self.check, self.members
         step = check.integer(members["step"], "step", high=STEP_MAX)
         attempt = check_attempt(check, members["attempt"])
-        expected = f"{file_name(self.rank, self.world_size)} or another file of the rank"
-        self.entries.read_files(members["files"], self._is_file, expected)
+        self.files()
         self._read_meshes()
         nodes = check.object(members["tensors"], "tensors")
         held = [self._tensor(name, node) for name, node in nodes.items()]
@@ -247,6 +258,11 @@ class _Reader:
             state=members["state"],
             contents=self.contents,
         )
+
+    def files(self) -> tuple[FileEntry, ...]:
+        expected = f"{file_name(self.rank, self.world_size)} or another file of the rank"
+        self.entries.read_files(self.members["files"], self._is_file, expected)
+        return self.entries.files
 
     def _is_file(self, name: str) -> bool:
         """rank-r-of-w.safetensors, or with -1, -2, ... after the w."""

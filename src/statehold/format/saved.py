@@ -24,7 +24,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
-from statehold.format.manifest import Commit, Manifest
+from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
@@ -85,8 +85,16 @@ def open_step(read: Read, directory: str, step: int, rank: int, world_size: int)
 
 def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record:
     """The record of `rank`, if it is the committed one. Raises as `open_step` does."""
-    entry = commit.records[rank]
-    path = f"{directory}/{entry.name}"
+    path = f"{directory}/{commit.records[rank].name}"
+    record = Record.decode(committed_record(read, path, commit.records[rank]), path)
+    for name in ("world_size", "step", "attempt"):
+        _check_same(path, name, getattr(commit, name), getattr(record, name))
+    _check_same(path, "rank", rank, record.rank)
+    return record
+
+
+def committed_record(read: Read, path: str, entry: RecordEntry) -> bytes:
+    """The bytes of a record, if they are the committed ones. Raises as `open_step` does."""
     raw = _read(read, path, DOCUMENT_BYTES_MAX)
     if len(raw) != entry.bytes or sha256(raw) != entry.sha256:
         raise _record_error(
@@ -94,11 +102,7 @@ def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record
             f"{entry.bytes} bytes with sha256 {entry.sha256}",
             f"{len(raw)} bytes with sha256 {sha256(raw)}",
         )
-    record = Record.decode(raw, path)
-    for name in ("world_size", "step", "attempt"):
-        _check_same(path, name, getattr(commit, name), getattr(record, name))
-    _check_same(path, "rank", rank, record.rank)
-    return record
+    return raw
 
 
 def _check_same(path: str, name: str, expected: object, got: object) -> None:

@@ -20,6 +20,7 @@ from statehold import _core
 from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import newest_whole, whole_steps
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -93,7 +94,7 @@ def _chosen(run: str, said: re.Match[str]) -> int:
     known = {}
     with contextlib.closing(file_system()) as fs:
         store = Store(fs, run)
-        for step in store.steps():
+        for step in whole_steps(store):
             with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
                 known[step] = load_manifest(fs, store.where(step)).about
     return choice.ordered(known, run)[-1]
@@ -124,7 +125,7 @@ def find(fs: Fs, text: str) -> Place:
         return Place(not_a_link(os.path.abspath(text)), _number_of(fs, text), text)
     run, wanted = asked_of(text)
     store = Store(fs, run)
-    wanted = store.newest() if wanted is None else wanted
+    wanted = newest_whole(store) if wanted is None else wanted
     if wanted is None:
         raise StepNotFoundError("no step is committed in this run", facts={"run": run})
     if wanted not in store.steps():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import whole_steps
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
 from statehold.errors import no_such_step
@@ -101,18 +102,18 @@ class Run:
         self._store = Store(file_system(), path)
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first, as they are now."""
-        return self._store.steps()
+        """The committed steps that have all their files, oldest first, as they are now."""
+        return whole_steps(self._store)
 
     def newest(self) -> Step | None:
         """The newest step; None if there is none."""
-        step = self._store.newest()
+        step = next(reversed(self.steps()), None)
         return None if step is None else self[step]
 
     def __getitem__(self, step: int) -> Step:
         number = step_of(step)
-        if number not in self.steps():
-            raise no_such_step(number, self.path, self.steps())
+        if number not in (found := self._store.steps()):
+            raise no_such_step(number, self.path, found)
         return at_rest(self._store.fs, f"{self.path}@{number}", self._described)
 
     def __iter__(self) -> Iterator[Step]:

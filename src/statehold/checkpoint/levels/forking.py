@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels.copying import DataFile, Part, part_of
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
 from statehold.format.about import Origin, check_origin
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -94,7 +95,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
             facts={"parent": run, "found": "no step" if is_there else "no such directory"},
             hint="if it was moved, give its new path: `statehold tree DIR` lists the runs in DIR",
         )
-    step = steps[-1] if step is None else step
+    step = newest_whole(base) if step is None else step
     if step not in steps:
         raise no_such_step(step, run, steps)
     return fork(base.fs, base.where(step), first.store.root)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from statehold.checkpoint.levels.hosts.discovery import Hosts
@@ -168,6 +168,22 @@ class Levels:
         """
         kept = [place.quarantine(step) for place in self._leading(step)]
         return kept[0] if kept else self.store.path(step)
+
+    @contextlib.contextmanager
+    def protected(self, step: int) -> Iterator[None]:
+        """Keep a step from being retired at any level."""
+        with contextlib.ExitStack() as kept:
+            for place in self.places:
+                kept.enter_context(place.protect(step))
+            yield
+
+    def has_whole(self, step: int) -> bool:
+        """Whether a level has all files of a step, as far as it can tell without a transfer."""
+        for place in self.places:
+            with contextlib.suppress(StorageError):
+                if step in place.steps() and place.is_whole(step):
+                    return True
+        return False
 
     def rewind(self, step: int) -> list[int]:
         """Discard the steps newer than `step` at every level, if this rank leads."""

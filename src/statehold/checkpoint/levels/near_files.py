@@ -86,6 +86,11 @@ class NearFiles:
             for key in done:
                 self._drop(*key)
 
+    def has_readers(self, step: int) -> bool:
+        """Whether somebody reads the step, or keeps it."""
+        with self._guard:
+            return step in self._readers
+
     def close(self) -> None:
         with self._guard:
             done = list(self._folders)

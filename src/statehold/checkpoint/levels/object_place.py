@@ -154,7 +154,8 @@ class ObjectPlace(Shared):
 
     def retain(self) -> None:
         for step in self._retention.going(self.steps):
-            self._objects.retire(step)
+            if not self._near.has_readers(step):
+                self._objects.retire(step)
 
     def drop(self, attempt: str | None) -> None:
         if self._taken is not None:

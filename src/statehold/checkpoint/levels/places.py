@@ -29,6 +29,7 @@ from statehold.checkpoint.store.filling import Filling
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
+from statehold.checkpoint.store.whole import is_whole
 from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
@@ -88,6 +89,10 @@ class Place(Protocol):
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
+
+    def is_whole(self, step: int) -> bool:
+        """Whether all files of one of its steps are here; True where that is not known without a
+        transfer, or from this host."""
 
     def holds(self, step: int, name: str) -> bool:
         """Whether this place should have a file of one of its steps; if not, nobody asks for it."""
@@ -235,6 +240,9 @@ class Shared:
 
     def learn(self, landed: Collection[str]) -> None: ...
 
+    def is_whole(self, step: int) -> bool:
+        return True
+
     def holds(self, step: int, name: str) -> bool:
         return True
 
@@ -347,6 +355,9 @@ class DirectoryPlace(Shared):
 
     def steps(self) -> list[int]:
         return self.store.steps()
+
+    def is_whole(self, step: int) -> bool:
+        return self.is_apart or is_whole(self.store, step)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self.store.read(step, name, max_bytes)

@@ -24,6 +24,7 @@ from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.forking import check_standing
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
 from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import whole_steps
 from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
 from statehold.errors import UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -89,7 +90,7 @@ def copy_into(
 def _there(fs: Fs, destination: str, step: int, part: Part) -> CopiedStep | None:
     """The step, if the destination has it. Raises UsageError if it is another save of it."""
     store = Store(fs, os.path.realpath(destination))
-    if step not in store.steps():
+    if step not in whole_steps(store):
         return None
     if sha256(store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)) != sha256(part.manifest):
         raise UsageError(

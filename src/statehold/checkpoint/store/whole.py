@@ -1,0 +1,92 @@
+"""Whether a committed step has all its files, as long as they were committed.
+
+A step that has lost a file, or the end of one, does not count as committed: no command may delete
+an intact step because of it. Only names and sizes are looked at, and the documents, never data.
+Not here: the bytes of the files (cli/verify, restores), which steps there are (store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from statehold.checkpoint.store.replacing import (
+    look_beside_a_writer,
+    missing_path,
+    read_standing,
+)
+from statehold.errors import CorruptionError, FormatVersionError, MissingFileError, StorageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX, FileEntry
+from statehold.format.manifest import Commit, Manifest
+from statehold.format.record import Record
+from statehold.format.saved import MANIFEST_NAME, committed_record
+from statehold.layout.plan import file_name
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold.checkpoint.store.store import Store
+
+
+def whole_steps(store: Store) -> list[int]:
+    """The committed steps that have all their files, oldest first."""
+    return [step for step in store.steps() if is_whole(store, step)]
+
+
+def newest_whole(store: Store) -> int | None:
+    """The newest step that has all its files; the newest one if none has."""
+    steps = store.steps()
+    return next(
+        (step for step in reversed(steps) if is_whole(store, step)), max(steps, default=None)
+    )
+
+
+def is_whole(store: Store, step: int) -> bool:
+    """Whether a committed step has all its files; True if that cannot be told."""
+    look, path = partial(check_files, store.fs), store.path(step)
+    try:
+        look_beside_a_writer(
+            lambda: read_standing(store.fs, path, look),
+            lambda: store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX),
+            path,
+        )
+    except CorruptionError:
+        return False
+    except (FormatVersionError, StorageError) as error:
+        return missing_path(error) is None
+    return True
+
+
+def check_files(fs: Fs, directory: str, *, is_part: bool = False) -> None:
+    """Raise CorruptionError unless all files of the step in `directory` are there.
+
+    is_part: ranks none of whose files are here have them on other hosts. Raises what reading the
+    documents raises.
+    """
+    names = {name for name, _ in fs.listdir(directory)}
+
+    def is_here(rank: int, world_size: int) -> bool:
+        stem = file_name(rank, world_size).partition(".")[0]
+        return not is_part or any(name.startswith(stem) for name in names)
+
+    for file in _files_of(fs, directory, is_here):
+        path = f"{directory}/{file.name}"
+        size = fs.stat_bytes(path)
+        if size is None:
+            raise MissingFileError("a file of a step is not there", facts={"file": path})
+        if size != file.bytes:
+            facts = {"file": path, "expected": f"{file.bytes} bytes", "got": f"{size} bytes"}
+            raise CorruptionError("a file of a step is not as long as it was", facts=facts)
+
+
+def _files_of(fs: Fs, directory: str, is_here: Callable[[int, int], bool]) -> Iterator[FileEntry]:
+    """The data files that the manifest lists, or the records of these ranks."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    listed = Manifest.listed(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
+    if not isinstance(listed, Commit):
+        yield from listed
+        return
+    for rank, entry in enumerate(listed.records):
+        if is_here(rank, listed.world_size):
+            path = f"{directory}/{entry.name}"
+            yield from Record.listed(committed_record(fs.read_file, path, entry), path)

@@ -1,0 +1,80 @@
+"""A step that has lost a file, or the end of one, does not count for any command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statehold
+from statehold.reading.places import file_system
+from support.faults import DEADLINE_S, SMALL
+from support.ranks import Ranks
+
+Asked = Callable[..., tuple[int, Any]]
+STEPS = (1, 2, 3, 4)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+LOSSES: dict[str, Callable[[Path], None]] = {"gone": os.remove, "cut": cut}
+
+
+@pytest.fixture(params=[1, 2])
+def run_of(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Four steps of one rank, or of two."""
+    run, size = tmp_path / "run", request.param
+    with Ranks(file_system(), size, str(run)) as ranks:
+        for step in STEPS:
+            ranks.save(step, lambda rank, step=step: {"w": torch.full((900,), float(step + rank))})
+    return run
+
+
+def files_of(run: Path, step: int, kind: str) -> list[Path]:
+    return sorted((run / f"step-{step:012d}").glob(f"*.{kind}"))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["safetensors", "json"])
+def test_the_steps_that_count(run_of: Path, ask: Asked, loss: str, kind: str) -> None:
+    for step in (3, 4):
+        LOSSES[loss](files_of(run_of, step, kind)[-1])
+    code, told = ask("ls", run_of)
+    assert code == 1
+    assert [each["state"] for each in told["steps"]] == ["committed"] * 2 + ["damaged"] * 2
+    assert statehold.open(run_of).steps() == [1, 2]
+    assert statehold.open(run_of).newest().step == 2
+    code, told = ask("prune", run_of, "--keep", 1, "--yes")
+    assert (code, told["damaged"]) == (0, [3, 4])
+    assert [each["step"] for each in told["retire"]] == [1]
+    code, told = ask("verify", f"{run_of}@2")
+    assert code == 0
+    code, told = ask("show", run_of)
+    assert (code, told["step"]) == (0, 2)
+
+
+def test_a_copy_that_has_lost_a_file_is_made_again(run_of: Path, ask: Asked) -> None:
+    other = run_of.parent / "other"
+    assert ask("copy", f"{run_of}@2", other)[0] == 0
+    files_of(other, 2, "safetensors")[-1].unlink()
+    assert ask("copy", f"{run_of}@2", other)[0] == 0
+    assert ask("verify", f"{other}@2")[0] == 0
+
+
+def test_a_step_in_memory_is_not_freed_for_one_that_has_lost_a_file(
+    memory: Path, tmp_path: Path, ask: Asked
+) -> None:
+    run = tmp_path / "run"
+    levels = [statehold.Memory(path=memory, agent=False), statehold.Directory()]
+    with statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(900)}).wait("committed", DEADLINE_S)
+        ckpt.flush()
+    assert ask("free", run)[1]["newer"] == []
+    files_of(run, 1, "safetensors")[0].unlink()
+    assert ask("free", run)[1]["newer"] == [1]
