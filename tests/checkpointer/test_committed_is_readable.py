@@ -17,8 +17,10 @@ from torch import nn
 import statehold
 from statehold.encoding.values import DEPTH_MAX
 from statehold.errors import UnsupportedValueError, UsageError
+from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.quantized import Made
+from support.ranks import Ranks
 
 
 class Holder:
@@ -150,3 +152,16 @@ def test_the_path_of_a_run_that_no_step_can_record(tmp_path: Path, name: str) ->
         with pytest.raises(UsageError, match="record the path"):
             ckpt.restore(state)
         assert ckpt.steps() == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_document_that_no_reader_accepts_is_not_committed(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Whatever the checks of save() may have missed."""
+    with Ranks(SimFs(seed=1), size) as ranks:
+        ranks.save(1, lambda _: {"w": torch.ones(3), "value": 1})
+        monkeypatch.setattr("statehold.encoding.values._scalar", lambda _: {"$unknown": 1})
+        for error in ranks.failures(2, lambda _: {"w": torch.ones(3), "value": b"x"}):
+            assert "no reader would accept" in str(error)
+        assert ranks.ckpts[0].steps() == [1]

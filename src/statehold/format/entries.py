@@ -156,6 +156,17 @@ def seal(document: Mapping[str, Any], what: str) -> bytes:
     return raw
 
 
+def proven(raw: bytes, decode: Callable[[bytes, str], object], what: str) -> bytes:
+    """The bytes of a sealed document, if the reader's own code takes them: whatever the checks of
+    save() have missed, no step is committed that cannot be read."""
+    try:
+        decode(raw, "")
+    except (ManifestError, FormatVersionError) as fault:
+        summary = f"no reader would accept the {what} of this step, so it is not committed"
+        raise InvariantError(summary, facts=fault.facts) from fault
+    return raw
+
+
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 

@@ -33,6 +33,7 @@ from statehold.format.entries import (
     chunk_document,
     file_document,
     needs_version_3,
+    proven,
     seal,
     unseal,
 )
@@ -79,7 +80,11 @@ class Manifest:
         return 3 if needs_version_3(self.state) else 1
 
     def encode(self) -> bytes:
-        """The bytes of manifest.json, sealed by their own sha256."""
+        """The bytes of manifest.json, sealed by their own sha256, and read again."""
+        return proven(self.sealed(), Manifest.decode, "manifest")
+
+    def sealed(self) -> bytes:
+        """The same, not read again."""
         document = {
             **_head(self, self.version),
             "block_bytes": self.block_bytes,
@@ -177,7 +182,7 @@ class Commit:
         return 5 if self.about else 2
 
     def encode(self) -> bytes:
-        """The bytes of manifest.json, sealed by their own sha256."""
+        """The bytes of manifest.json, sealed by their own sha256, and read again."""
         document = {
             **_head(self, self.version),
             "attempt": self.attempt,
@@ -189,7 +194,7 @@ class Commit:
             "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
             **_about_member(self.about),
         }
-        return seal(document, "manifest")
+        return proven(seal(document, "manifest"), Manifest.decode, "manifest")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from statehold.format.entries import (
     chunk_document,
     file_document,
     needs_version_3,
+    proven,
     seal,
     unseal,
 )
@@ -88,7 +89,11 @@ class Record:
         return 3 if needs_version_3(self.state) else 2
 
     def encode(self) -> bytes:
-        """The bytes of the record, sealed by their own sha256."""
+        """The bytes of the record, sealed by their own sha256, and read again."""
+        return proven(self.sealed(), Record.decode, "record")
+
+    def sealed(self) -> bytes:
+        """The same, not read again."""
         meshes = _MeshTable()
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
         document = {

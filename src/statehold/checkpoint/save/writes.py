@@ -208,12 +208,12 @@ def build_record(
 
 def manifest_bytes(plan: SavePlan, tree: Any) -> int:
     """The bytes of the manifest of a single-rank step, before its checksums are known."""
-    return len(build_manifest(plan, tree, _no_sums(plan)).encode())
+    return len(build_manifest(plan, tree, _no_sums(plan)).sealed())
 
 
 def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:
     """The bytes of a rank's record, before its checksums are known; without fingerprints."""
-    return len(build_record(plan, tree, _no_sums(plan.save), attempt, {}).encode())
+    return len(build_record(plan, tree, _no_sums(plan.save), attempt, {}).sealed())
 
 
 def _no_sums(plan: SavePlan) -> bytes:
