@@ -162,8 +162,10 @@ class Oracle:
                 del self.promised[step]
 
     def forget(self, newer_than: int, serial: int) -> None:
-        """A rewind has succeeded: nothing newer may be there of saves before `serial`."""
+        """A rewind has succeeded: nothing newer may be there of saves before `serial`, and the step
+        itself is there."""
         with self._guard:
+            self.promised.setdefault(newer_than, 0)
             for step in [step for step in self.begun if step > newer_than]:
                 left = {each: size for each, size in self.begun[step].items() if each > serial}
                 self.begun[step] = left

@@ -22,7 +22,9 @@ from typing import Any
 from sim.job import HANG_S, SMALL, Died, Job
 from sim.oracle import FAR, RUN, Oracle, best_of, blank, content, metrics_of
 from statehold import Directory, Keep, Save
-from statehold.errors import CorruptionError, StateholdError, WaitTimeout
+from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import whole_steps
+from statehold.errors import CorruptionError, StateholdError, StepNotFoundError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
 from support.inside import inside
@@ -38,6 +40,8 @@ FOUR_SHARE = 0.1  # jobs of four ranks
 REPLAY = ".venv/bin/python tests/sim/campaign.py --seeds 1"
 SHARED = ("same", "step", "serial")
 SHARES_SHARE = 0.4  # jobs with weights that change rarely
+BESIDE_SHARE = 0.5  # rewinds that do not wait for the saves before them
+LOST_SHARE = 0.15  # recoveries before which a step has lost a file
 OPERATIONS = (
     "sync", "sync_dir", "rename", "exchange", "mkdir", "unlink", "rmdir", "write_file", "read_file",
     "open_write", "open_read", "truncate",
@@ -48,7 +52,7 @@ FAULTS = (
     "misdirected", "rot", "power", "half a file", "forgotten",
     *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step", "no exchange",
-    "linked",
+    "linked", "rewind", "refused rewind", "rewind beside a save", "lost file",
 )  # fmt: skip
 
 
@@ -130,6 +134,7 @@ class Seed:
         self._tokens = 0
         self._late: Job | None = None
         self._corrupt_found = 0
+        self._apart = random.Random(seed * 31 + 41)
 
     def run(self) -> None:
         self._refuse_exchange()
@@ -194,7 +199,8 @@ class Seed:
             self._serial += 1
             if chance.random() < 0.08 and self._step > 1:
                 self._step = max(1, self._step - chance.randint(0, 2))
-                actions.append(Action("rewind", self._step, self._serial))
+                waits = self._apart.random() >= BESIDE_SHARE
+                actions.append(Action("rewind", self._step, self._serial, waits))
                 continue
             self._step += chance.choice((0, 1, 1, 1, 2)) if self._step else 1
             actions.append(Action("save", self._step, self._serial, chance.random() < 0.7))
@@ -274,10 +280,9 @@ class Seed:
                     if action.wait:
                         settle()
                 elif action.kind == "rewind":
-                    settle()
-                    self._oracle.doubt(action.step, action.serial)
-                    job.ckpts[rank].rewind(action.step)
-                    self._oracle.forget(action.step, action.serial)
+                    if action.wait:
+                        settle()
+                    self._rewind(job, rank, action, is_beside=bool(saves))
                 else:
                     self._restore(job, rank)
             except Died:
@@ -288,6 +293,16 @@ class Seed:
                     raise
         settle()
         return "; ".join(told) or "well"
+
+    def _rewind(self, job: Job, rank: int, action: Action, *, is_beside: bool) -> None:
+        self._oracle.doubt(action.step, action.serial)
+        try:
+            job.ckpts[rank].rewind(action.step)
+        except StepNotFoundError:
+            self.report.counts["refused rewind"] += 1
+            raise
+        self._oracle.forget(action.step, action.serial)
+        self.report.counts["rewind beside a save" if is_beside else "rewind"] += 1
 
     def _settle(self, action: Action, save: Save, told: list[str]) -> None:
         try:
@@ -320,6 +335,9 @@ class Seed:
         if self._weather["rot"] and chance.random() < 0.5:
             self._rot()
         self._oracle.look(fs)
+        if self._apart.random() < LOST_SHARE:
+            self._lose_a_file()
+            self._prune()
         size = self._sizes[chance.random() < 0.3]
         job = self._job(size)
         visible = job.ckpts[0].steps()
@@ -372,6 +390,30 @@ class Seed:
         if size := self._fs.stat_bytes(path):
             self._fs.corrupt(path, self._random.randrange(size), 1 << self._random.randrange(8))
             self._say(f"rot in {path}")
+
+    def _lose_a_file(self) -> None:
+        """A file of a committed step is gone, or cut: somebody has cleared up."""
+        chance, fs = self._apart, self._fs
+        found = [step for step in self._listed(RUN) if step[1] and len(step[0]) == 17]
+        if not found:
+            return
+        name = chance.choice(found)[0]
+        path = f"{RUN}/{name}/{chance.choice(self._listed(f'{RUN}/{name}'))[0]}"
+        content = fs.read_file(path, fs.stat_bytes(path) or 0)
+        fs.unlink(path)
+        if chance.random() < 0.5:
+            fs.write_file(path, content[: len(content) // 2])
+        self._oracle.suspect.add(int(name[5:]))
+        self.report.counts["lost file"] += 1
+        self._say(f"lost {path}")
+
+    def _prune(self) -> None:
+        """What `statehold prune` does: the rules choose among the steps that have their files."""
+        store = Store(self._fs, RUN, keep=self._keep, reuse=False)
+        before = whole_steps(store)
+        store.retain(among=before)
+        if before[-1:] != whole_steps(store)[-1:]:
+            self.report.wrong(f"prune has deleted the newest of {before}")
 
     def _listed(self, path: str) -> list[tuple[str, bool]]:
         return self._fs.listdir(path) if self._fs.is_dir(path) else []
