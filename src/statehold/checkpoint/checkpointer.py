@@ -334,10 +334,23 @@ class Checkpointer:
         return self._opened().steps()
 
     def rewind(self, step: int) -> list[int]:
-        """Discard every step newer than `step`, at every level; returns the discarded steps."""
+        """Discard every step newer than `step`, at every level; returns the discarded steps.
+
+        Args:
+            step: a committed step.
+
+        Raises:
+            StepNotFoundError: the run has no such step, or files of it are missing. Nothing was
+                discarded.
+        """
         enter("rewind()")
         step = step_of(step)
         return self._begun_anew().rewind(step)
+
+    def _go_on_from(self, step: int) -> list[int]:
+        """rewind() for an integration that may have loaded the step from a folder of its own."""
+        session = self._begun_anew()
+        return session.rewind(step, is_elsewhere=step not in session.steps())
 
     def levels(self) -> list[LevelStatus]:
         """The status of each level, the first one first: its newest step, the copy under way, the

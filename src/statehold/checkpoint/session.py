@@ -135,14 +135,16 @@ class Session:
         found = self.levels.nearest(self.pipeline.drain).steps()
         return [step for step in found if self.peers or self.levels.has_whole(step)]
 
-    def rewind(self, step: int) -> list[int]:
+    def rewind(self, step: int, *, is_elsewhere: bool = False) -> list[int]:
         """Discard the steps newer than `step` at every level. All ranks call this together.
 
         Raises StepNotFoundError if `step` is not there, because the run could be left without one.
+        is_elsewhere: the state was loaded from a copy that does not belong to the run.
         """
         with self.levels.protected(step):  # from the saves and copies that are under way
             together(self.peers, self._ready_to_rewind)
-            self._check_whole(step)
+            if not is_elsewhere:
+                self._check_whole(step)
             found = everyone(self.peers, lambda: self.levels.rewind(step))
         discarded = sorted({each for steps in found for each in steps})
         self.levels.forget(discarded)

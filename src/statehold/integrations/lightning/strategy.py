@@ -121,7 +121,7 @@ class Layer:
             )
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            self.ckpt.rewind(step)
+            self.ckpt._go_on_from(step)
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):

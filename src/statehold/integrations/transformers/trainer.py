@@ -184,7 +184,7 @@ class StateholdTrainer(Trainer):
             opened.source = stack.enter_context(Checkpointer(opened.folders.path(step)))
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            opened.ckpt.rewind(step)
+            opened.ckpt._go_on_from(step)
         if self.args.should_save:
             opened.folders.discard_after(step)
         opened.step = step
