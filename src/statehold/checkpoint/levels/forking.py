@@ -87,16 +87,16 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
             hint="run `statehold fork` into a level that all hosts see, and restore from there",
         )
     base = Store(first.store.fs, run)
-    steps = base.steps()
-    if not steps:
+    newest = newest_whole(base)
+    if newest is None:
         is_there = base.fs.is_dir(base.root)
         raise StepNotFoundError(
             "the parent of this run has no committed step",
             facts={"parent": run, "found": "no step" if is_there else "no such directory"},
             hint="if it was moved, give its new path: `statehold tree DIR` lists the runs in DIR",
         )
-    step = newest_whole(base) if step is None else step
-    if step not in steps:
+    step = newest if step is None else step
+    if step not in (steps := base.steps()):
         raise no_such_step(step, run, steps)
     return fork(base.fs, base.where(step), first.store.root)
 
