@@ -349,7 +349,7 @@ class Seed:
             self.report.wrong(wrong)
         self._say(f"steps {visible}, suspect {sorted(self._oracle.suspect)}")
         self._serial += 2
-        self._step = max([self._step, *visible])
+        self._step = max([self._step, *visible, *near])  # a damaged one counts for the order
         job.start(lambda rank: self._look_and_go_on(job, rank, visible, self._step, self._serial))
         outcomes = job.end()
         job.close()
