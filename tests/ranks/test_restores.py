@@ -442,6 +442,25 @@ def test_random_generators_are_kept_where_every_rank_had_its_own() -> None:
         assert all(ckpt.restored.kept == ("rng",) for ckpt in ranks.ckpts)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_random_generators_are_kept_on_another_number_of_ranks_also_where_all_had_the_same(
+    size: int,
+) -> None:
+    fs = SimFs(seed=5)
+    torch.manual_seed(7)
+    with Ranks(fs, size) as ranks:
+        ranks.save(1, lambda rank: {"rng": statehold.Rng(), "step": 1})
+    with Ranks(fs, 3) as ranks:
+        torch.manual_seed(99)
+        before = torch.get_rng_state()
+        got = restored(ranks, [{"rng": statehold.Rng(), "step": 0} for _ in range(3)])
+        assert got == [1] * 3
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(ckpt.restored.kept == ("rng",) for ckpt in ranks.ckpts)
+        alone = restored(ranks, [{"rng": statehold.Rng()} for _ in range(3)], only=["rng"])
+        assert alone == [1] * 3
+
+
 def test_no_rank_goes_on_before_the_damaged_step_is_set_aside(fs, ranks) -> None:
     """Else it would find a step that is newer than the one it saves next."""
     damage(fs, 2)

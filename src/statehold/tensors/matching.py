@@ -42,12 +42,14 @@ class Matching:
         selection: Selection,
         rank: int | None,
         alone: bool,
+        world: int | None,
     ) -> None:
         found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
         self.problems: list[tuple[str, str]] = []
         self._saved = saved
         self._selection = selection
         self._alone = alone
+        self._other_ranks = world is not None and world != saved.world_size
         self._memory = Destinations(
             saved, placements.replicas_in((part for _, part in found), rank), rank
         )

@@ -35,10 +35,10 @@ class Restoration:
     """Where the bytes go, and what is left to do once they have arrived.
 
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
-    generator goes on, because every rank had its own. `plain`: which of the missing and unexpected
-    entries hold values only. `stateful`: the objects that take their
-    state themselves, by path. `streams`: what reads more of the step once the destinations are
-    filled; `streamed` are these tensors. The other lists are of a RestoreReport.
+    generator goes on, because another number of ranks has saved the step. `plain`: which of the
+    missing and unexpected entries hold values only. `stateful`: the objects that take their state
+    themselves, by path. `streams`: what reads more of the step once the destinations are filled;
+    `streamed` are these tensors. The other lists are of a RestoreReport.
     """
 
     step: int = 0

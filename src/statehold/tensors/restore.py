@@ -53,15 +53,17 @@ def prepare(
     selection: Selection = EVERYTHING,
     rank: int | None = None,
     alone: bool = True,
+    world: int | None = None,
 ) -> Restoration:
     """Match `state`, of `rank` of several ranks or of one (None), with a step.
 
-    alone: what this rank has no place for is no other rank's. Raises StateMismatchError that lists
-    every difference, UsageError for a pattern that matches nothing. Of several ranks, another one
-    may match it: the caller judges their answers together.
+    alone: what this rank has no place for is no other rank's. world: the number of ranks; None: as
+    many as have saved the step. Raises StateMismatchError that lists every difference, UsageError
+    for a pattern that matches nothing. Of several ranks, another one may match it: the caller
+    judges their answers together.
     """
     with unchanged():  # state_dict() of live objects may draw
-        matcher = _Matcher(state, saved, selection, rank, alone)
+        matcher = _Matcher(state, saved, selection, rank, alone, world)
         matcher.top(state, saved.state)
     restoration = matcher.restoration
     if rank is None:
@@ -233,8 +235,8 @@ class _Matcher(OptimizerMatching):
         return live
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
-        if isinstance(live, Rng) and nodes.differing(node) is not None:
-            self.restoration.kept.append(path)  # a generator that goes on is as good as another
+        if isinstance(live, Rng) and self._other_ranks and self._selection.takes(path):
+            self.restoration.kept.append(path)  # all ranks would draw the numbers of one
             self.restoration.has_own = True
             return live
         if not self._takes(path) or self._differs(node, path):

@@ -309,6 +309,7 @@ class Restorer:
             selection=self._selection,
             rank=self._rank if self._peers else None,
             alone=alone,
+            world=self._ranks,
         )
         reading = ReadPlan(
             saved,
