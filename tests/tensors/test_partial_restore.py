@@ -72,10 +72,36 @@ def test_what_is_missing_or_unexpected_is_an_error_unless_told() -> None:
     assert (live["x"], live["z"]) == (1, 3)
 
 
+@pytest.mark.parametrize(
+    "skip",
+    [["m.b", "m.c", "d", "e", "o.state.m.b", "o.state.m.c"], ["*.b.*", "*.c.*", "d.*", "e.*"]],
+)
+def test_skip_covers_what_one_side_lacks(skip: list[str]) -> None:
+    def made(own: str, entry: str) -> dict[str, Any]:
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), own: nn.Linear(2, 2)})
+        return {
+            "m": model,
+            "o": torch.optim.SGD(model.parameters()),
+            entry: {"x": 1, "y": {"z": torch.ones(2)}},
+        }
+
+    step, live = MemoryStep(made("b", "d")), made("c", "e")
+    step.restore(live, selection=Selection(skip=skip))
+    assert live["e"]["x"] == 1
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare(live, selection=Selection(skip=skip[1:]))
+    assert "m.b.weight" in caught.value.facts
+    assert all(".b" in name for name in caught.value.facts)
+    assert 'skip=["m.b.weight", ' in caught.value.hint
+    assert "strict=False" in caught.value.hint
+
+
 def test_shapes_have_to_fit_even_so() -> None:
     step = MemoryStep({"m": nn.Linear(2, 2)})
-    with pytest.raises(StateMismatchError, match=r"m\.weight"):
+    with pytest.raises(StateMismatchError, match=r"m\.weight") as caught:
         step.prepare({"m": nn.Linear(2, 3)}, selection=Selection(strict=False))
+    assert 'skip=["m.weight", "m.bias"]' in caught.value.hint
+    assert "strict" not in caught.value.hint
 
 
 def test_optimizer_state_of_new_parameters_stays() -> None:

@@ -28,7 +28,8 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from statehold.errors import UnsupportedValueError
-from statehold.tensors import first_iterator
+from statehold.tensors import first_iterator, positions
+from statehold.tensors.positions import Refused as Refused
 from statehold.tensors.rng import get_state, set_state
 
 # A member that is added to a loader's state: {path of the loader: state of its generator}.
@@ -110,6 +111,16 @@ def _has_own_generator(loader: Any) -> bool:
     generator = loader.generator
     is_own = isinstance(generator, torch.Generator) and generator is not torch.default_generator
     return is_own and first_iterator.is_supported(loader)
+
+
+def fitted(value: Any, state: Any) -> Any:
+    """What state_of() gave, for the workers and samplers that the loaders have now. Raises Refused.
+
+    Nothing says which of several loaders a position is of, so those have to be alike.
+    """
+    found = [loader for _, loader in found_in(value) if first_iterator.is_supported(loader)]
+    kinds = {(loader.num_workers, type(loader.sampler)) for loader in found}
+    return positions.fitted(state, found[0]) if len(kinds) == 1 else state
 
 
 def load(value: Any, state: Any) -> None:

@@ -21,8 +21,6 @@ from statehold.tensors import groups, modules, nodes, optimizers
 from statehold.tensors.marks import Mark
 from statehold.tensors.parts import is_stateful
 
-__all__ = ["below", "names_of"]
-
 _NOTHING = object()
 
 
@@ -41,10 +39,17 @@ def names_of(
     live = list(walk.content(state, {}, ""))
     return Names(
         taken=dict.fromkeys((*live, *walk.content(state, renamed, ""))),
-        saved=list(_saved(saved, "")),
+        saved=list(saved_names(saved, "")),
         live=live,
         open=[path for path in _dicts(state, "") if path],
     )
+
+
+def live_names(
+    live: Any, path: str, selection: Selection, parameters: Mapping[int, str]
+) -> Iterator[str]:
+    """The names of a part of a live state, at `path`."""
+    return _Walk(selection, parameters).names(live, _NOTHING, path)
 
 
 def below(path: str, key: Any) -> str:
@@ -104,11 +109,11 @@ class _Walk:
             yield f"{path}.other"
 
 
-def _saved(node: Any, path: str) -> Iterator[str]:
+def saved_names(node: Any, path: str) -> Iterator[str]:
     """The names in a saved tree, which prefixes in `rename` are of."""
     members = nodes.members(node)
     for key, item in (members or {}).items():
-        yield from _saved(item, below(path, key))
+        yield from saved_names(item, below(path, key))
     if path and not members:
         yield path
 

@@ -25,9 +25,10 @@ from statehold.tensors.rng import unchanged
 from statehold.tensors.stored import Fill
 
 PROBLEMS_SHOWN = 20
+NAMES_IN_HINT = 3
 # A parameter that no module in the state has.
 _BY_PLACE = re.compile(r"\.state\.\d+$")
-_HINT = "build the state as it was when the step was saved, or restore another step"
+_HINT = "build the state as it was when the step was saved, or leave out what differs with {}"
 
 
 @dataclass(slots=True)
@@ -143,4 +144,13 @@ def _advice(names: list[str], found: Restoration) -> str:
     if tops and not found.missing and all(name.split(".")[0] not in tops for name in names):
         part = ", ".join(f'"{name}"' for name in tops)
         return f"to restore this part of the step alone: restore(state, only=[{part}])"
-    return _HINT
+    return _HINT.format(_ways_out(names, found))
+
+
+def _ways_out(names: list[str], found: Restoration) -> str:
+    """The arguments of restore() with which the parts that fit are restored."""
+    shown = ", ".join(f'"{name}"' for name in names[:NAMES_IN_HINT])
+    skip = f"skip=[{shown}{', ...' if len(names) > NAMES_IN_HINT else ''}]"
+    if {*found.missing, *found.unexpected}.issuperset(names):
+        return f"{skip}; strict=False leaves out all that only one side has"
+    return skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
 from statehold.tensors.composed import is_composed, refuse
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
-from statehold.tensors.names import below, names_of
+from statehold.tensors.names import below, live_names, names_of, saved_names
 from statehold.tensors.parts import is_stateful
 from statehold.tensors.pieces import Piece, Pieced
 from statehold.tensors.placements import Placed
@@ -96,7 +96,7 @@ class _Matcher(OptimizerMatching):
             raise ManifestError("the state of the manifest is not an object")
         saved = nodes.renamed(saved, state, self._selection)
         for key in missing_of(saved, state):
-            if self._selection.reaches(str(key)):
+            if any(map(self._selection.takes, saved_names(saved[key], str(key)))):
                 self.unexpected(str(key), "an entry of the step")
                 self._note_plain(str(key), any(tensors_of(saved[key])))
         present = {key: item for key, item in saved.items() if key in state}
@@ -154,7 +154,7 @@ class _Matcher(OptimizerMatching):
                 content[key] = self._new(node, where)
         for key in missing_of(live, saved):
             where = below(path, key)
-            if self._selection.reaches(where):
+            if any(map(self._selection.takes, self._names_in(live[key], where))):
                 self.missing(where, "an entry of the step", "nothing")
                 self._note_plain(where, holds_state(live[key]))
             else:
@@ -162,6 +162,9 @@ class _Matcher(OptimizerMatching):
             content[key] = live[key]
         self.restoration.containers.append(lambda: replace_content(live, content))
         return live
+
+    def _names_in(self, live: Any, path: str) -> Iterator[str]:
+        return live_names(live, path, self._selection, self._names)
 
     def _list(self, live: list[Any], items: list[Any], path: str) -> list[Any]:
         content = self._items(live, items, path)
@@ -246,6 +249,10 @@ class _Matcher(OptimizerMatching):
             self.restoration.generators.append(lambda: live.load_state_dict(state))
             return live
         value = self.rebuild(self._state_of(live, node), node)
+        try:
+            value = loaders.fitted(live, value)
+        except loaders.Refused as refused:
+            self.problem(path, *refused.args)
         self.restoration.objects.append(partial(_load, live, value, path))
         self.restoration.stateful.append((path, live))
         return live

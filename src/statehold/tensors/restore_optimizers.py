@@ -228,7 +228,11 @@ class OptimizerMatching(Matching):
             if not self._selection.reaches(where):
                 self.restoration.kept.append(where)
             elif name not in saved.owners:
-                self.missing(where, "a parameter of the step's optimizer", "nothing")
+                own = (where, *(f"{where}.{key}" for key in current.get(parameter, ())))
+                if any(map(self._selection.takes, own)):
+                    self.missing(where, "a parameter of the step's optimizer", "nothing")
+                else:
+                    self.restoration.kept.append(where)
             elif not self._differs(saved.states.get(name), where):
                 known = nodes.members(saved.states.get(name)) or {}
                 merged = {**live.param_groups[index], **options[index]}
