@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import statehold
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
 from statehold.integrations.dcp.unpickle import dump_metadata, load_metadata
 from statehold.integrations.formats import archives
+from support.faults import SMALL
 from support.transfers import check_equal, saved, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -127,3 +129,34 @@ def test_keys_that_are_no_text_are_named_and_names_that_collide_refused(tmp_path
     step = saved(tmp_path / "run", 2, {"a.b": 1, "a": {"b": 2}})
     with pytest.raises(UnsupportedValueError, match=r"a\.b"):
         statehold.export_step(step, tmp_path / "other", "dcp")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
+    return model, torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("form", ["by name", "flattened", "state_dict()"])
+@pytest.mark.parametrize("below", [False, True])
+def test_optimizers_of_dcp_restore_after_an_import(tmp_path: Path, form: str, below: bool) -> None:
+    model, optimizer = trained()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    weights, moments = model.state_dict(), optimizer.state_dict()
+    if form != "state_dict()":
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+        weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optim": moments}
+    dcp.save({"app": state} if below else state, checkpoint_id=tmp_path / "dcp")
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'run'}@100")
+    again, its = trained()
+    its.param_groups[1]["lr"] = 0.25
+    live = {"model": again, "optim": its}
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        assert ckpt.restore({"app": live} if below else live) == 100
+    assert its.param_groups[1]["lr"] == 0.5
+    assert list(its.state) == list(again.parameters())
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+        check_equal(its.state[other], optimizer.state[one])

@@ -60,6 +60,7 @@ class SharedStep:
             selection=Selection(**options),
             rank=distributed.get_rank(),
             alone=False,
+            world=distributed.get_world_size(),
         )
 
     def restore(self, state: Any, **options: Any) -> Restoration:

@@ -57,6 +57,7 @@ class Matching:
         self.restoration = Restoration(
             saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
         )
+        self._modules = [path for path, _ in found]
         self._names = modules.parameter_names(found)
 
     def problem(self, path: str, expected: str, got: str) -> None:

@@ -89,7 +89,7 @@ class _Walk:
             yield path
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Iterator[str]:
-        whole = nodes.members(node) or {}
+        whole = groups.members_of(node) or {}
         found = groups.saved_groups(whole.get("param_groups", [])) or []
         if not groups.is_by_name(found):
             yield path

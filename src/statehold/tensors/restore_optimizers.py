@@ -12,13 +12,14 @@ Not here: how an optimizer keeps its state (optimizers), which saved group is me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from statehold.encoding import values
 from statehold.layout.layout import Box
 from statehold.tensors import groups, nodes, optimizers, placements
 from statehold.tensors.composed import is_composed
@@ -44,7 +45,8 @@ class OptimizerMatching(Matching):
     """The part of a comparison that is about optimizers."""
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> None:
-        saved = self._named(node)
+        node = node if (form := groups.members_of(node)) is None else values.mapping_of(form)
+        saved = self._named(live, node)
         if saved is not None and self._streamed(live, saved, path):
             return
         if not optimizers.is_standard(live):
@@ -73,16 +75,31 @@ class OptimizerMatching(Matching):
                 return torch.optim.Optimizer.state_dict(live)
         return live.state_dict()
 
-    def _named(self, node: Any) -> _Named | None:
+    def _named(self, live: torch.optim.Optimizer, node: Any) -> _Named | None:
         """What was saved by the names of parameters; None for a state_dict()."""
         states, found = _parts_of(node)
         if states is None or found is None or not groups.is_by_name(found):
             return None
-        renamed = self._selection.renamed
+        renamed = self._renaming(live, groups.owners_of(found))
         saved = [{**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in found]
         states = {renamed(name): each for name, each in states.items()}
         other = (nodes.members(node) or {}).get("other", {})
         return _Named(states, saved, groups.owners_of(saved), other)
+
+    def _renaming(self, live: torch.optim.Optimizer, saved: Owners) -> Callable[[str], str]:
+        """From saved names of parameters to live ones. Torch's get_state_dict() leaves the name of
+        the model out of them."""
+        renamed = self._selection.renamed
+        full = {name for _, name, _ in optimizers.parameters(live, self._names)}
+        if not full.isdisjoint(map(renamed, saved)):
+            return renamed
+        heads = sorted((f"{path}." for path in self._modules), key=len, reverse=True)
+        found: dict[str, list[str]] = {}
+        for name in full:
+            head = next((each for each in heads if name.startswith(each)), "")
+            found.setdefault(name.removeprefix(head), []).append(name)
+        full_by_inner = {inner: names[0] for inner, names in found.items() if len(names) == 1}
+        return lambda name: full_by_inner.get(inner := renamed(name), inner)
 
     def _in_place(self, live: torch.optim.Optimizer, saved: _Named, path: str) -> None:
         """Fill the tensors of a live optimizer, and put what is missing beside them."""
