@@ -10,6 +10,8 @@ FSDP1 is refused: its state_dict() gathers with collectives.
 from __future__ import annotations
 
 import sys
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,9 +82,56 @@ def hand_over(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Load the entries that could not be filled in place; those that were are loaded from
     themselves, which copies nothing."""
     module = unwrapped(module)
-    state = _state_of(module)
+    state = module.state_dict(keep_vars=True)  # says which version of each module it is of
+    for name in adapters.repeated(state):
+        del state[name]
     state.update({name: values[own] for name in state if (own := _canonical(name)) in values})
     module.load_state_dict(state)
+
+
+def owners(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules in a module, by their canonical names."""
+    return {_canonical(name): each for name, each in unwrapped(module).named_modules()}
+
+
+def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool | None:
+    """Whether a module gives its own tensors the shapes of `saved` (of the meta device) when it is
+    loaded; None if that cannot be known without loading it.
+
+    Asks a stand-in, whose tensors are on the meta device and which has no modules in it. What hooks
+    would do is not tried: they reach the module itself.
+    """
+    kind = type(module)
+    if module._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
+        return None
+    if kind._load_from_state_dict is nn.Module._load_from_state_dict:
+        return False
+    stand_in, errors = kind.__new__(kind), list[str]()
+    stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
+    stand_in._modules = {}
+    metadata = {"version": module._version}
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stand_in._load_from_state_dict(dict(saved), "", metadata, True, [], [], errors)
+    except Exception:  # it needs more than shapes, so nothing is known
+        return None
+    got = {**stand_in._parameters, **stand_in._buffers}
+    return not errors and all(
+        (own := got.get(name)) is not None and own.shape == each.shape
+        for name, each in saved.items()
+    )
+
+
+def _apart(value: Any) -> Any:
+    """An attribute of a stand-in: what a change of it would reach is another object."""
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_like(value, device="meta")
+        is_parameter = isinstance(value, nn.Parameter)
+        return nn.Parameter(made, value.requires_grad) if is_parameter else made
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _apart(each)) for key, each in value.items())
+    return list(value) if type(value) is list else value
 
 
 def _canonical(name: str) -> str:

@@ -37,9 +37,10 @@ class Restoration:
 
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
-    missing and unexpected entries hold values only. `stateful`: the objects that take their state
-    themselves, by path. `streams`: what reads more of the step once the destinations are filled;
-    `streamed` are these tensors. The other lists are of a RestoreReport.
+    missing and unexpected entries hold values only. `by_hand`: modules that
+    may take entries of another shape when they are loaded. `stateful`: the objects that take their
+    state themselves, by path. `streams`: what reads more of the step once the destinations are
+    filled; `streamed` are these tensors. The other lists are of a RestoreReport.
     """
 
     step: int = 0
@@ -59,6 +60,7 @@ class Restoration:
     patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
     has_own: bool = False
     plain: set[str] = field(default_factory=set)
+    by_hand: list[str] = field(default_factory=list)
 
     @property
     def answer(self) -> Answer:
@@ -151,6 +153,12 @@ def _ways_out(names: list[str], found: Restoration) -> str:
     """The arguments of restore() with which the parts that fit are restored."""
     shown = ", ".join(f'"{name}"' for name in names[:NAMES_IN_HINT])
     skip = f"skip=[{shown}{', ...' if len(names) > NAMES_IN_HINT else ''}]"
+    if found.by_hand:
+        part = found.by_hand[0]
+        return (
+            f"{skip}. A module that resizes its tensors itself takes them with restore(state, "
+            f'skip=["{part}"]) and load_state_dict(statehold.load("RUN@{found.step}", "{part}"))'
+        )
     if {*found.missing, *found.unexpected}.issuperset(names):
         return f"{skip}; strict=False leaves out all that only one side has"
     return skip

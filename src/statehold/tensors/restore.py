@@ -45,6 +45,8 @@ from statehold.tensors.rng import Rng, unchanged
 from statehold.tensors.storable import device_of, local_of, name_of, overlaps_itself
 from statehold.tensors.subclasses import is_allowed, parts_of, remark_of
 
+_RESIZED = (torch.Tensor, nn.Parameter, nn.Buffer)
+
 
 def prepare(
     state: Mapping[str, Any],
@@ -229,6 +231,9 @@ class _Matcher(OptimizerMatching):
                     self.missing(where, _describe(value))
                 else:
                     self.restoration.kept.append(where)
+            elif self._resizes(live, name, value, saved, where):
+                self.restoration.loaded.append(where)
+                handed[name] = self.rebuild(ABSENT, saved[name])
             elif id(value) in own:
                 self._tensor(value, saved[name], where)
             elif self._takes(where) and not self._differs(saved[name], where):
@@ -236,6 +241,28 @@ class _Matcher(OptimizerMatching):
         if handed:
             self.restoration.objects.append(lambda: modules.hand_over(live, handed))
         return live
+
+    def _resizes(
+        self, live: nn.Module, name: str, value: Any, saved: Mapping[Any, Any], path: str
+    ) -> bool:
+        """Whether a module gives an entry of its own the saved shape when it is loaded."""
+        key = nodes.payload(saved[name], "$tensor")
+        is_plain = type(value) in _RESIZED and not is_lazy(value)
+        if key is None or not is_plain or not self._selection.takes(path):
+            return False
+        if self._memory.shape_of(key) == value.shape or self._memory.dtype_of(key) != value.dtype:
+            return False
+        inside = name.rpartition(".")[0]
+        owner = modules.owners(live).get(inside, live)
+        shapes = {
+            own: self.outlined(saved[full])
+            for own in (*owner._parameters, *owner._buffers)
+            if (full := f"{inside}.{own}".lstrip(".")) in saved
+        }
+        found = modules.takes(owner, shapes)
+        if found is None:
+            self.restoration.by_hand.append(path.removesuffix(f".{name}"))
+        return bool(found)
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
         if isinstance(live, Rng) and self._other_ranks and self._selection.takes(path):
