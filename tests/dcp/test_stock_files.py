@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -110,6 +112,29 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_zip:
         restore_stock(tmp_path / "c.pt", {"a": 1}, strict=False)
     assert "weights_only" not in str(caught.value), "torch's advice is to trust the file"
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_an_entry_that_is_no_data_is_refused_only_where_it_is_taken(
+    tmp_path: Path, is_zip: bool
+) -> None:
+    saved = {"w": torch.ones(3), "n": np.float64(0.5), "a": np.arange(3), "args": Namespace(lr=1)}
+    torch.save(saved, tmp_path / "c.pt", _use_new_zipfile_serialization=is_zip)
+    live: dict[str, Any] = {"w": torch.zeros(3), "n": 0.0, "a": None}
+    with pytest.raises(UnsupportedValueError) as caught:
+        restore_stock(tmp_path / "c.pt", {**live, "args": None})
+    assert not live["w"].any()
+    assert caught.value.facts["path"] == "args"
+    assert caught.value.facts["it holds"] == "argparse.Namespace"
+    assert "torch.serialization.add_safe_globals([argparse.Namespace])" in caught.value.hint
+    assert "args" in restore_stock(tmp_path / "c.pt", live).unexpected
+    assert live["w"].all()
+    assert live["n"] == 0.5
+    assert live["a"].tolist() == [0, 1, 2]
+    trusted: dict[str, Any] = {"args": None}
+    with torch.serialization.safe_globals([Namespace]):
+        restore_stock(tmp_path / "c.pt", trusted)
+    assert trusted["args"] == Namespace(lr=1)
 
 
 def test_a_whole_module_and_a_program_are_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import zipfile
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
@@ -130,3 +131,55 @@ def test_values_that_weights_only_refuses_are_named(tmp_path: Path) -> None:
         1.5,
         [0, 1, 2],
     )
+
+
+def old_script() -> dict[str, Any]:
+    """What half of the published training scripts save."""
+    return {
+        "model": {"w": torch.arange(4.0)},
+        "best": np.float64(0.5),
+        "losses": np.arange(6.0).reshape(2, 3),
+        "waves": np.array([1 + 2j]),
+        "more": {"seen": np.array([True, False]), "count": np.int64(7)},
+    }
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_numbers_and_arrays_of_numpy_come_in(tmp_path: Path, is_zip: bool) -> None:
+    expected = old_script()
+    torch.save(expected, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    found = statehold.load(statehold.import_step(tmp_path / "x.pt", f"{tmp_path / 'run'}@1"))
+    assert type(found["best"]) is np.float64
+    assert type(found["more"]["count"]) is np.int64
+    for one, other in (
+        (found["losses"], expected["losses"]),
+        (found["waves"], expected["waves"]),
+        (found["more"]["seen"], expected["more"]["seen"]),
+    ):
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+
+
+FOREIGN: dict[str, Any] = {
+    "pathlib.PosixPath": Path("x"),
+    "argparse.Namespace": argparse.Namespace(lr=1.0),
+    f"{Unknown.__module__}.Unknown": [1, (Unknown(), {"deep": Unknown()})],
+}
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_data_is_left_out_by_its_name(tmp_path: Path, name: str, is_zip: bool) -> None:
+    tree = {**old_script(), "extra": {"args": FOREIGN[name], "epoch": 3}}
+    torch.save(tree, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
+    run = f"{tmp_path / 'run'}@1"
+    with pytest.raises(UnsupportedValueError) as caught:
+        statehold.import_step(tmp_path / "x.pt", run)
+    assert caught.value.facts["it holds"] == name
+    assert 'skip=["extra.args' in caught.value.hint
+    assert f"torch.serialization.add_safe_globals([{name}])" in caught.value.hint
+    with pytest.raises(UsageError, match="matches nothing"):
+        statehold.import_step(tmp_path / "x.pt", run, skip=["extra.arg"])
+    found = statehold.load(statehold.import_step(tmp_path / "x.pt", run, skip=["*.args"]))
+    assert found["extra"] == {"epoch": 3}
+    assert found["best"] == 0.5

@@ -283,6 +283,8 @@ def _add_transfers(commands: Any) -> None:
     into.add_argument("step", metavar="RUN@STEP", help="the new step, with a number")
     into.add_argument("--name", metavar="NAME",
                       help="put all of it below this name (safetensors: model)")  # fmt: skip
+    into.add_argument("--skip", metavar="NAME", action="append",
+                      help="leave this out, such as args; may be given again")  # fmt: skip
 
 
 def _add_bench(commands: Any) -> None:

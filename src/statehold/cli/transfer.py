@@ -42,5 +42,5 @@ def _exported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
 
 
 def _imported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
-    path = import_step(args.source, args.step, name=args.name, report=drawn)
+    path = import_step(args.source, args.step, name=args.name, skip=args.skip, report=drawn)
     return {"path": path}

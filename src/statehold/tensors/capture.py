@@ -20,7 +20,6 @@ is copied at once in here (captured), ties and what is recognised from the captu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, compress
@@ -477,20 +476,10 @@ class _Capturer:
     def _foreign(self, value: Any, path: str) -> Any | None:
         if (node := foreign.torch_node(value)) is not None:
             return node
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-            return self._numpy(value, path)
-        return None
+        return foreign.numpy_node(value, path, self._add_array)
 
-    def _numpy(self, value: Any, path: str) -> Any | None:
-        if isinstance(value, sys.modules["numpy"].generic):
-            return foreign.scalar_node(value)
-        found = foreign.array_of(value, path)
-        if found is None:
-            return None
-        array, is_complex = found
-        node = {"$ndarray": self._found.add(array, path, False, owned=True)}
-        return {COMPLEX: node} if is_complex else node
+    def _add_array(self, array: torch.Tensor, path: str) -> str:
+        return self._found.add(array, path, False, owned=True)
 
     # -- tensors ---------------------------------------------------------------------------
 

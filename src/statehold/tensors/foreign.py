@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,22 @@ def torch_node(value: Any) -> Any | None:
     if isinstance(value, torch.device):
         return {"$torch": {"device": str(value)}}
     return None
+
+
+def numpy_node(value: Any, path: str, add: Callable[[torch.Tensor, str], str]) -> Any | None:
+    """The node of a NumPy number or array; None for anything else, and for what has no dtype of a
+    step. add: takes the elements of an array, and returns the name of that tensor."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return scalar_node(value)
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return None
+    found = array_of(value, path)
+    if found is None:
+        return None
+    array, is_complex = found
+    node = {"$ndarray": add(array, path)}
+    return {"$complex128": node} if is_complex else node
 
 
 def scalar_node(value: Any) -> Any | None:

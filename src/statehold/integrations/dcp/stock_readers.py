@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -27,12 +26,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
-    UnsupportedValueError,
     UsageError,
     storage_error,
 )
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.dcp import torch_save
+from statehold.integrations.dcp import torch_save, untrusted
 from statehold.integrations.dcp.torch_save import TorchSaveReader
 from statehold.integrations.dcp.unpickle import load_metadata
 from statehold.options.paths import check_path
@@ -175,11 +173,5 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         name = read_item.dest_index.fqn
-        try:
-            self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as fault:
-            raise UnsupportedValueError(
-                "a value of the checkpoint cannot be read without trusting its pickle",
-                facts={"path": name, "cause": str(fault).splitlines()[0][:200]},
-                hint="load the checkpoint with torch where you trust it, and save plain values",
-            ) from fault
+        self.objects[name] = untrusted.load(value, f"the value of {name}", map_location="cpu")
+        untrusted.check_data(self.objects[name], name, "the checkpoint", torch_save.WAY_OUT)

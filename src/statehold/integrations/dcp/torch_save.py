@@ -1,8 +1,8 @@
 """Files of torch.save, read as a checkpoint: each nested name with its tensor or value.
 
-Invariants: files are read with weights_only, so no code of theirs runs. Files of today's format are
-mapped, so only restored entries are read. Dicts are entered, and lists that hold dicts or tensors.
-Names are joined with dots, as those of a Checkpointer are. A tensor that is not plain and dense,
+Invariants: files are read as data alone (untrusted). Files of today's format are mapped, so only
+restored entries are read. Dicts are entered, and lists that hold dicts or tensors. Names are joined
+with dots, as those of a Checkpointer are. A tensor that is not plain and dense,
 such as a sparse one, counts as a value.
 Not here: which name belongs to which live part (stock).
 """
@@ -10,7 +10,6 @@ Not here: which name belongs to which live part (stock).
 from __future__ import annotations
 
 import os
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,15 +28,13 @@ from torch.futures import Future
 
 from statehold.errors import (
     CorruptionError,
-    StateholdError,
-    UnsupportedValueError,
     UsageError,
 )
-from statehold.integrations.dcp.unpickle import UnpicklingError
+from statehold.integrations.dcp import untrusted
 
+WAY_OUT = "leave this entry out of the state"
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
-_GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")
 
 
 def is_head(head: bytes) -> bool:
@@ -57,6 +54,11 @@ class TorchSaveReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         content = self._loaded()
+        for item in plan.items:  # before anything is filled
+            if item.type is LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                where = ", ".join(self._files[:2])
+                untrusted.check_data(content[name], name, where, WAY_OUT)
         for item in plan.items:
             value = content[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:
@@ -102,24 +104,12 @@ class TorchSaveReader(StorageReader):
 def _load(file: str) -> Mapping[Any, Any]:
     """The saved dict. Raises UsageError for a file that is not of torch.save, or holds no dict."""
     is_zip = is_archive(file)
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as fault:
-        raise refused(file, fault) from fault
+    found = untrusted.load(file, file, map_location="cpu", mmap=is_zip)
     if not isinstance(found, Mapping):
+        untrusted.check_data(found, "", file, "")
         facts = {"file": file, "expected": "a dict of names", "got": type(found).__name__}
         raise UsageError("a file of torch.save holds no names", facts=facts)
     return found
-
-
-def refused(file: str, fault: Exception) -> StateholdError:
-    """The error for what torch.load(weights_only=True) raises of a file."""
-    if isinstance(fault, UnpicklingError):
-        # torch's own text advises to trust the file, so only the name in it is shown.
-        name = _GLOBAL.search(str(fault))
-        return _untrusted(file, name[1].strip("`'\".,") if name else "more than data")
-    facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
-    return CorruptionError("a file of torch.save cannot be read", facts=facts)
 
 
 def is_archive(file: str) -> bool:
@@ -139,17 +129,8 @@ def is_archive(file: str) -> bool:
         facts = {"file": file, "expected": "data.pkl, as torch.save writes it", "there": shown}
         raise UsageError("this archive is not a file of torch.save", facts=facts)
     if any(name.endswith("/constants.pkl") for name in names):
-        raise _untrusted(file, "a TorchScript program")
+        raise untrusted.untrusted(file, "a TorchScript program")
     return True
-
-
-def _untrusted(file: str, what: str) -> UnsupportedValueError:
-    return UnsupportedValueError(
-        "a file of torch.save holds more than tensors and plain values, and statehold does not "
-        "trust it",
-        facts={"file": file, "it holds": what},
-        hint="where you trust the file, save state_dict() of its objects with torch.save",
-    )
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
-from statehold.integrations.dcp.torch_save import is_archive, refused
+from statehold.integrations.dcp import untrusted
+from statehold.integrations.dcp.torch_save import is_archive
 from statehold.integrations.formats.partial import OutFile, Work
 from statehold.integrations.formats.streamed import (
     PART_BYTES,
@@ -99,12 +100,12 @@ def read(
         with contextlib.closing(_Slice(path, begin, size)) as part:
             _verify(path, part)
             part.seek(0)
-            with torch.serialization.safe_globals(list(classes)):
-                found = torch.load(io.BufferedReader(part), map_location="meta", weights_only=True)
+            stream = io.BufferedReader(part)
+            found = untrusted.load(stream, path, classes=classes, map_location="meta")
     except StateholdError:
         raise
     except Exception as fault:
-        raise refused(path, fault) from fault
+        raise untrusted.refused(path, fault) from fault
     mapped = MappedFile(path) if file is None else file
     return replaced(found, _Placing(mapped, begin))
 
@@ -116,10 +117,7 @@ def _old(path: str, size: int) -> Any:
             facts={"file": path, "expected": f"at most {OLD_BYTES_MAX} bytes", "got": size},
             hint="load it with torch where there is memory for it, and save it again",
         )
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:
-        raise refused(path, fault) from fault
+    found = untrusted.load(path, path, map_location="cpu")
     known: dict[Any, Streamed] = {}
 
     def streamed(leaf: Any) -> Any:
@@ -262,10 +260,7 @@ def _skeleton(path: str, tree: Any) -> None:
 
 def _places(path: str, tree: Any) -> dict[Streamed, int]:
     """Where the bytes of each tensor begin in its archive."""
-    try:
-        found = torch.load(path, map_location="meta", weights_only=True)
-    except Exception as fault:
-        raise refused(path, fault) from fault
+    found = untrusted.load(path, path, map_location="meta")
     meta = dict(leaves(found))
     return {
         tensor: int(meta[name].untyped_storage()._checkpoint_offset)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from statehold.encoding.strictjson import show
 from statehold.errors import CorruptionError, UsageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
+from statehold.integrations.dcp import untrusted
 from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
 from statehold.integrations.formats.partial import Done, Work, identity_of, work_on
 from statehold.integrations.formats.recognition import recognised, stamps
 from statehold.integrations.formats.step_writer import write_step
 from statehold.integrations.formats.steps import StepTree, engine_for_parts
-from statehold.integrations.formats.trees import nbytes_of
+from statehold.integrations.formats.trees import nbytes_of, without
 from statehold.observe.progress import Progress
 from statehold.process.warn import warn_caller
 from statehold.reading.places import Place, at_rest, file_system, step_in
@@ -130,7 +131,12 @@ class _Export(NamedTuple):
 
 
 def import_step(
-    source: Path, step: str, *, name: str | None = None, report: Report | None = None
+    source: Path,
+    step: str,
+    *,
+    name: str | None = None,
+    skip: Iterable[str] | None = None,
+    report: Report | None = None,
 ) -> str:
     """Make a checkpoint of another library a step of a run; returns the directory of the step.
 
@@ -143,6 +149,7 @@ def import_step(
         step: "RUN@STEP". The run is made if it does not exist; the step must not exist.
         name: the name in the state below which all of the source is put. None: "model" for
             safetensors and pytorch_model.bin, and "" for all others.
+        skip: names or patterns in the state of what is left out ("args", "*.bias").
         report: called with the bytes done and in all, from time to time.
 
     Raises:
@@ -161,7 +168,11 @@ def import_step(
             facts = {"source": path, "expected": "a dict", "got": type(tree).__name__}
             hint = 'name="model" puts it into one'
             raise UsageError("the source has no names", facts=facts, hint=hint)
-        identity = identity_of(source=path, stamps=before, name=below)
+        patterns = list(skip or ())
+        tree = without(tree, patterns)
+        for where, foreign in untrusted.foreign_in(tree):
+            raise untrusted.untrusted(path, foreign, where, f'leave it out with skip=["{where}"]')
+        identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
         with counted(f"importing {path}", nbytes_of(tree), report) as done:
             try:
                 check = partial(_check_unchanged, path, before)

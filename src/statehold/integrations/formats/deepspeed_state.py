@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statehold.errors import UnsupportedValueError
+from statehold.integrations.dcp import untrusted
 from statehold.integrations.formats import archives
 from statehold.integrations.formats.streamed import Streamed, converted
 
@@ -56,7 +57,9 @@ CLASSES = [
 
 def read(path: str) -> Any:
     """A file of DeepSpeed."""
-    return archives.read(path, classes=CLASSES)
+    found = archives.read(path, classes=CLASSES)
+    untrusted.check_data(found, "", path, "")
+    return found
 
 
 def model_files(directory: str) -> list[str]:

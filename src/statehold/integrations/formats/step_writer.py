@@ -26,7 +26,7 @@ from statehold.errors import InvariantError, UnsupportedValueError, UsageError
 from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
 from statehold.integrations.formats.partial import JOURNAL, Done, Journal, OutFile
-from statehold.integrations.formats.streamed import Streamed
+from statehold.integrations.formats.streamed import Streamed, whole
 from statehold.integrations.formats.streamed import memory_of as view_of
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, plan_save
 from statehold.reading.places import file_system
@@ -110,7 +110,10 @@ def _encoded(tree: Any) -> tuple[Any, dict[str, Streamed]]:
                 facts={"path": path, "type": type(value).__name__, "layout": str(value.layout)},
                 hint="convert it with torch, and save the checkpoint again",
             )
-        return foreign.torch_node(value)
+        return foreign.torch_node(value) or foreign.numpy_node(value, path, placed)
+
+    def placed(tensor: torch.Tensor, path: str) -> str:
+        return names.setdefault(whole(tensor), path)
 
     node = values.encode(tree, "", leaf)
     found = {name: tensor for tensor, name in names.items()}

@@ -6,11 +6,12 @@ with dots, as those of a step are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.formats.streamed import Streamed
 
 
@@ -22,6 +23,25 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, item in members.items():
         yield from leaves(item, f"{path}.{key}" if path else str(key))
+
+
+def without(tree: Mapping[Any, Any], skip: Sequence[str]) -> Any:
+    """The same tree but for what patterns name. Raises UsageError for one that matches nothing."""
+    selection, names = Selection(skip=skip), dict[str, None]()
+
+    def kept(value: Any, path: str) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        found = {key: (f"{path}.{key}" if path else str(key), item) for key, item in value.items()}
+        names.update(dict.fromkeys(where for where, _ in found.values()))
+        return type(value)({  # type: ignore[call-arg]
+            key: kept(item, where) for key, (where, item) in found.items() if selection.takes(where)
+        })  # fmt: skip
+
+    made = kept(tree, "") if skip else tree
+    answers = selection.answers(Names(taken=names, saved=(), live=()))
+    check_answers([Answer(answers, loads=True, has_rest=True)])
+    return made
 
 
 def nbytes_of(tree: Any) -> int:

@@ -1,0 +1,128 @@
+"""torch.load() of data alone: tensors, plain values, NumPy, and a stand-in for all else.
+
+Owns: the one call of torch.load() for what others have written; the error for all that is not data.
+Invariants: weights_only is on, so no code of a file runs. What torch does not know becomes a
+Foreign, which does nothing, unless the user has named it with torch.serialization.add_safe_globals.
+So an entry that nobody takes does no harm, and one that is taken is refused with its place.
+Not here: which file, and where in it (torch_save, formats/archives).
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
+from statehold.integrations.dcp.unpickle import UnpicklingError
+
+_GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")
+_UNKNOWN = re.compile(r"Unsupported global: GLOBAL (\S+) was not")
+_FOREIGN_MAX = 100  # of one file; each costs another look at its pickle
+_KINDS = "?bhilqBHILQefdFD"
+
+
+class Foreign:
+    """Something in a file that is not data. `name`: what the file calls its class or function."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> Foreign:
+        return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def load(source: Any, file: str, *, classes: Sequence[Any] = (), **options: Any) -> Any:
+    """What torch.save has written to `source`, of `file`. Raises as refused() says.
+
+    classes: what may be made in addition to data. options: of torch.load.
+    """
+    known, found = [*classes, *_of_numpy()], set[str]()
+    begin = source.tell() if hasattr(source, "tell") else None
+    while True:
+        try:
+            with torch.serialization.safe_globals(known):
+                return torch.load(source, weights_only=True, **options)
+        except UnpicklingError as fault:
+            unknown = _UNKNOWN.search(str(fault))
+            if unknown is None or unknown[1] in found or len(found) == _FOREIGN_MAX:
+                raise refused(file, fault) from fault
+            found.add(unknown[1])
+            known += _stand_ins(unknown[1])
+        except Exception as fault:
+            raise refused(file, fault) from fault
+        if begin is not None:
+            source.seek(begin)
+
+
+def _stand_ins(name: str) -> list[tuple[Any, str]]:
+    module, _, last = name.rpartition(".")
+    made = type(last, (Foreign,), {"__module__": module or "builtins", "name": name})
+    return [(made, name if module else f"builtins.{name}")]
+
+
+def _of_numpy() -> list[tuple[Any, str]]:
+    """What arrays and numbers of NumPy consist of in a pickle, under the names of all its versions;
+    nothing where there is no NumPy."""
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        return []
+    made = numpy.array(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
+    kinds = {type(numpy.dtype(kind)) for kind in _KINDS}
+    return [
+        (numpy.ndarray, "numpy.ndarray"),
+        (numpy.dtype, "numpy.dtype"),
+        *((kind, f"numpy.dtypes.{kind.__name__}") for kind in kinds),
+        *((each, f"numpy.core.multiarray.{each.__name__}") for each in made),
+        *((each, f"numpy._core.multiarray.{each.__name__}") for each in made),
+    ]
+
+
+def foreign_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(path, name) of each Foreign in a value, and the path of the dict entry that holds it."""
+    left = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, Foreign) or (isinstance(value, type) and issubclass(value, Foreign)):
+            yield path, value.name
+        elif isinstance(value, Mapping):
+            left += [(path, key) for key in value]
+            left += [(f"{path}.{key}" if path else str(key), each) for key, each in value.items()]
+        elif isinstance(value, list | tuple | set):
+            left += [(path, each) for each in value]
+
+
+def check_data(value: Any, path: str, file: str, way_out: str) -> None:
+    """Raise UnsupportedValueError for a value that holds a Foreign. way_out: how the rest is
+    taken."""
+    for where, name in foreign_in(value, path):
+        raise untrusted(file, name, where, way_out)
+
+
+def refused(file: str, fault: Exception) -> StateholdError:
+    """The error for what torch.load(weights_only=True) raises of a file."""
+    if isinstance(fault, StateholdError):
+        return fault
+    if isinstance(fault, UnpicklingError):
+        # torch's own text advises to trust the file, so only the name in it is shown.
+        name = _GLOBAL.search(str(fault))
+        return untrusted(file, name[1].strip("`'\"<>.,") if name else "more than data")
+    facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
+    return CorruptionError("a file of torch.save cannot be read", facts=facts)
+
+
+def untrusted(file: str, name: str, path: str = "", way_out: str = "") -> UnsupportedValueError:
+    """The error for `name`, which is not data; path: where it is in the file."""
+    facts = {"file": file, **({"path": path} if path else {}), "it holds": name}
+    trusted = f"where you trust the file, torch.serialization.add_safe_globals([{name}])"
+    return UnsupportedValueError(
+        "a file of torch.save holds more than tensors and plain values, and statehold does not "
+        "trust it",
+        facts=facts,
+        hint=f"{way_out}; {trusted}" if way_out else f"{trusted} before the call",
+    )
