@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import gc
-import pathlib
 import warnings
 import weakref
 from typing import Any
@@ -213,7 +212,6 @@ REFUSED: dict[str, Any] = {
     "a class": lambda: int,
     "an object": lambda: object(),
     "a namespace": lambda: argparse.Namespace(lr=3),
-    "a path": lambda: pathlib.Path("x"),
     "a named tuple": lambda: Named(3),
     "a defaultdict": lambda: collections.defaultdict(int),
     "an uninitialized parameter": lambda: nn.LazyLinear(3),
@@ -384,3 +382,16 @@ def test_views_at_one_address_are_told_apart() -> None:
     views = {"a": base, "b": base[:2], "c": base.t(), "d": base[:2], "e": base.view(torch.int32)}
     found = capture(views)
     assert [each.spec.name for each in found.tensors] == ["a", "b", "c", "e"]
+
+
+def test_parameters_that_no_part_of_the_state_holds_are_told() -> None:
+    model, loss = torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 1)
+    alone = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters(), alone])
+    state = {"model": model, "optimizer": optimizer}
+    told = capture({**state, "alone": alone}).doubts
+    assert len(told) == 2
+    assert 'a parameter of "optimizer" are not saved: number 2, of shape [1, 2, 2]' in told[0]
+    assert "number 3, of shape [1]" in told[1]
+    assert not capture({**state, "loss": loss.state_dict(), "more": [alone]}).doubts
+    assert not capture({"weights": model.state_dict(), "optimizer": optimizer}).doubts

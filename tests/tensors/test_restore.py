@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -280,3 +280,11 @@ def test_what_is_made_in_inference_mode_can_be_trained() -> None:
     assert entries.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert not any(each.is_inference() for each in entries.values())
     train(live)
+
+
+def test_paths_come_back_where_the_live_value_is_one() -> None:
+    step = MemoryStep({"a": Path("x/y"), "l": [Path("q"), 1], "d": {"p": PurePosixPath("/z")}})
+    live: dict[str, Any] = {"a": Path("n"), "l": [PurePosixPath("r"), 2], "d": {}}
+    step.restore(live)
+    assert live == {"a": Path("x/y"), "l": [PurePosixPath("q"), 1], "d": {"p": "/z"}}
+    assert [type(live["a"]), type(live["l"][0])] == [type(Path()), PurePosixPath]

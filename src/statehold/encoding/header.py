@@ -112,6 +112,17 @@ def encode(entries: Sequence[Entry], metadata: Mapping[str, str], least: int = 0
     return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
 
 
+def metadata_in(raw: bytes, key: str) -> str | None:
+    """One string of the metadata of a verified header, without a look at its tensors; None where
+    it is not there. No string can be mistaken for a key: its quotes are escaped."""
+    marker = f'"{key}":'.encode()
+    at = raw.find(marker + b'"')
+    if at < 0:
+        return None
+    found, _ = json.JSONDecoder().raw_decode(raw[at + len(marker) :].decode("utf-8"))
+    return str(found)
+
+
 def decode(raw: bytes, file_bytes: int, path: str) -> tuple[list[Entry], dict[str, str], int]:
     """(entries in the order of their bytes, metadata, offset of the first byte of data).
 

@@ -50,7 +50,7 @@ class RestoreReport:
         for what in ("missing", "unexpected", "kept"):
             names: tuple[str, ...] = getattr(self, what)
             if names:
-                lines.append(f"  {what} {len(names)}: {_some(names)}")
+                lines.append(f"  {what} {len(names)}: {some(names)}")
         return "\n".join(lines)
 
 
@@ -269,7 +269,7 @@ def _is_below(name: str, prefix: str) -> bool:
     return f"{name}.".startswith(f"{prefix}.")
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
     more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return f"{', '.join(names[:NAMES_SHOWN])}{more}"
 

@@ -20,8 +20,6 @@ from statehold.io.clients import Client
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
     from statehold.tensors.devices.placing import Place
 
@@ -31,12 +29,12 @@ class Where:
     """The destination of bytes: `address`, dense or in the layout of `box`, or `external`, which
     the engine cannot reach.
 
-    `owner`: the tensor that keeps the memory at `address` alive. `shared`: other processes read the
+    `owner`: what keeps the memory at `address` alive. `shared`: other processes read the
     bytes, too.
     """
 
     address: int = 0
-    owner: torch.Tensor | None = None
+    owner: object = None
     box: BoxTarget | None = None
     external: Place | None = None
     shared: bool = False

@@ -31,6 +31,7 @@ STEP_MAX = 10**STEP_DIGITS - 1
 WORLD_MAX = 99_999
 # The step comes first in every header, so its place needs no search in names that users chose.
 _STEP_KEY = "statehold.step"
+FROZEN_KEY = "statehold.frozen"
 _FILE_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})(?:-([1-9]\d{0,8}))?\.safetensors", re.ASCII)
 _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
@@ -70,6 +71,7 @@ class SavePlan:
     data_begin: int
     file_bytes: int
     part: int = 0  # of a rank with several files
+    frozen: tuple[str, ...] | None = None  # the parameters that need no gradient, if that is known
 
     @property
     def file_name(self) -> str:
@@ -123,7 +125,13 @@ def pieces(begin: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int
 
 
 def plan_save(
-    specs: Sequence[TensorSpec], *, step: int, world_size: int = 1, rank: int = 0, part: int = 0
+    specs: Sequence[TensorSpec],
+    *,
+    step: int,
+    world_size: int = 1,
+    rank: int = 0,
+    part: int = 0,
+    frozen: tuple[str, ...] | None = None,
 ) -> SavePlan:
     """Plan the data file of `rank`, or number `part` of its files.
 
@@ -139,7 +147,7 @@ def plan_save(
     for spec in placed:
         entries.append(header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes))
         at += spec.nbytes
-    raw = header.encode(entries, metadata_of(placed, step, world_size))
+    raw = header.encode(entries, metadata_of(placed, step, world_size, frozen))
     return SavePlan(
         step=step,
         world_size=world_size,
@@ -151,6 +159,7 @@ def plan_save(
         data_begin=len(raw),
         file_bytes=len(raw) + at,
         part=part,
+        frozen=frozen,
     )
 
 
@@ -192,7 +201,9 @@ def _digits(step: int) -> str:
     return f"{step:0{STEP_DIGITS}d}"
 
 
-def metadata_of(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict[str, str]:
+def metadata_of(
+    specs: Sequence[TensorSpec], step: int, world_size: int, frozen: tuple[str, ...] | None = None
+) -> dict[str, str]:
     """The strings of `__metadata__`: ours, and those that the stock DCP reader needs.
 
     DCP takes the box of a chunk from `saved_offsets` and from the shape in the header. It guesses
@@ -205,6 +216,7 @@ def metadata_of(specs: Sequence[TensorSpec], step: int, world_size: int) -> dict
         shapes[spec.name] = spec.shape if spec.global_shape is None else spec.global_shape
     return {
         _STEP_KEY: _digits(step),
+        **({} if frozen is None else {FROZEN_KEY: _compact(frozen)}),
         "statehold.world_size": str(world_size),
         "statehold.global_shapes": _compact(shapes),
         "DCP_SHARDING_INFO": _compact(offsets),

@@ -292,17 +292,21 @@ class PlanCache:
     def __init__(self, membership: Membership = ALONE) -> None:
         self._membership = membership
         self._specs: tuple[TensorSpec, ...] | None = None
+        self._frozen: tuple[str, ...] | None = None
         self._plan: RankPlan | None = None
 
-    def get(self, specs: Sequence[TensorSpec], step: int) -> RankPlan:
-        """The plan of `specs` at `step`; cheap while the specs stay equal."""
+    def get(
+        self, specs: Sequence[TensorSpec], step: int, frozen: tuple[str, ...] | None = None
+    ) -> RankPlan:
+        """The plan of `specs` at `step`; cheap while the specs stay equal, and what is frozen."""
         specs = tuple(specs)
-        if self._plan is not None and specs == self._specs:
+        if self._plan is not None and specs == self._specs and frozen == self._frozen:
             return RankPlan(self._plan.save.at_step(step), self._plan.share)
         rank, world = self._membership.rank, self._membership.world
         found = share(specs, rank)
         parts = [part.spec for part in found.parts]
-        save = plan_save(parts, step=step, world_size=world, rank=rank)
+        save = plan_save(parts, step=step, world_size=world, rank=rank, frozen=frozen)
+        self._frozen = frozen
         self._specs, self._plan = specs, RankPlan(save, found)
         return self._plan
 

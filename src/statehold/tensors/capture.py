@@ -44,8 +44,10 @@ from statehold.tensors import (
 from statehold.tensors.batches import STATES, Flat, are_tensors, in_batches
 from statehold.tensors.captured import (
     Capture,
+    Nameless,
     Tensors,
     clone_what_waits_for_no_device,
+    lost_of,
     note_of,
 )
 from statehold.tensors.columns import BATCH
@@ -103,13 +105,15 @@ def capture(
     try:
         tree = found.encoded(dict(state), "")
         found.read_generators()
+        found.doubts += lost_of(found.nameless, found.tensors) if found.has_modules else ()
         found.clone_small()
     except BaseException:
         for stored in found.stored:
             stored.release()
         raise
     note = note_of(found.parameters)
-    return Capture(found.tensors, tree, note, found.doubts, found.numbers, found.stored)
+    frozen = tuple(found.frozen) if found.has_modules else None
+    return Capture(found.tensors, tree, note, found.doubts, found.numbers, found.stored, frozen)
 
 
 class _Capturer:
@@ -143,6 +147,8 @@ class _Capturer:
         self._generators: list[tuple[Rng, str, dict[str, Any], int]] = []
         self.numbers: list[scalers.Number] = []
         self.doubts: list[str] = []
+        self.has_modules, self.frozen = bool(self._entries), list[str]()
+        self.nameless: list[Nameless] = []
         self.stored: list[StoredState] = []
         # Of parameters whose state may be in the files of another rank: what this rank has in
         # memory of it is then written whole, by the first replica, as files are.
@@ -248,6 +254,7 @@ class _Capturer:
         for begin, names, held in in_batches(entries, BATCH):
             key = path, begin
             are_parameters = [isinstance(each, nn.Parameter) for each in held]
+            self.frozen += modules.frozen(path, names, held)
             observed = kind, self._rank, names, are_parameters, self._layouts_of(held)
             found = self._found.recognised(key, observed, held)
             if found is None:
@@ -266,6 +273,9 @@ class _Capturer:
         names_of_groups, parameters = optimizers.names_of(optimizer, self._names)
         groups: list[Any] = [{optimizers.PARAMS: names} for names in names_of_groups]
         names = list(chain.from_iterable(names_of_groups))
+        if not self._names.keys() >= set(map(id, parameters)):
+            named = zip(names, parameters, strict=True)
+            self.nameless += [(path, *each) for each in named if id(each[1]) not in self._names]
         where = f"{path}.state"
         held = self._stored_states(optimizer, names, parameters, where)
         held = optimizers.states_of(optimizer, parameters) if held is None else held

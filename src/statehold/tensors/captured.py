@@ -8,7 +8,7 @@ and whether it has changed since (columns).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,20 +16,17 @@ from typing import Any
 import torch
 
 from statehold.layout.plan import TensorSpec
-from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
+from statehold.tensors.columns import CapturedTensor as CapturedTensor
+from statehold.tensors.columns import Structure, Tensors, described
 from statehold.tensors.scalers import Number
-from statehold.tensors.storable import is_external, is_view_of_other_values
+from statehold.tensors.storable import (
+    is_external,
+    is_view_of_other_values,
+    local_of,
+    storage_of,
+)
 from statehold.tensors.stored import StoredState
 from statehold.units import format_bytes
-
-__all__ = [
-    "Capture",
-    "CapturedTensor",
-    "Tensors",
-    "captured",
-    "clone_what_waits_for_no_device",
-    "note_of",
-]
 
 # Parameters handed over without their module are worth a line in the log from here on.
 TOLD_BYTES_MIN = 64 << 20
@@ -47,6 +44,7 @@ class Capture:
     doubts: what a restore will not put back, and what the user can do about it now.
     numbers: what of the tree lies on devices, to be filled in before the save is staged.
     stored: the parts of the state that lie in files.
+    frozen: the names of the modules' parameters that need no gradient; None without a module.
     """
 
     tensors: Tensors
@@ -55,6 +53,7 @@ class Capture:
     doubts: list[str] = field(default_factory=list)
     numbers: list[Number] = field(default_factory=list)
     stored: list[StoredState] = field(default_factory=list)
+    frozen: tuple[str, ...] | None = None
     _settled: set[bool] = field(default_factory=set)  # True: eager ones; False: lazy ones
     # Looked up when it is made: a simulation has locks of its own.
     _guard: threading.Lock = field(default_factory=lambda: threading.Lock())
@@ -150,6 +149,22 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
     with torch.no_grad():
         stacks = [torch.stack([tensors.live[index] for index in some]) for some in numbers]
     tensors.copied(copies, list(zip(numbers, stacks, strict=True)))
+
+
+# A parameter of the optimizer at a path, which no module of the state has, by its number there.
+Nameless = tuple[str, str, torch.Tensor]
+
+
+def lost_of(nameless: Sequence[Nameless], tensors: Tensors) -> Iterator[str]:
+    """A doubt for each parameter whose values are not among the captured ones either."""
+    held = {each.data_ptr() for each in tensors.storages} if nameless else set()
+    for path, number, parameter in nameless:
+        if storage_of(local_of(parameter)) not in held:
+            yield (
+                f'the values of a parameter of "{path}" are not saved: number {number}, of shape '
+                f"{list(parameter.shape)}, is in no module of the state. Put the module that has "
+                "it into the state"
+            )
 
 
 def note_of(parameters: Sequence[TensorSpec]) -> str:

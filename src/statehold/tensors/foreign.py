@@ -9,16 +9,20 @@ import base64
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
+from statehold.encoding import values
 from statehold.errors import ManifestError, UnsupportedValueError
 from statehold.tensors import dtypes
 
 
 def torch_node(value: Any) -> Any | None:
-    """The node of a torch.Size, dtype or device; None for anything else."""
+    """The node of a torch.Size, dtype or device, or the text of a path; None for anything else."""
+    if isinstance(value, PurePath):
+        return values.encode(str(value), "")
     if isinstance(value, torch.Size):
         return {"$torch": {"size": list(value)}}
     if isinstance(value, torch.dtype):

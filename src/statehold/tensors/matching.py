@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, MutableMapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ class Matching:
                 for i, item in enumerate(node["$tuple"] if is_tuple else node)
             ]
             return tuple(made) if is_tuple else made
+        if isinstance(live, PurePath) and type(node) is str:
+            return type(live)(node)
         return values.decode(node, lambda tag, payload: self._leaf(tag, payload, device))
 
     def _piece(self, live: Piece, name: str | None) -> Piece:

@@ -163,6 +163,15 @@ def names_in(found: dict[str, Any], path: str) -> dict[int, str]:
     return {id(value): f"{path}.{name}" for name, value in reversed(found.items())}
 
 
+def frozen(path: str, names: Iterable[str], held: Iterable[Any]) -> list[str]:
+    """The full names of those entries that are parameters without a need for gradients."""
+    return [
+        f"{path}.{name}"
+        for name, each in zip(names, held, strict=True)
+        if isinstance(each, nn.Parameter) and not each.requires_grad
+    ]
+
+
 def _classes_in(module: nn.Module) -> set[type]:
     """The classes of a module and of all that it holds; named_modules() takes ten times as long."""
     found, left = set[type](), [module]

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from statehold.errors import StateMismatchError
-from statehold.format.selection import Answer, RestoreReport, suggested
+from statehold.format.selection import Answer, RestoreReport, some, suggested
 from statehold.tensors import loaders
 from statehold.tensors.destinations import Destination
 from statehold.tensors.rng import unchanged
@@ -38,7 +38,9 @@ class Restoration:
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
     missing and unexpected entries hold values only. `by_hand`: modules that
-    may take entries of another shape when they are loaded. `stateful`: the objects that take their
+    may take entries of another shape when they are loaded. `parameters`: those of modules that
+    are restored, and whether they need gradients. `trains`: an optimizer is restored, too.
+    `stateful`: the objects that take their
     state themselves, by path. `streams`: what reads more of the step once the destinations are
     filled; `streamed` are these tensors. The other lists are of a RestoreReport.
     """
@@ -60,6 +62,8 @@ class Restoration:
     patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
     has_own: bool = False
     plain: set[str] = field(default_factory=set)
+    parameters: dict[str, bool] = field(default_factory=dict)
+    trains: bool = False
     by_hand: list[str] = field(default_factory=list)
 
     @property
@@ -82,11 +86,27 @@ class Restoration:
             kept=tuple(self.kept),
         )
 
-    def doubts(self, *, other_ranks: bool) -> Iterator[str]:
+    def doubts(self, *, other_ranks: bool, frozen: Set[str] | None = None) -> Iterator[str]:
         """After finish(): what may not go on as it was, and what the user can do.
 
-        other_ranks: another number of ranks has saved the step.
+        other_ranks: another number of ranks has saved the step. frozen: the parameters that needed
+        no gradient then; None if the step does not say it.
         """
+        if frozen is not None and self.trains:
+            needing = [name for name, needs in self.parameters.items() if needs and name in frozen]
+            others = [
+                name for name, needs in self.parameters.items() if not needs and name not in frozen
+            ]
+            for names, then, now, value in (
+                (others, "needed gradients", "need none", True),
+                (needing, "needed no gradients", "need them", False),
+            ):
+                if names:
+                    yield (
+                        f"step {self.step} is restored, but these parameters {then} when it was "
+                        f"saved, and {now} now: {some(names)}. restore() does not change that; "
+                        f"call requires_grad_({value}) if they should be as they were"
+                    )
         has_rng = bool(self.generators)
         for path, live in self.stateful:
             for doubt in loaders.doubts(live, has_rng=has_rng, other_ranks=other_ranks):

@@ -20,6 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -231,7 +232,10 @@ class _Matcher(OptimizerMatching):
                     self.missing(where, _describe(value))
                 else:
                     self.restoration.kept.append(where)
-            elif self._resizes(live, name, value, saved, where):
+                continue
+            if isinstance(value, nn.Parameter) and self._selection.takes(where):
+                self.restoration.parameters[where] = value.requires_grad
+            if self._resizes(live, name, value, saved, where):
                 self.restoration.loaded.append(where)
                 handed[name] = self.rebuild(ABSENT, saved[name])
             elif id(value) in own:
@@ -360,7 +364,9 @@ def is_storable_kind(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return True
-    return values.is_plain(value) or isinstance(value, torch.Size | torch.dtype | torch.device)
+    return values.is_plain(value) or isinstance(
+        value, torch.Size | torch.dtype | torch.device | PurePath
+    )
 
 
 def holds_state(value: Any) -> bool:

@@ -47,6 +47,7 @@ class OptimizerMatching(Matching):
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> None:
         node = node if (form := groups.members_of(node)) is None else values.mapping_of(form)
         saved = self._named(live, node)
+        self.restoration.trains = True
         if saved is not None and self._streamed(live, saved, path):
             return
         if not optimizers.is_standard(live):

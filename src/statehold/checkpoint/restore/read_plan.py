@@ -11,13 +11,17 @@ its errors (segments), the live state.
 
 from __future__ import annotations
 
+import ctypes
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from statehold.encoding import header
 from statehold.errors import ManifestError
 from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.layout.layout import Box
+from statehold.layout.plan import FROZEN_KEY, file_name, file_of
 from statehold.layout.ranges import Range, ranges
 from statehold.tensors.devices.placing import Place
 from statehold.tensors.dtypes import torch_box, torch_shape
@@ -43,7 +47,7 @@ class ReadPlan:
         the `ranks` of this job read a file, it goes through the page cache, so the device is read
         once a node. Each rank begins at another place, so that all of them are busy.
     streamed: tensors that other plans read.
-    hint: of the error for a bad piece.
+    hint: of the error for a bad piece. notes: keep the headers that frozen() needs.
     """
 
     def __init__(
@@ -56,11 +60,14 @@ class ReadPlan:
         rank: int = 0,
         ranks: int = 1,
         hint: str = _HINT,
+        notes: bool = False,
     ) -> None:
         self._saved = saved
         self._rank = rank
         self._ranks = ranks
         self._hint = hint
+        self._notes = notes
+        self._kept: list[ctypes.Array[ctypes.c_char]] = []
         self._segments: list[Segment] = []
         self._files: dict[str, tuple[int, int]] = {}  # name -> number, bytes
         asked: list[PlacedChunk] = []
@@ -181,12 +188,26 @@ class ReadPlan:
         number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))
         self._segments.append(Segment(number, part.begin, part.end, part.sums, name, where))
 
+    def frozen(self) -> set[str] | None:
+        """After the read: the parameters that needed no gradient when they were saved, as far as
+        this rank has read the files of those who saved them. None: they do not say it."""
+        notes = [header.metadata_in(bytes(raw), FROZEN_KEY) for raw in self._kept]
+        known = [json.loads(note) for note in notes if note is not None]
+        return set().union(*known) if known else None
+
     def _headers(self) -> Iterator[Segment]:
-        """Of the files that are read."""
+        """Of the files that are read. A header with notes is kept: that of the own file of a rank
+        whose files are read. Its other files may be of an earlier step."""
+        own = {file_name(*(file_of(name) or (0, 0))[:2]) for name in self._files if self._notes}
         for entry in self._saved.files:
+            where = NOWHERE
+            if entry.name in own:
+                self._files.setdefault(entry.name, (len(self._files), entry.bytes))
+                self._kept.append(ctypes.create_string_buffer(entry.data_begin))
+                where = Where(ctypes.addressof(self._kept[-1]), self._kept[-1])
             if entry.name in self._files:
                 number, _ = self._files[entry.name]
-                yield Segment(number, 0, entry.data_begin, entry.header_sums, "")
+                yield Segment(number, 0, entry.data_begin, entry.header_sums, "", where)
 
 
 def _all_of(chunk: PlacedChunk) -> Range:

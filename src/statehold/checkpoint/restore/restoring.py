@@ -201,7 +201,10 @@ class Restorer:
                 others = [other for other in self._saved.steps() if other != step]
                 raise error.with_fact("other steps", listed(others)) from None
         other_ranks = matched.saved.world_size != self._ranks
-        for doubt in matched.restoration.doubts(other_ranks=other_ranks):
+        frozen = matched.reading.frozen()
+        if frozen is not None:
+            frozen = set(map(self._selection.renamed, frozen))
+        for doubt in matched.restoration.doubts(other_ranks=other_ranks, frozen=frozen):
             warn_caller(doubt)
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
@@ -318,6 +321,7 @@ class Restorer:
             streamed=restoration.streamed,
             rank=self._rank,
             ranks=self._ranks,
+            notes=True,
         )
         return Matched(saved, restoration, reading, tuple(restoration.unexpected))
 

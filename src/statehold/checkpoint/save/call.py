@@ -168,7 +168,7 @@ class Saver:
         with save._stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
-            plan = self.plans.get(known.specs, save.step)
+            plan = self.plans.get(known.specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors, partial(frozen_in, state))
         save._record(
             state_bytes=captured.structure.state_bytes,

@@ -390,7 +390,9 @@ def plan_of(parts: Sequence[Part], of: SavePlan) -> RankPlan:
     return RankPlan(replace(save, source_index=tuple(range(len(parts)))), Share(ordered, held=()))
 
 
-def plan_file(parts: Sequence[Part], of: SavePlan) -> SavePlan:
+def plan_file(
+    parts: Sequence[Part], of: SavePlan, frozen: tuple[str, ...] | None = None
+) -> SavePlan:
     """The plan of a file with these parts, by the rank and at the step of another plan."""
     specs = [part.spec for part in parts]
-    return plan_save(specs, step=of.step, world_size=of.world_size, rank=of.rank)
+    return plan_save(specs, step=of.step, world_size=of.world_size, rank=of.rank, frozen=frozen)

@@ -222,7 +222,7 @@ class Sharing:
             return plan
         if self._own is None or self._own[0] != away:
             parts = [part for part in plan.share.parts if part.source not in away]
-            found = plan_file(parts, plan.save)
+            found = plan_file(parts, plan.save, plan.save.frozen)
             self._own = away, RankPlan(found, Share(tuple(parts), plan.share.held))
         own = self._own[1]
         return RankPlan(own.save.at_step(plan.save.step), own.share)
