@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +20,10 @@ from statehold.format.saved import SavedTensor
 from statehold.format.selection import Selection
 from statehold.format.trees import merge
 from statehold.layout.layout import Box, Ranks
+from statehold.tensors import casts
 from statehold.tensors.restoration import Restoration
 from statehold.tensors.restore import prepare
+from statehold.tensors.stored import Wanted
 from support import fourbit
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
 from support.faults import must
@@ -51,6 +53,7 @@ class SharedStep:
                 n: SavedTensor(n, self.dtypes[n], tuple(w.shape)) for n, w in self.whole.items()
             },
             state=merge(trees, job.rank, world_size == job.size),
+            chunks=lambda *_: [],
         )
 
     def prepare(self, state: Any, **options: Any) -> Restoration:
@@ -67,8 +70,15 @@ class SharedStep:
         restoration = self.prepare(state, **options)
         for target in restoration.destinations:
             target.tensor.copy_(piece(self.whole[target.name], target.box))
+        for stream in restoration.streams:
+            stream(self._fill)
         restoration.finish()
         return restoration
+
+    def _fill(self, wanted: Sequence[Wanted]) -> None:
+        for each in wanted:
+            must(each.memory.dtype == self.whole[each.name].dtype)
+            each.memory.copy_(piece(self.whole[each.name], each.box))
 
 
 def wholes(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -474,6 +484,22 @@ def check_own_values_come_back_to_their_ranks(job: Job) -> None:
     must(report.kept == ("seed", "where.shard", "rng"))
     must(report.loaded == ("same",))
     must(torch.equal(torch.get_rng_state(), drawn))
+
+
+def check_casts_into_other_layouts(job: Job) -> None:
+    model = sharded()
+    optimizer = trained(model)
+    step = SharedStep(job, {"m": model, "o": optimizer})
+    expected = wholes(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(casts, "BLOCK_BYTES", 64)
+        for other in (two_dimensional().bfloat16(), sharded().bfloat16()):
+            fresh = torch.optim.AdamW(other.parameters())
+            restoration = step.restore({"m": other, "o": fresh}, cast=True)
+            must(bool(restoration.report.cast))
+            for name, found in wholes(other, fresh).items():
+                must(torch.equal(found, expected[name].to(found.dtype)), name)
+                must(found.dtype == torch.bfloat16 or name.endswith("step"), name)
 
 
 def check_weights_only(job: Job) -> None:

@@ -270,6 +270,7 @@ class Checkpointer:
         skip: Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
+        cast: bool = False,
     ) -> int | None:
         """Load a committed step into `state` in place; returns its number.
 
@@ -300,6 +301,8 @@ class Checkpointer:
             skip: names or patterns of what not to restore.
             rename: saved prefixes and the live prefixes that replace them.
             strict: False accepts missing or unexpected entries; `restored` then lists them.
+            cast: True converts between bfloat16, float16 and float32 where the live tensor has
+                another dtype than that of the step; `restored` then lists these.
 
         Raises:
             StateMismatchError: names, shapes or dtypes differ, or nothing would be loaded.
@@ -311,7 +314,7 @@ class Checkpointer:
         enter("restore()")
         refuse_in_capture("restore()")
         choice = Choice(step, best, tag, mode or self._mode_of(best))
-        request = requested(choice, source, prefix, Selection(only, skip, rename, strict))
+        request = requested(choice, source, prefix, Selection(only, skip, rename, strict, cast))
         session = self._begun_anew()
         try:
             return session.restore(state, request)

@@ -34,6 +34,7 @@ class RestoreReport:
     missing: entries that the step does not have.
     unexpected: entries of the step that the state does not have.
     kept: entries left unchanged, because they were not selected or because every rank has its own.
+    cast: tensors of the step that were converted to the dtype of the live ones.
     source: the run that restore(source=...) has read; None for the run of the Checkpointer.
     """
 
@@ -43,11 +44,12 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     source: str | None = None
+    cast: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         run = f" of {self.source}" if self.source else ""
         lines = [f"step {self.step}{run}: {len(self.loaded)} loaded"]
-        for what in ("missing", "unexpected", "kept"):
+        for what in ("missing", "unexpected", "kept", "cast"):
             names: tuple[str, ...] = getattr(self, what)
             if names:
                 lines.append(f"  {what} {len(names)}: {some(names)}")
@@ -113,7 +115,8 @@ class Selection:
     """Which names of the live state are restored, and under which names the step has them.
 
     `rename` maps prefixes of saved names to prefixes of live ones. Without `strict`, an entry that
-    the step lacks keeps its live value, and an entry without a live place is left out.
+    the step lacks keeps its live value, and an entry without a live place is left out. With `cast`,
+    floats of 16 and 32 bits are converted to the dtype of the live tensor.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Selection:
         skip: Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
+        cast: bool = False,
     ) -> None:
         self._only = None if only is None else [_Pattern(each) for each in _texts(only, "only")]
         if self._only == []:
@@ -131,9 +135,10 @@ class Selection:
             )
         self._skip = [_Pattern(each) for each in _texts(skip or (), "skip")]
         self.rename = _renaming(rename)
-        if not isinstance(strict, bool):
-            raise UsageError("strict is True or False", facts={"got": repr(strict)[:80]})
-        self.strict = strict
+        for argument, given in (("strict", strict), ("cast", cast)):
+            if not isinstance(given, bool):
+                raise UsageError(f"{argument} is True or False", facts={"got": repr(given)[:80]})
+        self.strict, self.cast = strict, cast
 
     @property
     def is_everything(self) -> bool:

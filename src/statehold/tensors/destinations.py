@@ -22,6 +22,7 @@ from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
 from statehold.process.host_memory import read_only_memory
 from statehold.tensors import dtypes, placements
+from statehold.tensors.casts import Casts, can_cast
 from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import (
@@ -63,7 +64,14 @@ class Destination:
 class Destinations:
     """The destinations of one restore. `acts` are left to do once their bytes have arrived."""
 
-    def __init__(self, saved: SavedStep, replicas: Mapping[int, Layout], rank: int | None) -> None:
+    def __init__(
+        self,
+        saved: SavedStep,
+        replicas: Mapping[int, Layout],
+        rank: int | None,
+        casts: Casts | None = None,
+    ) -> None:
+        self._casts = casts
         self.found: list[Destination] = []
         self.acts: list[Callable[[], Any]] = []
         self.used: set[str] = set()
@@ -88,7 +96,8 @@ class Destinations:
         saved = self._saved.tensors[name]
         dtype = dtypes.dtype_of(saved.dtype, name)
         shape = tuple(local_of(live).shape) if place.shape is None else place.shape
-        return live.dtype == dtype and shape == dtypes.torch_shape(dtype, saved.shape)
+        is_same = live.dtype == dtype or (self._casts is not None and can_cast(live.dtype, dtype))
+        return is_same and shape == dtypes.torch_shape(dtype, saved.shape)
 
     def fill(self, live: torch.Tensor, name: str, place: Placed) -> str | None:
         """Make `live` a destination; the name of another tensor that already goes there. Raises
@@ -107,7 +116,12 @@ class Destinations:
         self.used.add(name)
         if other is None:
             self._filled[memory] = name
-            self.found.append(self._destination(name, target, place))
+            found = self._destination(name, target, place)
+            if self._casts is None or target.dtype == self.dtype_of(name):
+                self.found.append(found)
+            else:
+                self._saved.chunks(name, found.box, found.among)  # raises where ranks differ
+                self._casts.add(found, self.dtype_of(name))
         return None
 
     def _check_writable(self, local: torch.Tensor, name: str) -> None:
@@ -138,7 +152,9 @@ class Destinations:
         like = beside if beside is not None and is_dtensor(beside) else None
         key = name, device, None if like is None else like._spec  # type: ignore[attr-defined]
         if key not in self._made:
-            dtype = dtypes.dtype_of(self._saved.tensors[name].dtype, name)
+            dtype = self.dtype_of(name)
+            if self._casts is not None and beside is not None:
+                dtype = self._casts.dtype_beside(beside, dtype, self._saved)
             if like is None:
                 shape = dtypes.torch_shape(dtype, self._saved.tensors[name].shape)
                 strides = None if beside is None else _strides_of_state(beside)

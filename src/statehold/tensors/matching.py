@@ -21,6 +21,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import Selection
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, foreign, modules, nodes, placements
+from statehold.tensors.casts import Casts
 from statehold.tensors.composed import Composed, is_composed
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.parts import parts
@@ -51,15 +52,22 @@ class Matching:
         self._selection = selection
         self._alone = alone
         self._other_ranks = world is not None and world != saved.world_size
-        self._memory = Destinations(
-            saved, placements.replicas_in((part for _, part in found), rank), rank
-        )
+        self._modules = [path for path, _ in found]
+        self._names = modules.parameter_names(found)
+        self._casts = Casts(self._names) if selection.cast else None
+        replicas = placements.replicas_in((part for _, part in found), rank)
+        self._memory = Destinations(saved, replicas, rank, self._casts)
         self._composed = Composed(self._memory)
         self.restoration = Restoration(
             saved.step, self._memory.found, self._memory.used, containers=self._memory.acts
         )
-        self._modules = [path for path, _ in found]
-        self._names = modules.parameter_names(found)
+
+    def take_casts(self) -> None:
+        """Leave to the restoration what is converted."""
+        if self._casts is not None and (names := self._casts.names):
+            self.restoration.cast = [self._selection.renamed(name) for name in names]
+            self.restoration.streamed |= {*names}
+            self.restoration.streams.append(self._casts.fill)
 
     def problem(self, path: str, expected: str, got: str) -> None:
         self.problems.append((path, f"expected {expected}, got {got}"))

@@ -38,7 +38,8 @@ class Restoration:
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
     missing and unexpected entries hold values only. `by_hand`: modules that
-    may take entries of another shape when they are loaded. `parameters`: those of modules that
+    may take entries of another shape when they are loaded. `castable`: entries whose
+    dtypes are other floats. `parameters`: those of modules that
     are restored, and whether they need gradients. `trains`: an optimizer is restored, too.
     `stateful`: the objects that take their
     state themselves, by path. `streams`: what reads more of the step once the destinations are
@@ -62,6 +63,8 @@ class Restoration:
     patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
     has_own: bool = False
     plain: set[str] = field(default_factory=set)
+    castable: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
     parameters: dict[str, bool] = field(default_factory=dict)
     trains: bool = False
     by_hand: list[str] = field(default_factory=list)
@@ -84,6 +87,7 @@ class Restoration:
             missing=tuple(self.missing),
             unexpected=tuple(self.unexpected),
             kept=tuple(self.kept),
+            cast=tuple(self.cast),
         )
 
     def doubts(self, *, other_ranks: bool, frozen: Set[str] | None = None) -> Iterator[str]:
@@ -173,6 +177,8 @@ def _ways_out(names: list[str], found: Restoration) -> str:
     """The arguments of restore() with which the parts that fit are restored."""
     shown = ", ".join(f'"{name}"' for name in names[:NAMES_IN_HINT])
     skip = f"skip=[{shown}{', ...' if len(names) > NAMES_IN_HINT else ''}]"
+    if found.castable and found.castable == names:
+        return f"{skip}; cast=True converts them to the dtypes of the state"
     if found.by_hand:
         part = found.by_hand[0]
         return (

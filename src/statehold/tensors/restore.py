@@ -33,6 +33,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
+from statehold.tensors.casts import can_cast
 from statehold.tensors.composed import is_composed, refuse
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
@@ -68,6 +69,7 @@ def prepare(
     with unchanged():  # state_dict() of live objects may draw
         matcher = _Matcher(state, saved, selection, rank, alone, world)
         matcher.top(state, saved.state)
+        matcher.take_casts()
     restoration = matcher.restoration
     if rank is None:
         check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
@@ -315,6 +317,8 @@ class _Matcher(OptimizerMatching):
         if name is None or is_allowed(local_of(live)):
             self._compose_in_place(live, node, place, path)
         elif not self._memory.fits(live, name, place):
+            if can_cast(live.dtype, self._memory.dtype_of(name)):
+                self.restoration.castable.append(path)
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(local_of(live)):
             self.problem(path, "a tensor that can be written", "an expanded one: clone() it")

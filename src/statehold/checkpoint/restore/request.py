@@ -38,9 +38,9 @@ def requested(
         )
     if not isinstance(prefix, bool):
         raise UsageError("prefix is True or False", facts={"got": repr(prefix)[:80]})
-    if prefix and (selection.has_patterns or not selection.strict):
+    if prefix and (selection.has_patterns or not selection.strict or selection.cast):
         raise UsageError(
-            "prefix=True chooses what is restored, so only, skip, rename and strict cannot",
+            "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",
             hint="restore twice: once with prefix=True, and once with what else you need",
         )
     chosen = choice if step is None else replace(choice, step=step)
