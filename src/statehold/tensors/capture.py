@@ -45,12 +45,11 @@ from statehold.tensors.batches import STATES, Flat, are_tensors, in_batches
 from statehold.tensors.captured import (
     Capture,
     Nameless,
-    Tensors,
     clone_what_waits_for_no_device,
     lost_of,
     note_of,
 )
-from statehold.tensors.columns import BATCH
+from statehold.tensors.columns import BATCH, Tensors
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
 from statehold.tensors.facts import layout_of, storage_addresses
 from statehold.tensors.found import Found, Kind
