@@ -74,7 +74,7 @@ class Replicas:
         wait_s: how many seconds a replica waits for enough others. Then it saves what it has, and
             raises WaitTimeout.
         stuck_s: the job takes a microbatch for hung that takes longer, in seconds. None: ten times
-            the longest one so far, and at least 60 s.
+            the longest one so far, and at least 60 s; an hour for the first one, which may compile.
         state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
             checkpoints.
         group: spans the ranks of one replica. None: the default process group.
@@ -133,7 +133,7 @@ class Replicas:
             desk=self._desk,
             host=host,
             device=next((each.device for each in model.parameters()), torch.device("cpu")),
-            is_stuck=self._progress.is_stuck,
+            progress=self._progress,
             drawn=self._drawn,
         )
         self._job = {

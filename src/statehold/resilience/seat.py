@@ -24,6 +24,7 @@ from statehold.resilience.control.link import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
+from statehold.resilience.progress import Progress
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import TORN, GivesUp, Hello, Promise, Refused
 from statehold.resilience.sums.interface import Pending, Start
@@ -43,7 +44,7 @@ class Surroundings:
     address: of the coordinator. microbatches: of a step. redundancy: how many replicas compute
     each of them. wait_s: the longest wait for an epoch. device: of the gradients. host: the address
     of this machine that others can reach. desk: where the ranks of an epoch meet if this rank is
-    the first.
+    the first. progress: of the training thread.
     """
 
     address: tuple[str, int]
@@ -53,7 +54,7 @@ class Surroundings:
     desk: Desk
     host: str
     device: torch.device
-    is_stuck: Callable[[], bool]
+    progress: Progress
     drawn: Callable[[], Mapping[str, int]]
 
 
@@ -86,7 +87,7 @@ class Seat:
             self.member,
             lease_s=hello.lease_s,
             on_change=self._changed,
-            is_stuck=around.is_stuck,
+            is_stuck=around.progress.is_stuck,
             drawn=around.drawn,
         )
 
@@ -106,7 +107,14 @@ class Seat:
         if isinstance(out, Refused):
             raise ReplicaRefusedError(out.reason, facts=out.facts)
         if out is not None:
-            raise self._timeout() if out.gave_up else Fenced(out.reason)
+            raise self._timeout() if out.gave_up else Fenced(out.reason + self._excuse())
+
+    def _excuse(self) -> str:
+        """Why this rank has sent no beats (R13)."""
+        limit = self._around.progress.passed_s
+        if limit is None:
+            return ""
+        return f", because a microbatch took longer than {limit:g} s (stuck_s= sets this limit)"
 
     def wait(self, after: int) -> None:
         """Wait for an epoch later than `after` (R7).

@@ -168,11 +168,13 @@ class Step:
         work.expect()
         seed_microbatch(work.course.seed, number, asked.index)
         work.progress.begin()
+        is_computed = False
         try:
             yield microbatch
             microbatch.check()
+            is_computed = True
         finally:
-            work.progress.end()
+            work.progress.end(is_computed=is_computed)
 
     def check(self) -> None:
         """Raise UsageError if the loop over the step has not come to its end."""

@@ -1,0 +1,105 @@
+"""When a microbatch is taken for hung, by a clock that the test sets."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from resilience.jobs import coordinated, replica
+from resilience.replica import data
+from statehold.resilience.progress import STUCK_FIRST_S, STUCK_LEAST_S, Progress
+from statehold.resilience.protocol.messages import Fenced
+from statehold.resilience.seat import Fenced as Out
+from statehold.resilience.seat import Seat
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def computed(progress: Progress, clock: Clock, seconds: float, *, is_computed: bool = True) -> None:
+    progress.begin()
+    clock.now += seconds
+    progress.end(is_computed=is_computed)
+
+
+def is_stuck_after(progress: Progress, clock: Clock, seconds: float) -> bool:
+    progress.begin()
+    clock.now += seconds
+    return progress.is_stuck()
+
+
+def test_the_first_microbatch_is_compared_with_none() -> None:
+    """R13: it compiles for minutes. But it cannot hang for ever."""
+    clock = Clock()
+    progress = Progress(None, clock)
+    assert not is_stuck_after(progress, clock, 10 * STUCK_LEAST_S)
+    assert is_stuck_after(progress, clock, STUCK_FIRST_S + 1)
+    assert progress.passed_s == STUCK_FIRST_S
+
+
+@pytest.mark.parametrize(("longest", "limit"), [(1.0, STUCK_LEAST_S), (20.0, 200.0)])
+def test_a_later_one_is_compared_with_the_longest(longest: float, limit: float) -> None:
+    clock = Clock()
+    progress = Progress(None, clock)
+    computed(progress, clock, longest)
+    computed(progress, clock, longest / 2)
+    assert not is_stuck_after(progress, clock, limit)
+    assert is_stuck_after(progress, clock, limit + 1)
+    assert progress.passed_s == limit
+    assert not is_stuck_after(progress, clock, 1.0)
+    assert progress.passed_s is None  # that was another one
+
+
+def test_one_that_was_left_is_no_measure() -> None:
+    """Its user has waited for an hour, and then pressed Ctrl-C."""
+    clock = Clock()
+    progress = Progress(None, clock)
+    computed(progress, clock, 1.0)
+    computed(progress, clock, STUCK_FIRST_S, is_computed=False)
+    assert is_stuck_after(progress, clock, STUCK_LEAST_S + 1)
+
+
+def test_a_limit_of_the_user_is_that_of_the_first_one_too() -> None:
+    clock = Clock()
+    assert is_stuck_after(Progress(1.5, clock), clock, 2.0)
+
+
+def test_who_is_out_for_a_slow_microbatch_names_the_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reasons: list[str] = []
+    check = Seat.check
+
+    def checking(seat: Seat) -> None:
+        try:
+            check(seat)
+        except Out as out:
+            reasons.append(str(out))
+            raise
+
+    monkeypatch.setattr(Seat, "check", checking)
+    with coordinated(1) as meeting, replica(meeting.address, stuck_s=0.01) as slow:
+        is_out = False
+        for microbatch in next(slow.steps(1)):
+            if not is_out:
+                wait_until(slow._progress.is_stuck)
+                with slow._driver.seat.link.changed:  # type: ignore[union-attr]
+                    slow._driver.seat.member.receive(Fenced("its lease"))  # type: ignore[union-attr]
+                is_out = True
+            microbatch.backward(slow.state["model"](data()[:1]).sum())
+    assert reasons[:1] == [
+        "its lease, because a microbatch took longer than 0.01 s (stuck_s= sets this limit)"
+    ]
+
+
+def wait_until(happens: Any) -> None:
+    waiting = threading.Event()
+    while not happens():
+        waiting.wait(0.001)
