@@ -320,6 +320,51 @@ def test_loops_that_are_left_early_are_refused() -> None:
                 pass
 
 
+class OutOfMemory(Exception):
+    """What a device says in the middle of a backward pass."""
+
+
+class FailsBackward(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if FailsBackward.armed:
+            FailsBackward.armed = False
+            raise OutOfMemory
+        return grad
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("fails", [0, 3, MICROBATCHES - 1])
+def test_a_backward_pass_that_has_failed_is_repeated(reduction: str, fails: int) -> None:
+    """R14: the second try draws the same dropout, and the gradients have the same bits."""
+
+    def gradients(fails: int | None) -> list[torch.Tensor]:
+        with coordinated(1) as meeting, replica(meeting.address, reduction=reduction) as replicas:
+            model = replicas.state["model"]
+            step, tries = next(replicas.steps(1)), 0
+            for microbatch in step:
+                for _ in range(2):
+                    hidden = FailsBackward.apply(model[:2](data()[microbatch.samples]))
+                    FailsBackward.armed = tries == fails
+                    tries += 1
+                    try:
+                        microbatch.backward(model[2:](hidden).square().mean())
+                        break
+                    except OutOfMemory:
+                        assert model[3].weight.grad is None
+            assert len(step.share) == len(step.losses) == MICROBATCHES
+            return [each.grad.clone() for each in model.parameters()]
+
+    for again, undisturbed in zip(gradients(fails), gradients(None), strict=True):
+        assert torch.equal(again, undisturbed)
+
+
 def test_gradients_are_clipped_by_their_norm_over_all_parameters() -> None:
     with coordinated(1) as meeting, replica(meeting.address) as replicas:
         model = replicas.state["model"]

@@ -59,6 +59,7 @@ class Driver:
         self.has_left = False
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
+        self._has_lost_sums = False
         self._served = 0
         self._heard = 0
         self.seat = take_seat(first)
@@ -116,6 +117,13 @@ class Driver:
         is_last = not work.copy and set(self.seat.member.work) <= self.computed | {now}
         return self.seat.start if is_last and self.seat.has_groups else None
 
+    def failed(self) -> None:
+        """The backward pass of the microbatch has failed. A second try takes its place (R14)."""
+        if not self._sums.abandon():
+            self._has_lost_sums = True
+            self.computed = set()
+            self._adopted = {0}
+
     def leave(self) -> None:
         """The run is over."""
         self.has_left = True
@@ -144,8 +152,10 @@ class Driver:
             try:
                 if isinstance(action, actions.Compute):
                     self._serve()
+                    self._has_lost_sums = False
                     yield action
                     self.computed.add((action.index, action.copy))
+                    result = not self._has_lost_sums
                 elif isinstance(action, actions.Forget):
                     self._forget()
                 else:

@@ -73,7 +73,8 @@ class Microbatch:
     def backward(self, loss: Tensor, *, report: Tensor | None = None) -> None:
         """Compute the gradients of `loss`, and add them to the step.
 
-        The step's gradient is the mean over all its microbatches.
+        The step's gradient is the mean over all its microbatches. If this raises, nothing of the
+        microbatch counts, and it may be called again, with a loss that was computed again.
 
         Args:
             loss: a scalar: the mean over the samples of this microbatch. It may be scaled.
@@ -81,10 +82,21 @@ class Microbatch:
         """
         if self._is_counted:
             raise UsageError("backward() was called twice for a microbatch", facts=self._facts)
-        self._work.sums.watch(self._work.driver.start(self._asked), self._asked.copy)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._work.sums.count(self.index, loss if report is None else report)
-        self._is_counted = True
+        work = self._work
+        try:
+            work.sums.watch(work.driver.start(self._asked), self._asked.copy)
+            loss.backward()  # type: ignore[no-untyped-call]
+            work.sums.count(self.index, loss if report is None else report)
+            self._is_counted = True
+        except BaseException:
+            self._is_counted = False
+            work.driver.failed()
+            self.seed()
+            raise
+
+    def seed(self) -> None:
+        """Begin its random numbers, for the first try and for each other one."""
+        seed_microbatch(self._work.course.seed, self.step, self.index)
 
     def check(self) -> None:
         if not self._is_counted:
@@ -166,7 +178,7 @@ class Step:
         work, number = self._work, self.number
         microbatch = Microbatch(work, number, asked)
         work.expect()
-        seed_microbatch(work.course.seed, number, asked.index)
+        microbatch.seed()
         work.progress.begin()
         is_computed = False
         try:

@@ -268,6 +268,19 @@ def test_a_failure_leads_to_the_next_epoch_and_repeats_no_microbatch(kind: type)
     assert ended(play, [action.ballot]) == 0
 
 
+def test_a_pass_that_has_failed_takes_the_sums_with_it() -> None:
+    """R14: what they had is computed again, and copies are adopted again."""
+    found = copying("b", "c")
+    enter(found, 2, {"a": found.view, "c": View(0, False, (2,), member=True)})
+    play = playing(found)
+    actions = [next(play)]
+    while not isinstance(actions[-1], Gather):
+        is_late = actions[-1] == Compute(1, copy=1) and len(actions) < 4
+        actions.append(play.send(False if is_late else None))
+    first = [Compute(0), Compute(3), Compute(1, copy=1)]
+    assert actions == [*first, *first[:2], Adopt(1), Gather(2)]
+
+
 def test_a_promise_between_the_vote_and_the_commit_prevents_it() -> None:
     found = member("a", "b")
     play = playing(found)

@@ -373,3 +373,29 @@ def test_members_with_other_bases_or_models_do_not_sum() -> None:
 
     together(play, 2)
     assert column.counts == [1, 1]
+
+
+def test_what_a_failed_pass_has_left_does_not_count() -> None:
+    """R14. Sums of earlier passes stay, unless some of it has come to them."""
+    of, member = gradient(), Member()
+    member.sums.begin()
+    member.count(0, [0, 1], of)
+    member.sums.watch(None)
+    member.params["matrix"].grad = torch.ones(SHAPES["matrix"])
+    assert member.sums.abandon()
+    assert member.params["matrix"].grad is None
+    member.count(0, [2], of)
+    member.sums.watch(None)
+    member.sums._has_added = True  # Ctrl-C in the middle of count()
+    assert not member.sums.abandon()
+    member.count(0, range(M), of)
+    member.sums.reduce(Column(1).start(0))
+    member.sums.finish()
+    undisturbed = Member()
+    undisturbed.sums.begin()
+    undisturbed.count(0, range(M), of)
+    undisturbed.sums.reduce(Column(1).start(0))
+    undisturbed.sums.finish()
+    assert [bits_of(each.grad) for each in member.params.values()] == [
+        bits_of(each.grad) for each in undisturbed.params.values()
+    ]

@@ -307,3 +307,67 @@ def test_order_of_calls() -> None:
     with pytest.raises(InvariantError, match="not reduced"):
         member.sums.finish()
     assert member.sums.state_dict() == {}
+
+
+class OutOfMemory(Exception):
+    """What a pass raises in its middle."""
+
+
+def fail(member: Member, index: int, start: Any = None) -> None:
+    """A pass that raises after the layers behind `odd` have their gradients."""
+
+    def raising(_: Tensor) -> None:
+        raise OutOfMemory
+
+    member.sums.watch(start)
+    hook = member.model.first.weight.register_hook(raising)
+    with pytest.raises(OutOfMemory):
+        member.model.loss(index).backward()
+    hook.remove()
+    assert member.model.last.weight.grad is not None
+    assert not member.sums.abandon()  # so all passes are repeated
+
+
+@pytest.mark.parametrize("fails", range(3))
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_pass_that_fails_and_is_repeated_counts_once_in_its_turn(
+    fails: int, times: int, watched: bool
+) -> None:
+    """R14. Members that have begun to reduce its buckets learn that these have changed."""
+    shares = [[0, 5, 3], [4, 2, 1]]
+
+    def gradients(fails: int | None) -> list[Tensor | None]:
+        members = [Member(), Member()]
+
+        def act(member: Member, start: Any, number: int) -> None:
+            share, watch = shares[number], start if watched else None
+            if number == 0 and fails is not None:
+                member.compute(share[:fails])
+                for _ in range(times):
+                    fail(member, share[fails], watch if fails == 2 else None)
+                again = [share[fails], *share[:fails], *share[fails + 1 :]]
+                member.compute(again, watch)
+            else:
+                member.compute(share, watch)
+            member.sums.reduce(start)
+
+        step(members, act)
+        check(members)
+        return members[0].grads()
+
+    assert list(map(bits_of, gradients(fails))) == list(map(bits_of, gradients(None)))
+
+
+def test_a_failed_copy_leaves_nothing() -> None:
+    member = Member()
+    member.sums.begin()
+    member.compute([0, 1])
+    member.sums.watch(None, 1)
+    member.model.loss(2).backward()
+    member.sums.abandon()
+    assert not [each for each in member.grads() if each is not None]
+    member.compute(range(M))
+    member.sums.reduce(Column(1).start(0))
+    member.sums.finish()
+    check([member])

@@ -7,7 +7,8 @@
 The trainer executes actions with torch, the simulation with a clock of its own: the order of the
 protocol is here once.
 
-Invariants: no microbatch is computed twice in one step by the same rank. What was reduced under an
+Invariants: no microbatch is in the sums of a rank twice. It is computed again only if it is in them
+no more. What was reduced under an
 epoch that ended is not committed unless another member has committed it.
 Not here: promises (member), who the members are (coordinator).
 """
@@ -30,7 +31,8 @@ class GroupLost(Exception):
 class Compute:
     """Forward and backward of one microbatch, into the local sums (R1).
 
-    copy: 0, or the sums of their own that copies of another member's share have.
+    copy: 0, or the sums of their own that copies of another member's share have. The result: False
+    if a pass has failed, and the local sums have only what a second try has computed (R14).
     """
 
     index: int
@@ -145,7 +147,9 @@ def play(
             done.clear()
             adopted.clear()
         elif missing and not is_behind:
-            yield Compute(*missing[0])
+            if (yield Compute(*missing[0])) is False:
+                done.clear()
+                adopted.clear()
             done.add(missing[0])
         elif is_changing:
             yield Await(epoch)

@@ -47,6 +47,7 @@ class ExactSum:
         self._integers = Integers(self._sites, self._grid)
         self._copies: dict[int, tuple[Integers, Report]] = {}
         self._copy = 0
+        self._has_added = False  # something of the pass that was announced last
         self._transit = Transit(self._sites, self._grid, self._integers)
         self._bases = [LEAST] * len(self._sites)
         self._report = self._empty_report()
@@ -70,6 +71,7 @@ class ExactSum:
     def watch(self, start: Start | None, copy: int = 0) -> None:
         """Integers are reduced after the last pass."""
         self._copy = copy
+        self._has_added = False
 
     def count(self, index: int, loss: Tensor | None) -> None:
         integers, report = self._part(self._copy)
@@ -81,12 +83,23 @@ class ExactSum:
         for number, largest in zip(grads, _largest(list(grads.values())), strict=True):
             is_finite = 0 <= largest < math.inf
             marks[number] = _ZERO + exponent_of(largest) if is_finite else _NOT_FINITE
+        self._has_added = True
         for number, grad in grads.items():
             if marks[number] != _NOT_FINITE:
                 integers.add(number, self._limit(number, marks[number]), grad)
             self._sites[number].give(None)
         value = None if loss is None else local_of(loss.detach()).item()
         report.count(index, value, marks)
+
+    def abandon(self) -> bool:
+        """Integers of earlier passes are safe, unless some of this one have come to them."""
+        if self._has_added:
+            self.begin()
+            return False
+        self._copy = 0
+        for site in self._sites:
+            site.give(None)
+        return True
 
     def _part(self, copy: int) -> tuple[Integers, Report]:
         if copy == 0:

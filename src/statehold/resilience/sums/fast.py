@@ -10,6 +10,9 @@ Invariants: p.grad stays as it is until `finish`. Members start their buckets in
 their report. If a gradient has changed since its bucket was started, the report says so, and all
 members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
 p.grad would have half of a pass.
+A pass that fails leaves a half of its gradients in p.grad, so all passes of this member are repeated.
+The gradients of the pass that failed then wait for their turn: with the same order of additions the
+sum has the same bits. To keep them apart in every pass would take the memory of a second p.grad.
 Memory: one buffer of the size of all gradients, and one more for each copy.
 """
 
@@ -47,6 +50,8 @@ class FastSum:
         self._copies: dict[int, _Copy] = {}
         self._most_copies = 0
         self._copy: _Copy | None = None
+        self._late: _Copy | None = None  # what was repeated before its turn
+        self._turn = 0  # its place in the order of the passes
 
     def begin(self) -> None:
         trained = [site for site in self._sites if site.param.requires_grad]
@@ -54,9 +59,13 @@ class FastSum:
             self._trained = trained
             self._buckets = buckets_of(trained)
         self._forget()
+        self._turn = 0
+        self._empty()
+
+    def _empty(self) -> None:
         self._report = self._empty_report()
         self._copies.clear()
-        self._copy = None
+        self._copy = self._late = None
         for site in self._sites:
             site.give(None)
 
@@ -69,6 +78,9 @@ class FastSum:
             self._copy = self._copies.setdefault(copy, _Copy(self._empty_report()))
             self._most_copies = max(self._most_copies, len(self._copies))
             self._copy.swap(self._trained)
+            return
+        if self._turn and self._late is None:
+            self._copy = self._late = _Copy(self._report)
             return
         if start is None:
             return
@@ -105,6 +117,23 @@ class FastSum:
         if self._copy is not None:
             self._copy.swap(self._trained)
             self._copy = None
+        if self._report.counted > self._turn:
+            self._take_late()
+
+    def _take_late(self) -> None:
+        if self._late is not None:
+            self._late.add_to(self._trained)
+            self._late, self._turn = None, 0
+
+    def abandon(self) -> bool:
+        self._unhook()
+        for bucket in self._buckets:
+            if not bucket.is_started:
+                bucket.forget()
+        is_of_a_copy = self._copy is not self._late
+        self._turn = 0 if is_of_a_copy else max(self._turn, self._report.counted)
+        self._empty()
+        return False
 
     def adopt(self, copy: int) -> None:
         adopted = self._copies.pop(copy)
@@ -113,6 +142,7 @@ class FastSum:
 
     def reduce(self, start: Start) -> None:
         self._unhook()
+        self._take_late()
         error = self._error
         if self._start != start or self._reduced is not None:
             self._forget()

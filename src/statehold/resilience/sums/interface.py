@@ -5,7 +5,7 @@ Nothing in this folder knows replicas, groups or epochs. A step goes like this:
     sums.begin()
     for each microbatch of the share, and of copies of the shares of others:
         sums.watch(start or None, copy)    # before the backward pass; start: this one is the last
-        loss.backward(); sums.count(index, loss)
+        loss.backward(); sums.count(index, loss)    # or sums.abandon() if one of them raised
     sums.adopt(copy)                       # if the member whose share it is has been lost
     sums.reduce(start)                     # again with another `start` if it raised, or if the
                                            # share has grown; then all members have the same result
@@ -60,6 +60,13 @@ class Sum(Protocol):
 
     def count(self, index: int, loss: Tensor | None) -> None:
         """Add what a backward pass has left in p.grad: microbatch `index`, with its loss."""
+
+    def abandon(self) -> bool:
+        """The pass that was announced last has failed: nothing of it counts.
+
+        False: all that was counted in this step is lost with it. p.grad of every parameter is as
+        before the pass, or None. What was started stays started, so that all members start alike.
+        """
 
     def reduce(self, start: Start) -> None:
         """Sum over the members. Raises what `start` and `Pending.wait` raise."""

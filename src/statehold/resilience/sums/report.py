@@ -47,6 +47,11 @@ class Report:
         self._losses_of(self._vector)[index] = math.nan if loss is None else float(loss)
         self.marks[index] = torch.tensor(marks, dtype=torch.int16, device="cpu")
 
+    @property
+    def counted(self) -> int:
+        """How many microbatches this member has counted."""
+        return len(self._counted)
+
     def add(self, other: Report) -> None:
         """Take over the slots that another report of this member has filled."""
         for index in other._counted:
