@@ -361,8 +361,8 @@ def test_a_backward_pass_that_has_failed_is_repeated(reduction: str, fails: int)
             assert len(step.share) == len(step.losses) == MICROBATCHES
             return [each.grad.clone() for each in model.parameters()]
 
-    for again, undisturbed in zip(gradients(fails), gradients(None), strict=True):
-        assert torch.equal(again, undisturbed)
+    for again, wanted in zip(gradients(fails), gradients(None), strict=True):
+        assert torch.equal(again, wanted)
 
 
 def test_gradients_are_clipped_by_their_norm_over_all_parameters() -> None:

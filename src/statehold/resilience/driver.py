@@ -20,6 +20,7 @@ from dataclasses import replace
 from statehold.errors import ReplicaLostError, WaitTimeout
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.lost import GroupLostError
+from statehold.resilience.position import Position
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, View
@@ -36,6 +37,7 @@ class Driver:
     view: describes the live state after a restore.
     learn: called with the checksums that lost replicas have left. transfer: of the state.
     checkpoints: take the state before this rank gives up, and give one if too much is lost.
+    position: learns that an update is due.
     computed: what this replica has computed of the work of its member in the step in progress.
     """
 
@@ -48,6 +50,7 @@ class Driver:
         transfer: Transfer,
         learn: Callable[[Mapping[str, int]], None],
         checkpoints: Checkpoints,
+        position: Position,
     ) -> None:
         self._take_seat = take_seat
         self._view = view
@@ -55,6 +58,7 @@ class Driver:
         self._transfer = transfer
         self._learn = learn
         self._checkpoints = checkpoints
+        self._position = position
         self._comeback = Comeback()
         self.has_left = False
         self.computed: set[tuple[int, int]] = set()
@@ -105,6 +109,7 @@ class Driver:
                 return None
             self._transfer.stop_serving()
             self._sums.finish()
+            self._position.committed(played)
             self.seat.end_epoch()
             return played
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
-from statehold.errors import StateMismatchError, UsageError
+from statehold.errors import UsageError
 from statehold.options.keywords import answering
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
@@ -37,6 +37,7 @@ from statehold.resilience.data.purity import Purity
 from statehold.resilience.data.workers import Prepare
 from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
+from statehold.resilience.position import Position
 from statehold.resilience.progress import Progress
 from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
@@ -76,7 +77,7 @@ class Replicas:
         stuck_s: the job takes a microbatch for hung that takes longer, in seconds. None: ten times
             the longest one so far, and at least 60 s; an hour for the first one, which may compile.
         state: more of the state, by name: a scheduler, a scaler. It travels to joiners and into
-            checkpoints.
+            checkpoints. The names "model", "optimizer" and "replicas" are taken.
         group: spans the ranks of one replica. None: the default process group.
 
     Raises:
@@ -111,13 +112,9 @@ class Replicas:
         _refuse_running_statistics(model)
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
-        self._position = _Position(self._course, self._sums)
-        self.state: dict[str, Any] = {
-            "model": model,
-            "optimizer": optimizer,
-            **(state or {}),
-            "replicas": self._position,
-        }
+        self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
+        self._position = Position(self._course, self._sums, self._params, self.state.values())
+        self.state["replicas"] = self._position
         self._checkpoints = Checkpoints(checkpointer, self.state)
         self._place, self._width = identity.place_in(group)
         address = _address(coordinator)
@@ -189,7 +186,7 @@ class Replicas:
             step.check()
             if step.is_over:
                 break
-            self._position.step = step.number + 1
+            self._position.advance(step.number + 1)
             self._purity.forget(step.number + 1)
             if driver.seat.member.is_first:
                 self._checkpoints.save(step.number + 1)
@@ -241,6 +238,7 @@ class Replicas:
         """Leave the job: the others go on with the step in progress."""
         if self._driver is not None:
             self._driver.close()
+        self._position.close()
         self._desk.close()
         if self._loader is not None:
             self._loader.close()
@@ -272,6 +270,7 @@ class Replicas:
             self._transfer,
             self._learn,
             self._checkpoints,
+            self._position,
         )
 
     def _view(self) -> View:
@@ -320,45 +319,22 @@ class Replicas:
         self._loader.expect([(step, i) for i, _ in rest] + [(step + 1, i) for i in following])
 
 
-class _Position:
-    """Where the run is: an entry of the state."""
-
-    def __init__(self, course: Course, sums: ExactSum | FastSum) -> None:
-        self.step = 0
-        self._course = course
-        self._sums = sums
-
-    def _facts(self) -> dict[str, int]:
-        course = self._course
-        return {
-            "samples": course.size,
-            "batch": course.batch,
-            "microbatches": course.microbatches,
-            "seed": course.seed,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "course": self._facts(), "sums": self._sums.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in self._facts().items():
-            if state["course"].get(name) != value:
-                raise StateMismatchError(
-                    f"the saved run has another number of {name}"
-                    if name != "seed"
-                    else "the saved run has another seed",
-                    facts={"expected": state["course"].get(name), "got": value},
-                    hint="the order of the samples would change: go on with the saved numbers",
-                )
-        self.step = int(state["step"])
-        self._sums.load_state_dict(state["sums"])
-
-
 def _sum_of(reduction: str) -> type[ExactSum] | type[FastSum]:
     if reduction not in _SUMS:
         facts = {"expected": " or ".join(map(repr, _SUMS)), "got": repr(reduction)[:80]}
         raise UsageError("there is no such reduction", facts=facts)
     return _SUMS[reduction]
+
+
+def _more(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    for name in ("model", "optimizer", "replicas"):
+        if name in (state or {}):
+            raise UsageError(
+                "a name in state= is taken",
+                facts={"name": name, "got": type((state or {})[name]).__qualname__},
+                hint="model and optimizer are in the state already: name what you add otherwise",
+            )
+    return state or {}
 
 
 def _at_least(name: str, value: float, least: float) -> Any:
