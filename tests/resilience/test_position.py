@@ -97,7 +97,8 @@ def test_an_update_that_was_left_in_its_middle_leaves_no_state_of_any_step() -> 
     with coordinated(1) as meeting, replica(meeting.address) as replicas:
         model, optimizer = replicas.state["model"], replicas.state["optimizer"]
         position, before = replicas.state["replicas"], copy.deepcopy(model.state_dict())
-        for microbatch in next(replicas.steps(1)):
+        steps = replicas.steps(1)
+        for microbatch in next(steps):
             microbatch.backward(model(data()[:1]).sum())
         handle = optimizer.register_step_pre_hook(fail)
         assert not position.is_torn

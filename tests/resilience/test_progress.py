@@ -87,7 +87,8 @@ def test_who_is_out_for_a_slow_microbatch_names_the_argument(
     monkeypatch.setattr(Seat, "check", checking)
     with coordinated(1) as meeting, replica(meeting.address, stuck_s=0.01) as slow:
         is_out = False
-        for microbatch in next(slow.steps(1)):
+        steps = slow.steps(1)
+        for microbatch in next(steps):
             if not is_out:
                 wait_until(slow._progress.is_stuck)
                 with slow._driver.seat.link.changed:  # type: ignore[union-attr]

@@ -347,7 +347,8 @@ def test_a_backward_pass_that_has_failed_is_repeated(reduction: str, fails: int)
     def gradients(fails: int | None) -> list[torch.Tensor]:
         with coordinated(1) as meeting, replica(meeting.address, reduction=reduction) as replicas:
             model = replicas.state["model"]
-            step, tries = next(replicas.steps(1)), 0
+            steps = replicas.steps(1)
+            step, tries = next(steps), 0
             for microbatch in step:
                 for _ in range(2):
                     hidden = FailsBackward.apply(model[:2](data()[microbatch.samples]))
@@ -368,7 +369,8 @@ def test_a_backward_pass_that_has_failed_is_repeated(reduction: str, fails: int)
 def test_gradients_are_clipped_by_their_norm_over_all_parameters() -> None:
     with coordinated(1) as meeting, replica(meeting.address) as replicas:
         model = replicas.state["model"]
-        step = next(replicas.steps(1))
+        steps = replicas.steps(1)
+        step = next(steps)
         for microbatch in step:
             microbatch.backward(model(data()[:4]).square().sum())
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item()

@@ -3,6 +3,8 @@
     for work in driver.step(until): ...      the microbatches of this replica; returns the number
                                              of the committed step, or None when the run is over
 
+    driver.part()                            the loop was left by an exception or by `break`
+
 Invariants: the gradients of a step are in p.grad when `step` returns, on every member alike. A seat
 that was fenced is given up with everything that it has computed; a new one begins as a joiner. A
 state in parts is never the state of a new seat if a saved one can be restored.
@@ -13,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
-from statehold.errors import ReplicaLostError, WaitTimeout
+from statehold.errors import ReplicaLostError, UsageError, WaitTimeout
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.position import Position
@@ -30,6 +33,9 @@ from statehold.resilience.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
+_AGAIN = "start all ranks of this replica again: they join"
+_OUT = "statehold: replica %s is out of the job: %s. It joins again in %g s."
+
 
 class Driver:
     """take_seat: a new seat for a rank whose state is that of a view. first: the one to begin with.
@@ -37,7 +43,7 @@ class Driver:
     view: describes the live state after a restore.
     learn: called with the checksums that lost replicas have left. transfer: of the state.
     checkpoints: take the state before this rank gives up, and give one if too much is lost.
-    position: learns that an update is due.
+    position: learns that an update is due. comeback: of this process.
     computed: what this replica has computed of the work of its member in the step in progress.
     """
 
@@ -51,6 +57,7 @@ class Driver:
         learn: Callable[[Mapping[str, int]], None],
         checkpoints: Checkpoints,
         position: Position,
+        comeback: Comeback,
     ) -> None:
         self._take_seat = take_seat
         self._view = view
@@ -59,8 +66,10 @@ class Driver:
         self._learn = learn
         self._checkpoints = checkpoints
         self._position = position
-        self._comeback = Comeback()
-        self.has_left = False
+        self._comeback = comeback
+        self.has_left = False  # another driver may take its place
+        self.has_parted = False
+        self._began = TORN  # the step in which the loop was last
         self.computed: set[tuple[int, int]] = set()
         self._adopted = {0}
         self._has_lost_sums = False
@@ -95,6 +104,8 @@ class Driver:
                 raise
 
     def step(self, until: int) -> Generator[actions.Compute, None, int | None]:
+        self.check()
+        self._began = self._position.step
         while True:
             try:
                 played = yield from self._play(until)
@@ -135,7 +146,45 @@ class Driver:
         self.seat.leave()
         self._transfer.close()
 
+    def check(self) -> None:
+        """Raise UsageError if the loop was left: its steps are not those of the job any more."""
+        if self.has_left:
+            raise UsageError(
+                "this loop over the steps was left",
+                facts={"step": self.number},
+                hint="go on with the loop over the newest call of steps()",
+            )
+
+    def part(self) -> None:
+        """The program has left the loop (R16). The others go on at once. The state stays as it is."""
+        if self.has_left or sys.is_finalizing():
+            return
+        self.has_parted = True
+        self.close()
+        if self.seat.width == 1:
+            self._checkpoints.give_way()
+
+    def rest(self) -> None:
+        """Before another driver takes the place of one that has parted.
+
+        A program that leaves every step costs the others an epoch each time, so it waits longer and
+        longer (R10). The ranks of a larger replica cannot meet: some may not have left the loop.
+        """
+        if not self.has_parted:
+            return
+        if self.seat.width > 1:
+            raise self._lost("its loop over the steps was left", _AGAIN)
+        if self._position.step == self._began:
+            self._pause("its loop was left in a step")
+
+    def _pause(self, why: object) -> None:
+        pause_s = self._comeback.pause(time.monotonic())
+        name = self.seat.member.name
+        logger.warning(_OUT, name, why, pause_s)
+        time.sleep(pause_s)
+
     def close(self) -> None:
+        self.has_left = True
         self.seat.close()
         self._transfer.close()
 
@@ -152,6 +201,7 @@ class Driver:
                 played: int | None = stop.value
                 return played
             result = error = None
+            self.check()
             self.seat.check()
             self._hear()
             try:
@@ -225,7 +275,6 @@ class Driver:
 
     def _give_up(self, late: WaitTimeout) -> None:
         """Leave the job, and save the state. All ranks of a replica come here, or none."""
-        self.has_left = True
         self.close()
         self._keep(late)
         if self.seat.width == 1:
@@ -258,18 +307,11 @@ class Driver:
         """
         member = self.seat.member
         if self.seat.width > 1:
-            raise self._lost(fenced, "start all ranks of this replica again: they join") from fenced
+            raise self._lost(fenced, _AGAIN) from fenced
         self._transfer.stop_serving()
         self.seat.close()
         self._checkpoints.give_way()
-        pause_s = self._comeback.pause(time.monotonic())
-        logger.warning(
-            "statehold: replica %s is out of the job: %s. It joins again in %g s.",
-            member.name,
-            fenced,
-            pause_s,
-        )
-        time.sleep(pause_s)
+        self._pause(fenced)
         view = member.own_view
         if self._checkpoints.restore(than=view.step):
             view = self._view()
@@ -279,10 +321,10 @@ class Driver:
         self._served = 0
         self.seat = self._take_seat(view)
 
-    def _lost(self, fenced: Fenced, hint: str) -> ReplicaLostError:
+    def _lost(self, why: object, hint: str) -> ReplicaLostError:
         member = self.seat.member
         return ReplicaLostError(
-            f"this replica is out of the job: {fenced}",
+            f"this replica is out of the job: {why}",
             facts={
                 "replica": member.name,
                 "step": member.step,

@@ -69,10 +69,10 @@ class Position:
     def advance(self, step: int) -> None:
         self._step, self._next, self._state = step, None, self._sums.state_dict()
 
-    def go_back(self) -> int:
-        found, self._next = self.step, None
+    def go_back(self) -> None:
+        _ = self.step  # it may be found to have advanced
+        self._next = None
         self._sums.load_state_dict(self._state)
-        return found
 
     def close(self) -> None:
         for hook in self._hooks:

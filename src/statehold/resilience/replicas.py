@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
-from statehold.errors import UsageError
+from statehold.errors import ClosedError, UsageError
 from statehold.options.keywords import answering
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
@@ -39,6 +39,7 @@ from statehold.resilience.driver import Driver
 from statehold.resilience.meeting import Desk
 from statehold.resilience.position import Position
 from statehold.resilience.progress import Progress
+from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
 from statehold.resilience.step import Step, Work
@@ -147,6 +148,8 @@ class Replicas:
         }
         self._transfer = Transfer(self.state, host, self._width)
         self._driver: Driver | None = None
+        self._comeback = Comeback()
+        self._is_closed = False
         self._has_restored = False
         self._loader: Loader | None = None
         self._expected: tuple[int, list[tuple[int, int]]] | None = None
@@ -158,17 +161,28 @@ class Replicas:
 
         The first call joins the job: it restores the newest step of the checkpointer, or takes the
         state from live replicas. A later call joins again, and goes on from the step that it has
-        come to.
+        come to. A loop that is left by an exception or by `break` leaves the job: the others go on.
 
         Raises:
+            ClosedError: after close().
+            UsageError: the loop over the step before was left, or its optimizer.step() has raised.
             ReplicaRefusedError: this replica differs from the job; the error names what differs.
             ReplicaLostError: this replica is out, and cannot join again by itself.
             WaitTimeout: there were too few replicas for `wait_s` seconds. If this one holds the
                 state of the run, the checkpointer has saved it. A new start goes on from there.
         """
-        if self._driver is None or self._driver.has_left:
-            self._driver = self._join()
-        driver = self._driver
+        if self._is_closed:
+            raise ClosedError("these Replicas were closed", facts={"step": self._position.step})
+        if self._driver is not None:
+            self._driver.part()  # an iterator of an earlier call may still be there
+        driver = self._driver = self._join()
+        try:
+            yield from self._steps(driver, until)
+        except BaseException:  # GeneratorExit: an exception in the loop's body, or `break`
+            driver.part()
+            raise
+
+    def _steps(self, driver: Driver, until: int) -> Iterator[Step]:
         driver.admit()
         work = Work(
             driver=driver,
@@ -183,17 +197,32 @@ class Replicas:
         while driver.number < until:
             step = Step(work, until)
             yield step
-            step.check()
+            self._end(driver, step)
             if step.is_over:
                 break
-            self._position.advance(step.number + 1)
-            self._purity.forget(step.number + 1)
             if driver.seat.member.is_first:
                 self._checkpoints.save(step.number + 1)
         if driver.seat.member.must_fetch:
             has = "has parts of two steps" if driver.is_torn else "is older"
             logger.warning("statehold: the run has ended without this replica; its state %s", has)
         driver.leave()
+
+    def _end(self, driver: Driver, step: Step) -> None:
+        """The loop's body has come to its end: the state is that of the next step."""
+        step.check()
+        driver.check()
+        if self._position.is_torn:
+            raise UsageError(
+                "optimizer.step() has raised, and the loop goes on",
+                facts={"step": step.number, "state": "parts of two steps"},
+                hint=(
+                    "enter steps() again: this replica then takes the state from the others, or "
+                    "the newest step of its checkpointer"
+                ),
+            )
+        if not step.is_over:
+            self._position.advance(step.number + 1)
+            self._purity.forget(step.number + 1)
 
     def loader(
         self,
@@ -236,6 +265,7 @@ class Replicas:
 
     def close(self) -> None:
         """Leave the job: the others go on with the step in progress."""
+        self._is_closed = True
         if self._driver is not None:
             self._driver.close()
         self._position.close()
@@ -257,8 +287,12 @@ class Replicas:
     # -- joining ---------------------------------------------------------------------------
 
     def _join(self) -> Driver:
-        """A state in parts, of the driver before, is never taken for that of a step."""
-        is_torn = self._driver is not None and self._driver.is_torn
+        """A state in parts is never taken for that of a step, nor one that misses an update."""
+        is_torn = self._position.is_torn
+        if self._driver is not None:
+            is_torn |= self._driver.is_torn
+            self._driver.rest()
+        self._position.go_back()
         if is_torn or not self._has_restored:
             is_torn = not self._checkpoints.restore() and is_torn
             self._has_restored = True
@@ -271,6 +305,7 @@ class Replicas:
             self._learn,
             self._checkpoints,
             self._position,
+            self._comeback,
         )
 
     def _view(self) -> View:

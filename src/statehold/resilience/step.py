@@ -83,6 +83,7 @@ class Microbatch:
         if self._is_counted:
             raise UsageError("backward() was called twice for a microbatch", facts=self._facts)
         work = self._work
+        work.driver.check()
         try:
             work.sums.watch(work.driver.start(self._asked), self._asked.copy)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -173,6 +174,9 @@ class Step:
         except StopIteration as stop:
             self._number, self._share = stop.value, work.driver.share
             self.is_over = self._number is None
+        except BaseException:  # GeneratorExit: an exception in the loop's body, or `break`
+            work.driver.part()
+            raise
 
     def _microbatch(self, asked: Compute) -> Iterator[Microbatch]:
         work, number = self._work, self.number
@@ -194,5 +198,8 @@ class Step:
             raise UsageError(
                 "the loop over a step was left before its end",
                 facts={"step": self.number, "state": "its gradients are nowhere applied"},
-                hint="iterate `for microbatch in step` to the end, and then call optimizer.step()",
+                hint=(
+                    "iterate `for microbatch in step` to the end, and then call optimizer.step(). "
+                    "After an exception in it, enter steps() again: this replica then joins again"
+                ),
             )

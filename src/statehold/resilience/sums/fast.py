@@ -10,7 +10,7 @@ Invariants: p.grad stays as it is until `finish`. Members start their buckets in
 their report. If a gradient has changed since its bucket was started, the report says so, and all
 members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
 p.grad would have half of a pass.
-A pass that fails leaves a half of its gradients in p.grad, so the member repeats all its passes. The
+A pass that fails leaves a half of its gradients in p.grad: the member repeats all its passes. The
 gradients of the second try then wait for their turn: with the same order of additions the sum has
 the same bits. To keep the gradients of every pass apart would take the memory of a second p.grad.
 Memory: one buffer of the size of all gradients, and one more for each copy.

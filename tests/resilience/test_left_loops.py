@@ -1,0 +1,221 @@
+"""Loops over steps that the program leaves in their middle, and enters again (R16)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resilience.jobs import UNTIL, Job, Log, coordinated, replica
+from resilience.replica import LEASE_S, MAX_NORM, data
+from resilience.replica import weights as checksum_of
+from statehold import Checkpointer
+from statehold.errors import ClosedError, ReplicaLostError, UsageError
+from statehold.resilience import Microbatch, Replicas, Step
+from statehold.resilience.protocol.comeback import Comeback
+
+LEFT = 3  # in this step
+MOMENTS = ["forward", "backward", "log", "update", "end"]
+
+
+class Interrupted(Exception):
+    """What brings the program out of its loop."""
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise Interrupted
+
+
+class Program:
+    """The loop of the documents, which is left once."""
+
+    def __init__(self, replicas: Replicas, moment: str) -> None:
+        self.replicas = replicas
+        self.model, self.optimizer = replicas.state["model"], replicas.state["optimizer"]
+        self.moment = moment
+        self.losses: dict[int, str] = {}
+
+    def leaves(self, moment: str) -> None:
+        if self.is_due(moment):
+            raise Interrupted
+
+    def is_due(self, moment: str) -> bool:
+        is_due = moment == self.moment and self.replicas.state["replicas"].step == LEFT
+        self.moment = "" if is_due else self.moment
+        return is_due
+
+    def run(self) -> None:
+        for step in self.replicas.steps(UNTIL):
+            self.body(step)
+
+    def body(self, step: Step) -> None:
+        for microbatch in step:
+            self.compute(microbatch)
+        self.leaves("log")
+        step.clip_grad_norm(MAX_NORM)
+        if self.is_due("update"):
+            with torch.no_grad():  # a half of it
+                next(iter(self.model.parameters())).add_(1.0)
+            hook = self.optimizer.register_step_pre_hook(self.interrupt)
+            try:
+                self.optimizer.step()
+            finally:
+                hook.remove()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if not step.is_over:
+            self.losses[step.number] = step.loss.hex()
+        if self.moment == "end" and step.number == LEFT:
+            self.moment = ""
+            raise Interrupted
+
+    def compute(self, microbatch: Microbatch) -> None:
+        x = data()[microbatch.samples]
+        is_second = len(self.losses) == LEFT and microbatch.index > 1
+        loss = nn.functional.mse_loss(self.model(x), x)
+        if is_second:
+            self.leaves("forward")
+            loss = Raising.apply(loss) if self.is_due("backward") else loss
+        microbatch.backward(loss)
+
+    @staticmethod
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_others_go_on_and_who_enters_again_joins_them(
+    tmp_path: Path, alone: Log, moment: str, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It never trains on weights that miss an update."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # Jobs have none
+    go, options = tmp_path / "go", (("reduction", reduction),)
+    with (
+        coordinated(2) as meeting,
+        Job(tmp_path, meeting, UNTIL, hold=(UNTIL - 4, go), options=options) as job,
+        replica(meeting.address, lease_s=LEASE_S, reduction=reduction) as left,
+    ):
+        job.start()
+        program = Program(left, moment)
+        with pytest.raises(Interrupted):
+            program.run()
+        job.logged(0, steps=UNTIL - 4)
+
+        def let_go() -> None:
+            meeting.wait_for("has connected", times=3)
+            go.touch()
+
+        thread = threading.Thread(target=let_go)
+        thread.start()
+        program.run()
+        thread.join()
+        log = job.wait()[0]
+    assert checksum_of(program.model) == log.weights
+    assert UNTIL - 1 in program.losses
+    assert all(log.losses[step] == loss for step, loss in program.losses.items())
+    if reduction == "exact":
+        assert (log.losses, log.weights) == (alone.losses, alone.weights)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_who_is_alone_goes_on_with_what_it_has(tmp_path: Path, alone: Log, moment: str) -> None:
+    """A step whose update is missing is taken again. Of an update in parts nothing is left."""
+    with coordinated(1) as meeting, replica(meeting.address) as left:
+        program = Program(left, moment)
+        with pytest.raises(Interrupted):
+            program.run()
+        if moment == "update":
+            with pytest.raises(ReplicaLostError) as lost:
+                program.run()
+            assert lost.value.facts["state"] == "parts of two steps"
+            return
+        program.run()
+    assert program.losses == alone.losses
+    assert checksum_of(program.model) == alone.weights
+
+
+def test_an_update_in_parts_is_replaced_by_the_newest_saved_step(
+    tmp_path: Path, alone: Log
+) -> None:
+    with (
+        coordinated(1) as meeting,
+        Checkpointer(tmp_path) as ckpt,
+        replica(meeting.address, checkpointer=ckpt) as left,
+    ):
+        program = Program(left, "update")
+        with pytest.raises(Interrupted):
+            program.run()
+        assert ckpt.steps()[-1] == LEFT
+        program.run()
+    assert program.losses == alone.losses
+    assert checksum_of(program.model) == alone.weights
+
+
+def test_iterators_of_a_loop_that_was_left_are_refused(alone: Log) -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as left:
+        program = Program(left, "")
+        steps = left.steps(UNTIL)
+        program.body(next(steps))
+        step = next(steps)
+        microbatches = iter(step)
+        microbatch = next(microbatches)
+        program.losses = {}
+        program.run()
+        loss = program.model(data()[:1]).sum()
+        with pytest.raises(UsageError, match="was left"):
+            microbatch.backward(loss)
+        with pytest.raises(UsageError):
+            next(microbatches)
+        with pytest.raises(UsageError, match="left before its end"):
+            next(steps)
+    assert program.losses == {step: loss for step, loss in alone.losses.items() if step}
+    with pytest.raises(ClosedError):
+        next(left.steps(UNTIL))
+
+
+def test_a_loop_goes_on_neither_after_a_step_without_an_end_nor_after_half_an_update() -> None:
+    for moment in ("forward", "update"):
+        with coordinated(1) as meeting, replica(meeting.address) as left:
+            program = Program(left, moment)
+            with pytest.raises(UsageError) as refused:  # noqa: PT012
+                for step in left.steps(UNTIL):
+                    try:
+                        program.body(step)
+                    except Interrupted:
+                        continue
+            assert "enter steps() again" in str(refused.value.hint)
+
+
+def test_who_leaves_every_step_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: each time it costs the others an epoch. To leave after an update costs no pause."""
+    pauses: list[float] = []
+    real = Comeback.pause
+
+    def pause(comeback: Comeback, now: float) -> float:
+        pauses.append(real(comeback, now))
+        return 0.0
+
+    monkeypatch.setattr(Comeback, "pause", pause)
+    with coordinated(1) as meeting, replica(meeting.address) as left:
+        for _ in range(3):
+            steps = left.steps(UNTIL)
+            next(iter(next(steps)))
+        assert pauses == [0.0, 1.0]
+        for _ in range(2):
+            program = Program(left, "")
+            for step in left.steps(UNTIL):
+                program.body(step)
+                break
+        assert pauses == [0.0, 1.0, 2.0]
