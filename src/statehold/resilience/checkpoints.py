@@ -5,6 +5,10 @@
     checkpoints.keep(step)    before this replica gives up: its state is newer than any saved one
     checkpoints.give_way()    another replica may be the first one from now on
 
+A save that fails ends nobody (R17): no replica needs the storage to train, and older steps are
+safe. It is logged, and the next step that is due is saved again. From the second failure in a row
+on, the log calls it an error.
+
 Invariants: a step is saved only by a replica whose state is that of the step's beginning. A run
 directory has one writer, so a replica that finds another one there leaves the step to it.
 Not here: which replica saves (replicas), and when one gives up (driver).
@@ -17,7 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from statehold.checkpoint.checkpointer import Checkpointer
-from statehold.errors import RunBusyError, StateholdError
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import RunBusyError, StateholdError, StepOrderError, UsageError
 from statehold.resilience.protocol.messages import TORN
 
 logger = logging.getLogger(__name__)
@@ -29,6 +34,8 @@ class Checkpoints:
     def __init__(self, checkpointer: Checkpointer | None, state: Mapping[str, Any]) -> None:
         self._checkpointer = checkpointer
         self._state = state
+        self._last: Save | None = None
+        self._failures = 0  # since a step was committed
 
     def restore(self, than: int = TORN) -> bool:
         """Whether the live state is that of a saved step now. than: a step that is older."""
@@ -39,12 +46,36 @@ class Checkpoints:
         return self._checkpointer.restore(self._state) is not None
 
     def save(self, step: int) -> None:
+        """Raises UsageError for a state that no try can save."""
         if self._checkpointer is None:
             return
         try:
-            self._checkpointer.save(step, self._state)
-        except RunBusyError as busy:
-            logger.warning("statehold: step %d is not saved: %s", step, busy.summary)
+            self._begin(self._checkpointer, step)
+        except (RunBusyError, StepOrderError) as error:
+            self._tell(step, error)
+        except UsageError:
+            raise
+        except StateholdError as error:
+            self._tell(step, error)
+
+    def _begin(self, checkpointer: Checkpointer, step: int, *, force: bool = False) -> Save:
+        """Raises why this step cannot be saved. That an earlier one has failed is logged."""
+        if self._last is not None and self._last.done("committed"):
+            self._failures = 0
+        try:
+            save = checkpointer.save(step, self._state, force=force)
+        except StateholdError as error:
+            save = checkpointer.save(step, self._state, force=force)
+            self._tell(step - 1, error)
+        self._last = self._last if save.is_skipped else save
+        return save
+
+    def _tell(self, step: int, error: StateholdError) -> None:
+        self._failures += 1
+        step = error.facts.get("step", step)
+        again = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
+        level = logging.ERROR if again else logging.WARNING
+        logger.log(level, "statehold: step %s is not saved: %s%s", step, _in_one_line(error), again)
 
     def keep(self, step: int) -> str | None:
         """Save the step whatever `every` says, and wait until it is committed.
@@ -55,10 +86,9 @@ class Checkpoints:
             return "there is no checkpointer"
         try:
             if step not in self._checkpointer.steps():
-                self._checkpointer.save(step, self._state, force=True).wait("committed")
+                self._begin(self._checkpointer, step, force=True).wait("committed")
         except StateholdError as error:
-            facts = ", ".join(f"{name}: {value}" for name, value in error.facts.items())
-            return f"{error.summary} ({facts})" if facts else error.summary
+            return _in_one_line(error)
         return None
 
     def give_way(self) -> None:
@@ -69,3 +99,8 @@ class Checkpoints:
             self._checkpointer._give_way()
         except StateholdError as error:
             logger.warning("statehold: the run directory was not given up in order: %s", error)
+
+
+def _in_one_line(error: StateholdError) -> str:
+    facts = ", ".join(f"{name}: {value}" for name, value in error.facts.items())
+    return f"{error.summary} ({facts})" if facts else error.summary

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
-from statehold.errors import ReplicaLostError, UsageError, WaitTimeout
+from statehold.errors import ReplicaLostError, StateholdError, UsageError, WaitTimeout
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.position import Position
@@ -90,7 +90,7 @@ class Driver:
     @property
     def is_torn(self) -> bool:
         """Whether the live state has parts of two steps."""
-        return self.seat.member.own_view.step == TORN
+        return self._position.is_torn or self.seat.member.own_view.step == TORN
 
     def admit(self) -> None:
         """Wait until this rank belongs to the job, so that the number of the step is known."""
@@ -156,7 +156,7 @@ class Driver:
             )
 
     def part(self) -> None:
-        """The program has left the loop (R16). The others go on at once. The state stays as it is."""
+        """The program has left the loop (R16). The others go on at once; the state stays."""
         if self.has_left or sys.is_finalizing():
             return
         self.has_parted = True
@@ -280,20 +280,19 @@ class Driver:
         if self.seat.width == 1:
             self._checkpoints.give_way()
 
-    def _keep(self, late: WaitTimeout) -> None:
+    def _keep(self, error: StateholdError) -> None:
         """Save the state, and tell the error. The state of a new run is not worth it.
 
         A rank that is no member may hold a newer state than any saved one: an earlier attempt to
         save it has failed, or the job has ended after this rank was taken for dead.
         """
-        member = self.seat.member
-        step = member.own_view.step
-        if step == TORN or (member.must_fetch and step == 0):
+        step = self._position.step
+        if self.is_torn or (self.seat.member.must_fetch and step == 0):
             return
         problem = self._checkpoints.keep(step)
-        late.with_fact("saved", f"no: {problem}" if problem else f"as step {step}")
-        if problem:
-            late.hint = (
+        error.with_fact("saved", f"no: {problem}" if problem else f"as step {step}")
+        if problem and isinstance(error, WaitTimeout):
+            error.hint = (
                 "the state is lost when this process ends. To keep it, catch this error, mend what "
                 "is wrong, and enter steps() again"
             )
@@ -322,13 +321,19 @@ class Driver:
         self.seat = self._take_seat(view)
 
     def _lost(self, why: object, hint: str) -> ReplicaLostError:
+        """The error. If no other replica is known that has the state, it is saved (R18)."""
         member = self.seat.member
-        return ReplicaLostError(
+        error = ReplicaLostError(
             f"this replica is out of the job: {why}",
-            facts={
-                "replica": member.name,
-                "step": member.step,
-                "state": "parts of two steps" if self.is_torn else "the other replicas have it",
-            },
+            facts={"replica": member.name, "step": self._position.step},
             hint=hint,
         )
+        others = sum(name != member.name for name in member.members)
+        if self.is_torn:
+            error.with_fact("state", "parts of two steps")
+        elif others:
+            error.with_fact("state", f"{others} other replicas had it when this one was lost")
+        else:
+            error.with_fact("state", "no other replica is known to have it")
+            self._keep(error)
+        return error

@@ -288,10 +288,10 @@ class Replicas:
 
     def _join(self) -> Driver:
         """A state in parts is never taken for that of a step, nor one that misses an update."""
-        is_torn = self._position.is_torn
+        is_torn = False
         if self._driver is not None:
-            is_torn |= self._driver.is_torn
             self._driver.rest()
+            is_torn = self._driver.is_torn
         self._position.go_back()
         if is_torn or not self._has_restored:
             is_torn = not self._checkpoints.restore() and is_torn
