@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from sim.undisturbed import MODULUS, gradient, updated
 from statehold.errors import InvariantError
+from statehold.resilience.progress import STUCK_LEAST_S, Progress
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.actions import GroupLost
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
+    TORN,
     Beat,
     GivesUp,
     Hello,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 LEASE_S, BEAT_S, RECONNECT_S = 1.0, 0.2, 0.1
 MICROBATCH_S = 0.05
+COMPILING_S = 1.5 * STUCK_LEAST_S
 
 
 @dataclass
@@ -74,6 +77,8 @@ class Rank:
         self.member = Member(hello, world.microbatches, world.redundancy)
         self.state, self.state_of = state, view.step  # after so many steps
         self.comeback = Comeback()
+        self.progress = Progress(None, lambda: world.clock.now)
+        self._has_computed = False
         self.sums: dict[int, int] = {}
         self.copies: dict[int, dict[int, int]] = {}
         self.conn: int | None = None
@@ -149,6 +154,8 @@ class Rank:
             self.later(RECONNECT_S, self.connect)
 
     def beat(self) -> None:
+        if self.progress.is_stuck():
+            self.world.report.wrong(f"{self.name} computes, and is taken for hung")
         self.send(Beat(self.member.step))
         self.later(BEAT_S, self.beat)
 
@@ -238,7 +245,12 @@ class Rank:
     def act(self, action: actions.Action) -> None:
         member, random = self.member, self.world.random
         if isinstance(action, actions.Compute):
-            self.later(MICROBATCH_S * random.uniform(0.5, 1.5), lambda: self.compute(action))
+            seconds = MICROBATCH_S * random.uniform(0.5, 1.5)
+            if not self._has_computed and self.world.befalls("slow first microbatch", 0.02):
+                seconds += COMPILING_S
+            self._has_computed = True
+            self.progress.begin()
+            self.later(seconds, lambda: self.compute(action))
         elif isinstance(action, actions.Adopt):
             self.world.report.counts["adopted"] += 1
             self.sums |= self.copies.pop(action.copy)
@@ -274,12 +286,24 @@ class Rank:
         self.later(0, lambda: self.advance(None) if busy == self._busy else None)
 
     def compute(self, action: actions.Compute) -> None:
+        self.progress.end(is_computed=True)
+        if self.world.befalls("left in a step", 0.004):
+            self.part(self.state_of)
+            return
         index, step = action.index, self.member.step
+        kept = True
+        if self.world.befalls("backward failed", 0.01) and self.world.is_fast:
+            kept, self.sums, self.copies = False, {}, {}  # R14: and the second try follows
         sums = self.copies.setdefault(action.copy, {}) if action.copy else self.sums
         if index in sums:
             self.world.report.wrong(f"{self.name} computes {index} of {step} twice")
         sums[index] = gradient(self.state, step, index)
-        self.advance(None)
+        self.advance(kept)
+
+    def part(self, step: int) -> None:
+        """R16: the program has left the loop. step: the one that the state belongs to (R15)."""
+        self.die()
+        self.world.enter_again(self, View(step, digest=self.name))
 
     def fetched(self, busy: int, action: actions.Fetch) -> None:
         if busy != self._busy:
@@ -348,11 +372,20 @@ class Rank:
         self.advance(None)
 
     def committed(self, step: int) -> None:
+        if self.world.befalls("left before its update", 0.01):
+            self.part(step)
+            return
+        if self.world.befalls("left in its update", 0.005):
+            self.part(TORN)
+            return
         self.state = updated(self.state, step, self.total)
         self.state_of = step + 1
         self.world.report.counts["rejoined"] += self.life > 1 and not self._commits
         self._commits += 1
         self.world.committed(self, step)
+        if self.world.befalls("left after its update", 0.01):
+            self.part(step + 1)
+            return
         if self.member.is_changing:
             self.send(Promise(self.member.promised, self.member.view))
             self.world.drop(self, self.member.promised)

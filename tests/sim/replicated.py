@@ -32,6 +32,8 @@ FAULTS = (
     "spurious failure", "severed", "growth", "fenced", "half a collective",
     "caught up", "two deaths at once", "all lost", "rejoined", "forgotten", "adopted",
     "joined with its own state", "gave up",
+    "left in a step", "left before its update", "left in its update", "left after its update",
+    "slow first microbatch", "backward failed", "save failed",
     "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
@@ -63,6 +65,9 @@ class World:
         self.slowness = draw.choice((0.001, 0.02, 0.2))  # of threads, from a wish to its effect
         self.network_s = draw.choice((0.005, 0.005, 0.3))
         self.severed = self.sever()
+        self.life = random.Random(f"life {seed}")  # what befalls the loops of the programs
+        self.is_fast = self.life.random() < 0.5
+        self.troubles = self.life.choice((0.0, 1.0, 3.0))
         self.fault_end = draw.uniform(2.0, 25.0)
         self.saved = (0, 1)
         self.reference = [1]
@@ -136,6 +141,10 @@ class World:
         self.trace(f"{rank.name} is fenced: {rank.member.fenced}")
         view = rank.member.own_view
         rank.die()
+        self.enter_again(rank, view)
+
+    def enter_again(self, rank: Rank, view: View) -> None:
+        """The process of a rank that is dead joins again, or its launcher starts it again."""
         if self.width > 1 or view.step == TORN:
             self.start_again(rank, self.random.uniform(0.1, 1.0))
             return
@@ -166,7 +175,8 @@ class World:
             self.reference.append(updated(state, number, total))
         if rank.state != self.reference[step + 1]:
             self.report.wrong(f"{rank.name} has another state after step {step}")
-        if step % SAVE_EVERY == 0 and step + 1 > self.saved[0]:
+        is_due = step % SAVE_EVERY == 0 and step + 1 > self.saved[0]
+        if is_due and not self.befalls("save failed", 0.1):
             self.saved = (step + 1, rank.state)
 
     def installed(self, member: Member) -> None:
@@ -365,6 +375,11 @@ class World:
         )
         if happens:
             self.report.counts[fault] += 1
+        return happens
+
+    def befalls(self, trouble: str, share: float) -> bool:
+        happens = self.clock.now < self.fault_end and self.life.random() < share * self.troubles
+        self.report.counts[trouble] += happens
         return happens
 
     def dies(self, rank: Rank, where: str) -> bool:

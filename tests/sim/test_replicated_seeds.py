@@ -15,10 +15,11 @@ import pytest
 from sim.campaign import missing, summary
 from sim.replica import Rank
 from sim.replicated import FAULTS, run_replicated
+from statehold.resilience import progress
 from statehold.resilience.protocol import actions, member, shares
 from statehold.resilience.protocol.coordinator import Coordinator, _Replica
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Complaint, Message, View
+from statehold.resilience.protocol.messages import TORN, Complaint, Message, View
 from statehold.resilience.protocol.shares import Resolution, Share, resolve, spread
 
 SEEDS, FIRST = int(os.environ.get("STATEHOLD_REPLICATED_SEEDS", "30")), 500_000
@@ -126,6 +127,38 @@ def hear_no_complaint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "receive", receive)
 
 
+def train_on_weights_that_missed_an_update(patch: pytest.MonkeyPatch) -> None:
+    real = Rank.part
+    patch.setattr(Rank, "part", lambda self, step: real(self, max(step, self.member.step)))
+
+
+def take_half_an_update_for_none(patch: pytest.MonkeyPatch) -> None:
+    real = Rank.part
+
+    def part(self: Rank, step: int) -> None:
+        self.state += step == TORN
+        real(self, self.state_of if step == TORN else step)
+
+    patch.setattr(Rank, "part", part)
+
+
+def stay_in_the_job_without_a_loop(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rank, "part", lambda self, step: None)
+
+
+def keep_no_account_of_lost_sums(patch: pytest.MonkeyPatch) -> None:
+    real = Rank.advance
+
+    def advance(self: Rank, result: object, error: Exception | None = None) -> None:
+        real(self, None if result is False else result, error)
+
+    patch.setattr(Rank, "advance", advance)
+
+
+def compare_the_first_microbatch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(progress, "STUCK_FIRST_S", progress.STUCK_LEAST_S)
+
+
 # From which seed on it is found soon.
 BROKEN: dict[Break, int] = {
     commit_after_a_promise: 500_020,
@@ -140,6 +173,11 @@ BROKEN: dict[Break, int] = {
     hear_no_complaint: 500_009,
     keep_what_others_compute: 500_500,
     adopt_what_is_not_lost: FIRST,
+    train_on_weights_that_missed_an_update: FIRST,
+    take_half_an_update_for_none: FIRST,
+    stay_in_the_job_without_a_loop: FIRST,
+    keep_no_account_of_lost_sums: FIRST,
+    compare_the_first_microbatch: FIRST,
 }
 
 
