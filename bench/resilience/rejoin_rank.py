@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bench.resilience import burden
+from statehold.resilience.likeness import Likeness
 from statehold.resilience.meeting import meet
 from statehold.resilience.transfer import Transfer
 
@@ -24,6 +25,9 @@ class Rank:
         self._step_s = spec["step_s"]
         self.transfer = Transfer(self._state, "127.0.0.1")
         self._meetings = 0
+
+    def digest(self) -> int:
+        return Likeness(self._state).digest()
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +76,7 @@ def main() -> None:
     for epoch in range(1, spec["rounds"] + 1):
         without = rank.turn(epoch, with_joiner=False)
         turns.append({"without": without, "with": rank.turn(epoch, with_joiner=True)})
-    record: dict[str, Any] = {"digest": rank.transfer.digest(), "turns": turns}
+    record: dict[str, Any] = {"digest": rank.digest(), "turns": turns}
     if rank.is_joiner:
         fetched, cpu = ([turn["with"][each] for turn in turns] for each in ("fetch_s", "cpu_s"))
         record |= {"bytes": rank.nbytes, "fetch_s": fetched, "cpu_s": cpu, "turns": []}

@@ -160,7 +160,7 @@ class ReplicasDifferError(StateholdError):
 
 
 class ReplicaRefusedError(UsageError):
-    """The replica differs from the job that it wants to join; `facts` say in what."""
+    """The replica differs from the job that it wants to join, or is in; `facts` say in what."""
 
 
 class ReplicaLostError(StateholdError):

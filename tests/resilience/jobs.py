@@ -62,6 +62,7 @@ class Log:
     seconds: dict[int, float]
     times: list[float]  # of commits
     errors: list[str]
+    facts: list[dict[str, str]]  # of the errors
     weights: int | None
 
     @classmethod
@@ -83,6 +84,7 @@ class Log:
             {line["step"]: line["seconds"] for line in steps},
             [line["at"] for line in steps],
             [line["error"] for line in lines if "error" in line],
+            [line["facts"] for line in lines if "error" in line],
             weights[0] if weights else None,
         )
 

@@ -66,7 +66,9 @@ class Order:
     directory of its checkpoints. every: which of its steps go there. memory: of a level in memory
     before it; then only every fourth step goes to `run`. is_impure: what it draws depends on the
     process. workers: of the loader that draws; 0 takes none. waits: wait_s of each rank, after the
-    beginning. hold: (step, file): in that step it goes on when the file exists. options: for
+    beginning. odd: (step, how): after that step its state differs from that of others, by a
+    learning rate ("lr"), by a "bit" of a moment, by an update that it "skips", or because it has
+    "frozen" a layer. hold: (step, file): in that step it goes on when the file exists. options: for
     Replicas.
     """
 
@@ -84,6 +86,7 @@ class Order:
     is_impure: bool = False
     workers: int = 0
     waits: tuple[float, ...] = ()
+    odd: tuple[int, str] | None = None
     hold: tuple[int, Path] | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -144,14 +147,29 @@ def train(order: Order) -> None:
                 microbatch.backward(nn.functional.mse_loss(model(x), x))
                 say(computed=[microbatch.step, microbatch.index, microbatch.samples])
             norm = step.clip_grad_norm(MAX_NORM)
-            optimizer.step()
+            if order.odd != (step.number, "skips"):
+                optimizer.step()
             optimizer.zero_grad()
+            differ(order.odd, step.number, model, optimizer)
             now = time.monotonic()
             done = {"step": step.number, "loss": step.loss.hex(), "share": step.share}
             vote = {"name": votes[-1].name, "epoch": votes[-1].epoch}
             say(**done, **vote, state=weights(model), norm=norm, seconds=now - begin, at=now)
             begin = now
         say(weights=weights(model))
+
+
+def differ(
+    odd: tuple[int, str] | None, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """As Order.odd says."""
+    last = list(model.parameters())[-1]
+    if odd == (step, "lr"):
+        optimizer.param_groups[0]["lr"] *= 2
+    elif odd == (step, "bit"):
+        local_of(optimizer.state[last]["exp_avg"]).view(torch.uint8)[0] ^= 1
+    elif odd == (step, "frozen"):
+        last.requires_grad_(False)
 
 
 def drawing(replicas: Replicas, order: Order) -> Callable[[Microbatch], torch.Tensor]:
@@ -219,7 +237,7 @@ def said(say: Callable[..., None]) -> Iterator[None]:
     try:
         yield
     except StateholdError as error:
-        say(error=type(error).__name__)
+        say(error=type(error).__name__, facts={key: str(each) for key, each in error.facts.items()})
         raise
 
 

@@ -296,12 +296,70 @@ def test_bad_arguments_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             replica("127.0.0.1:1", **options)
-    norm = torch.nn.BatchNorm1d(4)
-    with pytest.raises(UsageError, match="running statistics"):
-        Replicas(
-            norm, torch.optim.SGD(norm.parameters()), microbatches=1, samples=1, batch=1, seed=0,
-            coordinator="127.0.0.1:1",
-        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("lr", "optimizer.param_groups.0.lr"),
+        ("bit", "optimizer.state.model.3.bias.exp_avg"),
+        ("skips", "model.0.weight"),
+        ("frozen", "model.3.bias.requires_grad"),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_member_that_differs_is_named_before_it_trains_on(
+    tmp_path: Path, alone: Log, reduction: str, how: str, what: str
+) -> None:
+    """R19: it leaves, and the others finish that step without it."""
+    options = (("reduction", reduction),)
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, options=options) as job:
+        job.start()
+        job.start(odd=(4, how))
+        job.start()
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [0, 1, 0]
+    assert [log.errors for log in logs] == [[], ["ReplicaRefusedError"], []]
+    facts = logs[1].facts[0]
+    assert what in facts["what"].split(", ")
+    assert (facts["replica"], facts["step"]) == (logs[1].votes[-1].name, "5")
+    assert facts["safe"].startswith("saved steps up to 4:")
+    assert max(logs[1].losses) == 4
+    assert logs[0].losses == logs[2].losses
+    assert sorted(logs[0].losses) == list(range(UNTIL))
+    if reduction == "exact":
+        assert logs[0].losses == alone.losses
+        assert logs[0].weights == logs[2].weights == alone.weights
+
+
+def test_of_two_that_differ_nobody_goes_on(tmp_path: Path) -> None:
+    """R19: also if they are replicas of two ranks, and only one rank differs."""
+    with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, width=2) as job:
+        job.start()
+        job.start()
+        logs = job.wait()
+    assert not any(log.errors for log in logs)
+    again = tmp_path / "again"
+    again.mkdir()
+    with coordinated(2) as meeting, Job(again, meeting, UNTIL, width=2) as job:
+        job.start()
+        job.start(odd=(4, "bit"))
+        logs = job.wait()
+    assert [log.errors for log in logs] == [["ReplicaRefusedError"]] * 4
+    assert {max(log.losses) for log in logs} == {4}
+    assert {facts["members"] for log in logs for facts in log.facts} == {"2"}
+    assert len({facts["replica"] for log in logs for facts in log.facts}) == 2
+
+
+def test_a_microbatch_that_changes_a_buffer_ends_the_run() -> None:
+    """A replica without others refuses it, too: with others it would compute something else."""
+    norm = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+    with coordinated(1) as meeting, replica(meeting.address, model=norm) as replicas:
+        microbatches = iter(next(replicas.steps(1)))
+        next(microbatches).backward(norm(data()[:4]).square().sum())
+        with pytest.raises(UsageError, match="changes a buffer") as refused:
+            next(microbatches)
+        assert refused.value.facts["buffer"] == "model.0.running_mean"
 
 
 def test_loops_that_are_left_early_are_refused() -> None:

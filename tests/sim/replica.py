@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LEASE_S, BEAT_S, RECONNECT_S = 1.0, 0.2, 0.1
 MICROBATCH_S = 0.05
 COMPILING_S = 1.5 * STUCK_LEAST_S
+TURNS = 4  # in which all bytes are compared
 
 
 @dataclass
@@ -49,6 +50,21 @@ class Collective:
     brought: dict[str, Any] = field(default_factory=dict)
     waiting: dict[str, Rank] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What differs from the state of others, and changes no gradient: a bit of a moment, say.
+
+    turn: of the bytes that differ; None: small, so that every digest has them.
+    """
+
+    mark: int
+    since: int  # the state of the beginning of this step
+    turn: int | None
+
+    def shows_in(self, vote: actions.Vote) -> bool:
+        return vote.of_all or self.turn in (None, vote.ballot.step % TURNS)
 
 
 class Rank:
@@ -76,6 +92,7 @@ class Rank:
         )
         self.member = Member(hello, world.microbatches, world.redundancy)
         self.state, self.state_of = state, view.step  # after so many steps
+        self.flaw: Flaw | None = None
         self.comeback = Comeback()
         self.progress = Progress(None, lambda: world.clock.now)
         self._has_computed = False
@@ -224,7 +241,8 @@ class Rank:
             return
         self._busy += 1
         self._may_fail = not isinstance(
-            action, actions.Compute | actions.Adopt | actions.Forget | actions.Await
+            action,
+            actions.Compute | actions.Adopt | actions.Forget | actions.Await | actions.Part,
         )
         self._acts_in = getattr(action, "epoch", 0)
         if not self.world.dies(self, type(action).__name__):
@@ -278,7 +296,15 @@ class Rank:
         elif isinstance(action, actions.Reduce):
             self.meet("reduce", (member.step, dict(self.sums)))
         elif isinstance(action, actions.Vote):
-            self.meet("vote", action.ballot)
+            self.vote = action
+            self.meet("vote", replace(action.ballot, digest=self.digest()))
+        elif isinstance(action, actions.Part):
+            self.world.parted(self)
+
+    def digest(self) -> int:
+        """Of the state of the step's beginning (R19)."""
+        is_shown = self.flaw is not None and self.flaw.shows_in(self.vote)
+        return self.state ^ (self.flaw.mark if self.flaw is not None and is_shown else 0)
 
     def soon(self) -> None:
         """The action has nothing to wait for."""
@@ -320,6 +346,7 @@ class Rank:
             self.failed(busy)
             return
         self.state, self.state_of = holders[0].state, holders[0].state_of
+        self.flaw = self.world.flaws.choice(holders).flaw  # whoever has given the bytes
         self.world.report.counts["fetched"] += 1
         self.advance(None)
 
@@ -350,10 +377,20 @@ class Rank:
         if collective.kind == "vote":
             row = f"{self._group}:row:{self.replica}"
             members = frozenset(f"{self.replica}/{i}" for i in range(self.world.width))
-            ballots = list(collective.brought.values())
-            self.join(row, members, "row", (any(b.joiners_wait for b in ballots), ballots), busy)
+            self.votes = [collective.brought[f"{each}/{self.place}"] for each in self.vote.members]
+            self.join(row, members, "row", self.votes, busy)
         elif collective.kind == "row":
-            self.advance(next(v[1] for n, v in collective.brought.items() if n == self.name))
+            rows = [collective.brought[name] for name in sorted(collective.brought)]
+            self.advance(
+                [
+                    replace(
+                        mine,
+                        digest=hash(tuple(each.digest for each in row)),
+                        joiners_wait=max(each.joiners_wait for each in row),
+                    )
+                    for mine, *row in zip(self.votes, *rows, strict=True)
+                ]
+            )
         elif collective.kind == "reduce":
             self.reduced(collective)
         else:
@@ -380,6 +417,8 @@ class Rank:
             return
         self.state = updated(self.state, step, self.total)
         self.state_of = step + 1
+        if self.flaw is None:
+            self.flaw = self.world.flaw(self)
         self.world.report.counts["rejoined"] += self.life > 1 and not self._commits
         self._commits += 1
         self.world.committed(self, step)

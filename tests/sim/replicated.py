@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sim.clock import Clock
-from sim.replica import Collective, Rank
+from sim.replica import TURNS, Collective, Flaw, Rank
 from sim.seeds import Report
 from sim.undisturbed import MODULUS, gradient, updated
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -34,6 +34,7 @@ FAULTS = (
     "joined with its own state", "gave up",
     "left in a step", "left before its update", "left in its update", "left after its update",
     "slow first microbatch", "backward failed", "save failed",
+    "differs", "differs in a share", "parted", "all parted",
     "death in an answer",
     *(f"death in {each}" for each in ("Compute", "Await", "Gather", "Fetch", "Reduce", "Vote")),
 )  # fmt: skip
@@ -62,6 +63,8 @@ class World:
             each: draw.choice((0.0, 1.0, 3.0)) for each in (*STRIKES, "spurious failure", "death")
         }
         self.growth = draw.random() < 0.4
+        self.flaws = random.Random(f"flaws {seed}")
+        self.weather["differs"] = self.flaws.choice((0.0, 0.0, 1.0, 3.0))
         self.slowness = draw.choice((0.001, 0.02, 0.2))  # of threads, from a wish to its effect
         self.network_s = draw.choice((0.005, 0.005, 0.3))
         self.severed = self.sever()
@@ -155,7 +158,7 @@ class World:
             if not any(other.has_left for other in self.ranks):
                 self.report.counts["joined with its own state"] += 1
                 again = Rank(self, rank.slot, life, 0, view, rank.state)
-                again.comeback = rank.comeback
+                again.comeback, again.flaw = rank.comeback, rank.flaw
                 self.ranks.append(again)
 
         self.clock.after(rank.comeback.pause(self.clock.now), join)
@@ -175,9 +178,43 @@ class World:
             self.reference.append(updated(state, number, total))
         if rank.state != self.reference[step + 1]:
             self.report.wrong(f"{rank.name} has another state after step {step}")
-        is_due = step % SAVE_EVERY == 0 and step + 1 > self.saved[0]
+        has_voted = rank.vote.ballot.epoch == rank.member.epoch  # or it follows others
+        if rank.flaw is not None and has_voted and step >= rank.flaw.since + TURNS - 1:
+            self.compared(rank, rank.flaw)
+        is_due = rank.flaw is None and step % SAVE_EVERY == 0 and step + 1 > self.saved[0]
         if is_due and not self.befalls("save failed", 0.1):
             self.saved = (step + 1, rank.state)
+
+    def compared(self, rank: Rank, flaw: Flaw) -> None:
+        """All of the state has been compared since it has the flaw: so all others have it, too."""
+        members = {f"{name}/{rank.place}" for name in rank.vote.members}
+        unlike = [r.name for r in self.living() if r.name in members and r.flaw != flaw]
+        if unlike:
+            self.report.wrong(f"{rank.name} differs from {unlike} since {flaw.since}, unnoticed")
+
+    def flaw(self, rank: Rank) -> Flaw | None:
+        """What makes the state differ from now on that the rank has just committed."""
+        share = 0.1 * self.weather["differs"]
+        if self.clock.now > self.fault_end or self.flaws.random() >= share:
+            return None
+        turn = self.flaws.choice((None, *range(TURNS)))
+        self.report.counts["differs" if turn is None else "differs in a share"] += 1
+        self.trace(f"{rank.name} differs in {turn}")
+        return Flaw(self.flaws.getrandbits(60), rank.state_of, turn)
+
+    def parted(self, rank: Rank) -> None:
+        """The rank has left because of its state. Then it differs, or as many others do."""
+        member = rank.member
+        flawed = {each.replica for each in self.ranks if each.flaw is not None}
+        holders = [name for name in rank.vote.members if name not in member.newcomers]
+        odd = flawed & set(holders)
+        if rank.replica not in flawed and 2 * len(odd) < len(holders):
+            self.report.wrong(f"{rank.name} has left, though {odd} of {holders} differ")
+        self.report.counts["parted"] += 1
+        self.report.counts["all parted"] += 2 * len(odd) >= len(holders)
+        self.trace(f"{rank.name} parts in {member.step}")
+        rank.die()
+        self.start_again(rank, self.flaws.uniform(0.1, 1.0))
 
     def installed(self, member: Member) -> None:
         if member.epoch:

@@ -122,8 +122,14 @@ class _Rank:
         if seed:
             model(torch.randn(1, elements)).sum().backward()
             optimizer.step()
-        self.transfer = Transfer({"model": model, "optimizer": optimizer}, "127.0.0.1")
-        return self.transfer.digest()
+        self.state = {"model": model, "optimizer": optimizer}
+        self.transfer = Transfer(self.state, "127.0.0.1")
+        return self.digest()
+
+    def digest(self) -> str:
+        from statehold.resilience.likeness import Likeness
+
+        return str(Likeness(self.state).digest())
 
     def serve(self, desk: str, epoch: int, rank: int, size: int) -> str:
         self.transfer.serve(desk, epoch, (rank, 0), (size, 1), self.revoked)
@@ -132,7 +138,7 @@ class _Rank:
     def fetch(self, desk: str, epoch: int, rank: int, size: int) -> str:
         """The digest of the state that has come."""
         self.transfer.fetch(desk, epoch, (rank, 0), (size, 1), self.revoked)
-        return str(self.transfer.digest())
+        return self.digest()
 
     def drop(self) -> bool:
         """Whether everything was released."""

@@ -1,4 +1,4 @@
-"""Driver: executes the actions of the protocol with torch, step after step (R1 to R11).
+"""Driver: executes the actions of the protocol with torch, step after step (R1 to R19).
 
     for work in driver.step(until): ...      the microbatches of this replica; returns the number
                                              of the committed step, or None when the run is over
@@ -14,14 +14,17 @@ Not here: the order of actions (protocol/actions), groups and links (seat), the 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
+from statehold import _core
 from statehold.errors import ReplicaLostError, StateholdError, UsageError, WaitTimeout
 from statehold.resilience.checkpoints import Checkpoints
+from statehold.resilience.likeness import Likeness, refusal
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.position import Position
 from statehold.resilience.protocol import actions
@@ -29,6 +32,7 @@ from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, View
 from statehold.resilience.seat import Fenced, Seat
 from statehold.resilience.sums.interface import Start, Sum
+from statehold.resilience.sums.report import UnlikeError
 from statehold.resilience.transfer import Transfer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,7 @@ class Driver:
     learn: called with the checksums that lost replicas have left. transfer: of the state.
     checkpoints: take the state before this rank gives up, and give one if too much is lost.
     position: learns that an update is due. comeback: of this process.
+    likeness: of the state to that of other members.
     computed: what this replica has computed of the work of its member in the step in progress.
     """
 
@@ -58,6 +63,7 @@ class Driver:
         checkpoints: Checkpoints,
         position: Position,
         comeback: Comeback,
+        likeness: Likeness,
     ) -> None:
         self._take_seat = take_seat
         self._view = view
@@ -67,6 +73,9 @@ class Driver:
         self._checkpoints = checkpoints
         self._position = position
         self._comeback = comeback
+        self._likeness = likeness
+        self._unlike: UnlikeError | None = None  # why nothing was summed
+        self._parts: dict[str, dict[str, str]] = {}  # of members that differ
         self.has_left = False  # another driver may take its place
         self.has_parted = False
         self._began = TORN  # the step in which the loop was last
@@ -208,7 +217,9 @@ class Driver:
                 if isinstance(action, actions.Compute):
                     self._serve()
                     self._has_lost_sums = False
+                    self._likeness.note()
                     yield action
+                    self._likeness.check()
                     self.computed.add((action.index, action.copy))
                     result = not self._has_lost_sums
                 elif isinstance(action, actions.Forget):
@@ -232,10 +243,27 @@ class Driver:
             self._sums.adopt(action.copy)
             self._adopted.add(action.copy)
         elif isinstance(action, actions.Reduce):
-            self._sums.reduce(self.seat.start)
+            self._reduce()
         elif isinstance(action, actions.Vote):
             return self._vote(action)
+        elif isinstance(action, actions.Part):
+            self._part()
         return None
+
+    def _reduce(self) -> None:
+        """Members that cannot sum vote nevertheless: the ballots tell who differs (R19)."""
+        self._unlike = None
+        try:
+            self._sums.reduce(self.seat.start)
+        except UnlikeError as unlike:
+            self._unlike = unlike
+
+    def _part(self) -> None:
+        """Leave the job, so that the others go on, and raise what differs (R19)."""
+        self.has_left = True
+        self.close()
+        member = self.seat.member
+        raise refusal(member.name, self._parts, member.step, self._likeness.turns())
 
     def _forget(self) -> None:
         """Nothing is computed in this step."""
@@ -245,11 +273,35 @@ class Driver:
 
     def _vote(self, action: actions.Vote) -> list[actions.Ballot]:
         """The ballots of the column. A wish of any rank of a replica is the wish of the replica."""
-        rows = self.seat.exchange(action.ballot.values())
+        digest = self._likeness.digest(None if action.of_all else action.ballot.step)
+        rows = self.seat.exchange(replace(action.ballot, digest=digest).values())
         found = [[actions.Ballot(*values) for values in row] for row in rows]
-        return [
-            replace(row[self.seat.place], joiners_wait=max(each.joiners_wait for each in row))
+        ballots = [
+            replace(
+                row[self.seat.place],
+                joiners_wait=max(each.joiners_wait for each in row),
+                digest=_core.xxh3_64(repr([each.digest for each in row]).encode()),
+            )
             for row in found
+        ]
+        if len({each.digest for each in ballots}) > 1:
+            self._parts = dict(zip(action.members, self._told(), strict=True))
+        elif self._unlike is not None:
+            raise self._unlike
+        return ballots
+
+    def _told(self) -> list[dict[str, str]]:
+        """What each member has, by name: all ranks of all replicas come here, or none."""
+        rows = self.seat.tell(json.dumps(self._likeness.parts()).encode())
+        with contextlib.suppress(GroupLostError):  # who has heard all may leave, and break groups
+            self.seat.exchange([0])
+        return [
+            {
+                f"rank {place}: {name}" if self.seat.width > 1 else name: text
+                for place, said in enumerate(row)
+                for name, text in json.loads(said).items()
+            }
+            for row in rows
         ]
 
     def _hear(self) -> None:

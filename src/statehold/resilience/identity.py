@@ -31,6 +31,11 @@ def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def among(width: int) -> tuple[int, int] | None:
+    """The rank and the number of ranks in torch's default group, which hold a state together."""
+    return (dist.get_rank(), dist.get_world_size()) if width > 1 else None
+
+
 def new_name(group: dist.ProcessGroup | None, width: int) -> str:
     """Another one for each call; the same on all ranks of the group."""
     name = [f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"]

@@ -36,6 +36,7 @@ from statehold.resilience.data.loader import Loader
 from statehold.resilience.data.purity import Purity
 from statehold.resilience.data.workers import Prepare
 from statehold.resilience.driver import Driver
+from statehold.resilience.likeness import Likeness
 from statehold.resilience.meeting import Desk
 from statehold.resilience.position import Position
 from statehold.resilience.progress import Progress
@@ -110,7 +111,6 @@ class Replicas:
         self._min_replicas = _at_least("min_replicas", min_replicas, 1)
         self._lease_s = _at_least("lease_s", lease_s, 0.05)
         _at_least("wait_s", wait_s, 0.05)
-        _refuse_running_statistics(model)
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
@@ -147,6 +147,7 @@ class Replicas:
             "code": identity.code_digest(),
         }
         self._transfer = Transfer(self.state, host, self._width)
+        self._likeness = Likeness(self.state, identity.among(self._width))
         self._driver: Driver | None = None
         self._comeback = Comeback()
         self._is_closed = False
@@ -165,8 +166,10 @@ class Replicas:
 
         Raises:
             ClosedError: after close().
-            UsageError: the loop over the step before was left, or its optimizer.step() has raised.
-            ReplicaRefusedError: this replica differs from the job; the error names what differs.
+            ReplicaRefusedError: this replica differs from the job, or its state has come to differ
+                from that of other members; the error names what differs.
+            UsageError: a microbatch has changed a buffer of the model, the loop over the step
+                before was left, or its optimizer.step() has raised.
             ReplicaLostError: this replica is out, and cannot join again by itself.
             WaitTimeout: there were too few replicas for `wait_s` seconds. If this one holds the
                 state of the run, the checkpointer has saved it. A new start goes on from there.
@@ -306,11 +309,12 @@ class Replicas:
             self._checkpoints,
             self._position,
             self._comeback,
+            self._likeness,
         )
 
     def _view(self) -> View:
         """Of the live state, which nobody else may have."""
-        return View(self._position.step, digest=self._transfer.digest())
+        return View(self._position.step, digest=f"{self._likeness.digest():016x}")
 
     def _take_seat(self, view: View) -> Seat:
         hello = Hello(
@@ -388,14 +392,3 @@ def _address(coordinator: str | None) -> tuple[str, int]:
             hint="start one: statehold coordinate --port 29400",
         )
     return host.strip("[]"), int(port)
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    """They would depend on which replica computes which microbatch."""
-    for name, module in model.named_modules():
-        if getattr(module, "track_running_stats", False):
-            raise UsageError(
-                "running statistics differ between replicas",
-                facts={"module": name or "the model", "type": type(module).__qualname__},
-                hint="use LayerNorm or GroupNorm, or track_running_stats=False",
-            )

@@ -12,6 +12,7 @@ Not here: the order of actions (protocol/actions), what is done with them (drive
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,6 +178,17 @@ class Seat:
     def exchange(self, values: Sequence[int]) -> list[list[list[int]]]:
         """The values of rank j of replica i at [i][j] (R3). Raises GroupLostError."""
         return self._held().gather(values)
+
+    def tell(self, said: bytes) -> list[list[bytes]]:
+        """What rank j of replica i says at [i][j]; of any length."""
+        lengths = self.exchange([len(said)])
+        longest = max(length for row in lengths for (length,) in row)
+        words = array("q", said.ljust(-(-longest // 8) * 8))
+        rows = self.exchange(words.tolist())
+        return [
+            [array("q", words).tobytes()[:length] for words, (length,) in zip(*both, strict=True)]
+            for both in zip(rows, lengths, strict=True)
+        ]
 
     def _held(self) -> Groups:
         if self._groups is None:

@@ -22,20 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statehold import _core
 from statehold.errors import UsageError
 from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
 from statehold.layout.layout import Box
 from statehold.tensors.capture import capture
-from statehold.tensors.fingerprints import on_host
+from statehold.tensors.captured import Capture
+from statehold.tensors.recognition import Seen
 from statehold.tensors.restore import prepare
+
+# (rank, number of ranks) in torch's job.
+Among = tuple[int, int]
 
 
 class Run:
     """The bytes of tensors, one after another. None: bytes that nobody wants."""
 
     def __init__(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
-        self._tensors = [None if each is None else _bytes_of(each) for each in tensors]
+        self._tensors = [None if each is None else bytes_of(each) for each in tensors]
         self._ends = list(accumulate(sizes))
 
     @property
@@ -63,30 +66,39 @@ class Run:
             at, index = until, index + 1
 
 
+def captured(
+    state: Mapping[str, Any], among: Among | None, seen: Seen | None = None, *, own: bool = True
+) -> Capture:
+    """The state of a replica, complete. among, seen, own: see Offer and capture()."""
+    rank, world = among or (None, 1)
+    found = capture(state, rank, seen=seen, world=world, own=own)
+    if found.stored:
+        found.release()
+        raise UsageError(
+            "a state with offloaded optimizers cannot be given to joining replicas",
+            hint="let replicas begin again from a checkpoint",
+        )
+    for number in found.numbers:
+        number.fill_in(number.tensor.item())
+    return found
+
+
 class Offer:
     """A state that others may take, until its optimizer steps.
 
     among: (rank, number of ranks) in torch's job, whose DTensors the state has. None: alone.
     """
 
-    def __init__(self, state: Mapping[str, Any], among: tuple[int, int] | None = None) -> None:
-        found = capture(state) if among is None else capture(state, among[0], world=among[1])
-        if found.stored:
-            found.release()
-            raise UsageError(
-                "a state with offloaded optimizers cannot be given to joining replicas",
-                hint="let replicas begin again from a checkpoint",
-            )
-        for number in found.numbers:
-            number.fill_in(number.tensor.item())
-        captured = [found.tensors[index] for index in range(len(found.tensors.specs))]
-        tensors = [each.tensor.detach().clone() if each.eager else each.tensor for each in captured]
+    def __init__(self, state: Mapping[str, Any], among: Among | None = None) -> None:
+        found = captured(state, among)
+        held = list(found.tensors)
+        tensors = [each.tensor.detach().clone() if each.eager else each.tensor for each in held]
         self.tensors = [each.detach().contiguous() for each in tensors]
         entries = [
             [each.spec.name, each.spec.dtype, each.spec.global_shape or each.spec.shape]
-            for each in captured
+            for each in held
         ]
-        sizes = [each.spec.nbytes for each in captured]
+        sizes = [each.spec.nbytes for each in held]
         self._capture = found
         self.document = json.dumps(
             {"state": found.tree, "tensors": entries, "sizes": sizes}
@@ -97,11 +109,6 @@ class Offer:
         """The name of a tensor that is shown in place, and has changed nevertheless."""
         return self._capture.moved(eager=False)
 
-    def digest(self) -> str:
-        """Equal states have equal digests; different ones practically never."""
-        sums = [on_host(each.cpu(), _core.hash_memory) for each in self.tensors]
-        return f"{_core.xxh3_64(json.dumps(sums).encode() + self.document):016x}"
-
 
 class Arriving:
     """A live state that takes the state of a document. Raises StateMismatchError if it cannot.
@@ -110,7 +117,7 @@ class Arriving:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], document: bytes, among: tuple[int, int] | None = None
+        self, state: Mapping[str, Any], document: bytes, among: Among | None = None
     ) -> None:
         described = json.loads(document)
         rank = None if among is None else among[0]
@@ -176,5 +183,6 @@ def _move(source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """In the order of its elements; a view where that is their order in memory."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -31,11 +31,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from statehold import _core
 from statehold.resilience.door import Door, Line, connect
+from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet
 from statehold.resilience.state_bytes import Arriving, Offer, Run, window
@@ -61,12 +61,8 @@ class Transfer:
     def __init__(self, state: Mapping[str, Any], host: str, width: int = 1) -> None:
         self._state = state
         self._host = host
-        self._among = (dist.get_rank(), dist.get_world_size()) if width > 1 else None
+        self._among = among(width)
         self._server: _Server | None = None
-
-    def digest(self) -> str:
-        """Of the state. UsageError for a state that cannot be given to others."""
-        return Offer(self._state, self._among).digest()
 
     def serve(
         self,

@@ -87,11 +87,13 @@ def capture(
     seen: Seen | None = None,
     *,
     world: int = 1,
+    own: bool = True,
 ) -> Capture:
     """Capture a state, or `rank`'s part of one that `world` ranks save (None: it is alone).
 
     stepping: optimizers whose every step() waits at the gate, whether the state has them or not.
     seen: what the capture before saw; it makes this one faster, and changes nothing else.
+    own: with random generators and data loaders, which replicas do not have in common.
     Raises UnsupportedValueError, with the path, for what no step can hold.
     """
     if not isinstance(state, Mapping):
@@ -100,7 +102,7 @@ def capture(
             facts={"expected": "a dict", "got": type(state).__name__},
             hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
         )
-    found = _Capturer(state, rank, world, stepping, Seen() if seen is None else seen)
+    found = _Capturer(state, rank, world, stepping, Seen() if seen is None else seen, own)
     try:
         tree = found.encoded(dict(state), "")
         found.read_generators()
@@ -125,8 +127,10 @@ class _Capturer:
         world: int,
         stepping: Iterable[torch.optim.Optimizer],
         seen: Seen,
+        own: bool,
     ) -> None:
         found = list(parts(state))
+        self._own = own
         self._rank, self._world = rank, world
         self.optimizers = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
         # Of each module, asked once: a hook of state_dict() may make some anew each time.
@@ -179,6 +183,8 @@ class _Capturer:
         optimizer = optimizers.behind(value)
         if optimizer is not None and optimizers.is_known_by_name(optimizer):
             return self._values.within(self._optimizer, optimizer, path, OPTIMIZER_LEVELS)
+        if not self._own and (isinstance(value, Rng) or loaders.found_in(value)):
+            return {}
         if isinstance(value, Rng):
             return self._later(value, path)
         if scalers.waits_for_device(value):

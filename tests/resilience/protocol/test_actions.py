@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,8 +169,11 @@ def test_a_joiner_has_the_state_when_it_has_come() -> None:
     found.received(3)
     assert found.must_fetch
     found.received(4)
-    assert found.view == View(6, member=True)
-    assert found._own.digest == FETCHED
+    assert found.view == View(6, member=True, digest=FETCHED)
+    assert found.newcomers == ("c",)
+    assert found.vote(4)
+    assert found.commit(4, end_epoch=False)
+    assert (found.view.digest, found.newcomers) == ("", ())
 
 
 def test_a_joiner_that_has_promised_another_epoch_keeps_its_state() -> None:
@@ -385,6 +389,77 @@ def test_one_that_waits_is_told_in_the_vote() -> None:
     vote = until_vote(play)
     assert ended(play, both(vote, joiners_wait=1)) == 0
     assert found.is_changing
+
+
+ALIKE, ODD, THIRD = 5, 6, 7
+
+
+@pytest.mark.parametrize(
+    ("digests", "newcomers", "odd"),
+    [
+        ("AAA", "", ""),
+        ("AOA", "", "b"),
+        ("AO", "", "ab"),  # nobody knows which of two is right
+        ("AAOO", "", "abcd"),
+        ("AAO3O", "", "abcde"),
+        ("AAAO3", "", "de"),
+        ("A", "", ""),
+        ("AO", "b", "b"),
+        ("AOOO", "cd", "abcd"),  # two have the bytes of the odd one
+        ("AAOO", "cd", "cd"),
+        ("AA", "ab", ""),  # the last holder has died after it gave the state
+        ("AAO", "abc", "abc"),
+    ],
+)
+def test_most_holders_of_the_state_say_who_is_odd(digests: str, newcomers: str, odd: str) -> None:
+    """R19."""
+    number = {"A": ALIKE, "O": ODD, "3": THIRD}
+    ballots = [actions.Ballot(1, 0, 0, 0, 0, number[each]) for each in digests]
+    names = "abcde"[: len(ballots)]
+    assert "".join(actions.odd_ones(names, ballots, newcomers)) == odd
+
+
+def test_no_step_is_committed_before_the_odd_ones_have_left() -> None:
+    """R19: the others wait for the next epoch, in which they sum again."""
+    views = {"a": NEW, "b": NEW, "c": View(0, digest="it has less to do")}
+    found = member("a")
+    enter(found, 1, views)
+    play = playing(found)
+    vote = until_vote(play)
+    assert (vote.members, vote.of_all) == (("a", "b", "c"), True)
+    mine, other = (replace(each, digest=ALIKE) for each in both(vote))
+    odd = actions.Ballot(1, 0, 0, 0, 0, ODD)
+    assert play.send([mine, other, odd]) == Await(1)
+    assert found.step == 0
+    enter(found, 2, {"a": found.view, "b": View(0, False, (1, 3), member=True)})
+    vote = until_vote(play, play.send(None))
+    assert not vote.of_all
+    assert ended(play, [replace(each, digest=ALIKE) for each in both(vote)]) == 0
+
+
+def test_who_is_odd_parts() -> None:
+    """R19."""
+    found = member("a", "b")
+    play = playing(found)
+    mine, other = both(until_vote(play))
+    assert play.send([replace(mine, digest=ODD), replace(other, digest=ALIKE)]) == actions.Part(1)
+    assert found.step == 0
+
+
+def test_all_bytes_are_compared_where_a_state_was_fetched() -> None:
+    """R19: also in a later epoch of the same step, and in no later step."""
+    found, play = joining()
+    vote = until_vote(play, play.send(None))
+    assert (vote.members, vote.of_all) == (("b", "c"), True)
+    assert found.newcomers == ("c",)
+    assert play.throw(GroupLost("failed")) == Await(4)
+    enter(found, 5, {"b": View(6, True, (0, 1, 2, 3), member=True), "c": found.view})
+    assert found.newcomers == ("c",)
+    holder = member("b", "c")
+    enter(holder, 2, {"b": View(0, member=True), "c": View(0, member=True, digest=FETCHED)})
+    assert holder.newcomers == ("c",)
+    enter(holder, 3, {"b": View(0, member=True), "c": View(0, member=True)})
+    assert holder.newcomers == ()
 
 
 @pytest.mark.parametrize("wrong", [{"count": 1}, {"marks": 7}, {"step": 1}, {"epoch": 2}], ids=str)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from statehold.errors import InvariantError
 from statehold.resilience.sums import bucket
 from statehold.resilience.sums.fast import FastSum
+from statehold.resilience.sums.report import UnlikeError
 from support.columns import Column, Lost, bits_of, together
 
 M = 6
@@ -45,9 +46,14 @@ class Model(nn.Module):
 
 
 class Member:
-    def __init__(self) -> None:
+    """agreed: all members have trained all parameters in the step before."""
+
+    def __init__(self, *, agreed: bool = True) -> None:
         self.model = Model()
         self.sums = FastSum(self.model.named_parameters(), M)
+        if agreed:
+            params = len(list(self.model.parameters()))
+            self.sums.load_state_dict({"trained": torch.ones(params, dtype=torch.bool)})
 
     def compute(self, share: Sequence[int], start: Any = None) -> None:
         """With `start` the last pass is watched."""
@@ -104,9 +110,10 @@ SHARES = {1: [range(M)], 3: [[0, 5], [4, 2], [3, 1]], 4: [[0, 5, 1], [], [2, 4],
 
 @pytest.mark.parametrize("size", SHARES)
 @pytest.mark.parametrize("watched", [(), (0,), (0, 1, 2, 3)])
-def test_all_members_have_the_mean(size: int, watched: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("agreed", [False, True])
+def test_all_members_have_the_mean(size: int, watched: tuple[int, ...], *, agreed: bool) -> None:
     """Whoever watches his last pass, and whoever does not, or has none; step after step."""
-    members = [Member() for _ in range(size)]
+    members = [Member(agreed=agreed) for _ in range(size)]
 
     def act(member: Member, start: Any, number: int) -> None:
         member.compute(SHARES[size][number], start if number in watched else None)
@@ -280,6 +287,58 @@ def test_what_is_trained_may_change() -> None:
     assert member.sums.announced_bytes == sum(each.nbytes for each in member.model.parameters())
 
 
+@pytest.mark.parametrize("frozen", [[0], [0, 1]])
+@pytest.mark.parametrize("agreed", [False, True])
+def test_members_that_train_other_parameters_sum_nothing(
+    frozen: Sequence[int], *, agreed: bool
+) -> None:
+    """All learn it from their reports. Their buckets have one length until then."""
+    members = [Member(agreed=agreed) for _ in range(3)]
+    for number in frozen:
+        members[number].model.odd.requires_grad_(False)
+    column = Column(3)
+
+    def play(number: int) -> str:
+        start = column.start(number)
+        members[number].sums.begin()
+        members[number].compute([number, 3 + number], start)
+        with pytest.raises(UnlikeError):
+            members[number].sums.reduce(start)
+        return "refused"
+
+    assert together(play, 3) == ["refused"] * 3
+    assert len(set(column.counts)) == 1
+
+
+def test_members_may_train_others_from_a_step_on() -> None:
+    """R19: all at once. A reduction that fails after the report changes nothing."""
+    members = [Member(), Member()]
+    for each in members:
+        each.model.never.requires_grad_(False)
+    fails_at = 0
+    while True:
+        column = Column(2, fails_at=fails_at)
+
+        def play(number: int, column: Column = column, again: bool = fails_at > 0) -> bool:
+            start = column.start(number)
+            if not again:
+                members[number].sums.begin()
+                members[number].compute(range(number, M, 2), start)
+            try:
+                members[number].sums.reduce(start)
+            except Lost:
+                return False
+            return True
+
+        if all(together(play, 2)):
+            break
+        fails_at += 1
+    for each in members:
+        each.sums.finish()
+    check(members)
+    assert members[0].sums.state_dict()["trained"].tolist() == [True] * 4 + [False] * 2 + [True] * 2
+
+
 def test_types_have_their_buckets() -> None:
     params = [
         nn.Parameter(torch.zeros(3, dtype=dtype))
@@ -306,7 +365,8 @@ def test_order_of_calls() -> None:
         member.compute([2])
     with pytest.raises(InvariantError, match="not reduced"):
         member.sums.finish()
-    assert member.sums.state_dict() == {}
+    member.sums.load_state_dict({})  # of an exact sum
+    assert not member.sums.state_dict()["trained"].any()
 
 
 class OutOfMemory(Exception):

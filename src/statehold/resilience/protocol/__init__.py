@@ -6,5 +6,5 @@
     actions       the actions of a rank in one step, for the trainer and for the simulation
     coordinator   who belongs to the membership: arrivals, leases, promises, installations
 
-The numbers R1 to R18 in comments are those of docs/resilience.md.
+The numbers R1 to R19 in comments are those of docs/resilience.md.
 """

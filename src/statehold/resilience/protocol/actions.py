@@ -16,7 +16,8 @@ Not here: promises (member), who the members are (coordinator).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import InvariantError
@@ -82,13 +83,17 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What a rank says in the vote (R3): integers below 2**63."""
+    """What a rank says in the vote (R3): integers below 2**63.
+
+    digest: of the state of the step's beginning (R19). Whoever executes a Vote fills it in.
+    """
 
     epoch: int
     step: int
     count: int
     marks: int
     joiners_wait: int
+    digest: int = 0
 
     def values(self) -> list[int]:
         return [
@@ -97,18 +102,31 @@ class Ballot:
             self.count,
             self.marks,
             self.joiners_wait,
+            self.digest,
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Exchange ballots with all members. The result: the ballots of all replicas. May fail."""
+    """Exchange ballots with all members. The result: the ballots of all replicas. May fail.
+
+    of_all: the digests are of all bytes, because a member has fetched the state in this step (R19).
+    """
 
     epoch: int
     ballot: Ballot
+    members: tuple[str, ...]
+    of_all: bool
 
 
-Action = Compute | Adopt | Forget | Await | Gather | Fetch | Reduce | Vote
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Leave the job with an error: the state differs from that of most members (R19)."""
+
+    epoch: int
+
+
+Action = Compute | Adopt | Forget | Await | Gather | Fetch | Reduce | Vote | Part
 
 _MARKS = 1 << 62
 
@@ -172,9 +190,14 @@ def play(
                     if not member.vote(epoch):
                         continue
                     ballot = _ballot(member, {i for i, copy in done if copy in (0, *adopted)})
-                ballots = yield Vote(epoch, ballot)
+                    names, newcomers = member.members, member.newcomers
+                ballots = yield Vote(epoch, ballot, names, bool(newcomers))
                 assert isinstance(ballots, list)
                 _check(ballots, ballot, member.microbatches)
+                odd = odd_ones(names, ballots, newcomers)
+                if odd:  # nobody commits this step before they have gone
+                    yield Part(epoch) if member.name in odd else Await(epoch)
+                    continue
                 end_epoch = any(each.joiners_wait for each in ballots)
                 with lock:
                     if member.commit(epoch, end_epoch=end_epoch):
@@ -192,6 +215,21 @@ def _ballot(member: Member, computed: set[int]) -> Ballot:
         marks,
         int(member.joiners_wait),
     )
+
+
+def odd_ones(
+    names: Sequence[str], ballots: Sequence[Ballot], newcomers: Collection[str]
+) -> list[str]:
+    """R19: the members that are not like most holders of the state; all if there are no most.
+
+    Newcomers do not count: they have the bytes of some holder, which may be the odd one.
+    """
+    found = {name: ballot.digest for name, ballot in zip(names, ballots, strict=True)}
+    if len(set(found.values())) == 1:
+        return []
+    counts = Counter(digest for name, digest in found.items() if name not in newcomers)
+    most = [digest for digest, count in counts.items() if 2 * count > counts.total()]
+    return [name for name in names if found[name] not in most]
 
 
 def _check(ballots: Sequence[Ballot], mine: Ballot, microbatches: int) -> None:

@@ -53,6 +53,7 @@ class Member:
         self.members: tuple[str, ...] = ()
         self.holders: tuple[str, ...] = ()
         self.joiners: tuple[str, ...] = ()
+        self.newcomers: tuple[str, ...] = ()  # joiners, and who has fetched the state in this step
         self.desk = ""
         self.joiners_wait = False
         self.drawn: Mapping[str, int] = {}
@@ -63,13 +64,15 @@ class Member:
         self._failed = 0
         self._voted = False
         self._holds_state = False
+        self._fetched_in: int | None = None
         self._next: Resolution | None = None
 
     @property
     def view(self) -> View:
         if not self._holds_state:
             return self._own
-        return View(self.step, self._voted, self.share, member=True, stack=self.stack)
+        digest = FETCHED if self._fetched_in == self.step else ""
+        return View(self.step, self._voted, self.share, True, digest, self.stack)
 
     @property
     def own_view(self) -> View:
@@ -169,6 +172,11 @@ class Member:
         self.epoch, self.desk = install.epoch, install.desk
         self.members = install.members
         self.holders, self.joiners = found.holders, found.joiners
+        self.newcomers = found.joiners + tuple(
+            name
+            for name, view in install.views.items()
+            if view.member and view.step == found.step and FETCHED in view.digest.split()
+        )
         self.joiners_wait, self.drawn, self._next = False, install.drawn, None
         if self.name in found.joiners:
             self._holds_state, self.step, self.share, self.stack = False, found.step, (), ()
@@ -193,6 +201,7 @@ class Member:
         if epoch == self.epoch:
             self._own = View(self.step, digest=FETCHED)
             self._holds_state = True
+            self._fetched_in = self.step
 
     def vote(self, epoch: int) -> bool:
         """R3: the step is reduced under `epoch`. False if that epoch has ended."""
@@ -213,6 +222,7 @@ class Member:
         self._begin(self.step + 1, shares[self.name], stack)
         if end_epoch:
             self.promised = self.epoch + 1
+        self.newcomers = ()
         return True
 
     def catch_up(self) -> None:

@@ -31,8 +31,8 @@ class View:
     stack: what it computes in this step whatever happens: the share that it began with, and copies
         of those of others (redundancy). Empty without copies.
     member: it holds the state of the run. A rank that has just come does not.
-    digest: of its state, if it has just come: equal states need no transfer. The view of a replica
-        has those of all its ranks.
+    digest: of its state, if it has just come: equal states need no transfer. FETCHED of one that
+        has fetched it in this step. The view of a replica has those of all its ranks.
     """
 
     step: int

@@ -6,6 +6,11 @@ into the same memory: if the buckets became p.grad instead, the process would ge
 the kernel in every step, which takes longer than the copy. In a watched pass, a bucket is reduced
 as soon as all of its gradients have arrived.
 
+Which parameters are trained is each member's own to say, and may change between steps. So the
+buckets are those of the parameters that all members have trained in the step before: nobody sends
+another length than the others. The report says whether all members train the same ones now. If
+these are others than before, as in the first step, their buckets are reduced after the report.
+
 Invariants: p.grad stays as it is until `finish`. Members start their buckets in one order, and then
 their report. If a gradient has changed since its bucket was started, the report says so, and all
 members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -41,7 +47,9 @@ class FastSum:
         self._sites = sites_of(params)
         self._microbatches = microbatches
         self._trained: list[Site] = []
-        self._buckets: list[Bucket] = []
+        self._agreed: list[Site] = []  # that all members have trained in the step before
+        self._buckets: list[Bucket] = []  # of the agreed ones
+        self._others: list[Bucket] = []  # of the trained ones, if these are others
         self._hooks: list[RemovableHandle] = []
         self._start: Start | None = None
         self._error: Exception | None = None
@@ -54,10 +62,7 @@ class FastSum:
         self._turn = 0  # its place in the order of the passes
 
     def begin(self) -> None:
-        trained = [site for site in self._sites if site.param.requires_grad]
-        if trained != self._trained:
-            self._trained = trained
-            self._buckets = buckets_of(trained)
+        self._trained = [site for site in self._sites if site.param.requires_grad]
         self._forget()
         self._turn = 0
         self._empty()
@@ -70,7 +75,7 @@ class FastSum:
             site.give(None)
 
     def _empty_report(self) -> Report:
-        return Report(self._microbatches, len(self._trained), len(self._buckets))
+        return Report(self._microbatches, len(self._sites), len(self._buckets))
 
     def watch(self, start: Start | None, copy: int = 0) -> None:
         self._unhook()
@@ -82,7 +87,7 @@ class FastSum:
         if self._turn and self._late is None:
             self._copy = self._late = _Copy(self._report)
             return
-        if start is None:
+        if start is None or self._trained != self._agreed:
             return
         if start != self._start:
             self._forget()
@@ -111,7 +116,7 @@ class FastSum:
 
     def count(self, index: int, loss: Tensor | None) -> None:
         self._unhook()
-        marks = [int(site.param.grad is not None) for site in self._trained]
+        marks = [int(site.param.grad is not None) for site in self._sites]
         report = self._report if self._copy is None else self._copy.report
         report.count(index, None if loss is None else local_of(loss.detach()).item(), marks)
         if self._copy is not None:
@@ -163,13 +168,16 @@ class FastSum:
         for number, bucket in enumerate(self._buckets):
             self._report.flags[number] = any(map(bucket.is_stale, range(len(bucket.sites))))
         facts = [(site.name, site.numel, site.dtype) for site in self._trained]
-        device = self._trained[0].device if self._trained else torch.device("cpu")
+        device = self._sites[0].device if self._sites else torch.device("cpu")
         report = self._report.reduced(start, device, fingerprint_of(facts))
         for bucket in self._buckets:
             bucket.wait()
         stale = [self._buckets[number] for number in report.flags.nonzero().flatten().tolist()]
         for bucket in stale:
             bucket.forget()
+        if self._trained != self._agreed:
+            stale = self._others = buckets_of(self._trained)
+        for bucket in stale:
             self._fill(bucket)
             bucket.start(start)
         for bucket in stale:
@@ -185,7 +193,9 @@ class FastSum:
         if self._reduced is None:
             raise InvariantError("a step ends that was not reduced")
         given = iter(self._reduced.marks.any(dim=0).tolist())
-        has_gradient = {id(site): next(given) for site in self._trained}
+        has_gradient = {id(site): next(given) for site in self._sites}
+        if self._trained != self._agreed:
+            self._agreed, self._buckets = self._trained, self._others
         for bucket in self._buckets:
             for site, mean in bucket.parts():
                 if has_gradient[id(site)]:
@@ -200,6 +210,7 @@ class FastSum:
         self._unhook()
         for bucket in self._buckets:
             bucket.forget()
+        self._others = []
         self._start = self._error = self._reduced = None
 
     def _unhook(self) -> None:
@@ -220,11 +231,16 @@ class FastSum:
         return sum(bucket.nbytes for bucket in self._buckets) * (1 + self._most_copies)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a step depends on the parameters only."""
-        return {}
+        """Which parameters have buckets."""
+        agreed = set(map(id, self._agreed))
+        return {"trained": torch.tensor([id(site) in agreed for site in self._sites])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: what an exact sum has saved is not needed."""
+        """An exact sum has saved something else, so no buckets are agreed on."""
+        trained = state["trained"].tolist() if "trained" in state else []
+        self._agreed = list(compress(self._sites, trained))
+        self._buckets = buckets_of(self._agreed)
+        self._report = self._empty_report()
 
 
 class _Copy:

@@ -25,6 +25,12 @@ from statehold.errors import InvariantError, UsageError
 from statehold.resilience.sums.interface import Start
 
 _HEAD = 2
+
+
+class UnlikeError(InvariantError):
+    """The members cannot sum: their parameters, or the states of their sums, differ."""
+
+
 _FINGERPRINT_BITS = 40  # the sum over members is below 2**63
 
 
@@ -78,7 +84,7 @@ class Report:
         found._vector = scratch.cpu()
         members, fingerprints = found._vector[:_HEAD].tolist()
         if fingerprints != members * fingerprint:
-            raise InvariantError(
+            raise UnlikeError(
                 "the members differ in their parameters, or in the state of their sums",
                 facts={"members": members, "own fingerprint": fingerprint},
             )

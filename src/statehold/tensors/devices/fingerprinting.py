@@ -21,7 +21,7 @@ from statehold.tensors.devices.gathering import bring
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import device_of
 
-__all__ = ["Fingerprinting"]
+__all__ = ["Fingerprinting", "totals_of"]
 
 WORDS = 1 << 20  # that are mixed at once
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio, as a signed word
@@ -43,7 +43,7 @@ class Fingerprinting:
         for device, tensors in by_device.items():
             names = [each.spec.name for each in tensors]
             with self._mover.on(device):
-                totals = _totals([each.tensor for each in tensors])
+                totals = totals_of([each.tensor for each in tensors])
             self._totals.append((device, names, totals))
 
     def read(self) -> dict[str, int]:
@@ -58,7 +58,7 @@ class Fingerprinting:
         return found
 
 
-def _totals(tensors: list[torch.Tensor]) -> torch.Tensor:
+def totals_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The fingerprints of tensors on one device."""
     counts = [-(-tensor.nbytes // 8) for tensor in tensors]
     totals = tensors[0].new_zeros(len(tensors), dtype=torch.int64)

@@ -1,0 +1,221 @@
+"""Likeness: what all members of a job must have alike, as one number and by name (R19).
+
+    likeness.digest(step)      for the ballot of a step: small parts, and a share of the other bytes
+    likeness.digest()          of all bytes
+    likeness.parts()           the same by name, to say what differs
+    likeness.note(), check()   before and after a microbatch, which must leave buffers as they are
+
+Alike are parameters, buffers, optimizer states, all plain values (learning rates, schedulers, the
+position of the run), and which parameters are trained. Random generators and data loaders are each
+replica's own. Hashing a large state takes longer than a step may lose, so its bytes take turns. But
+plain values and small tensors are in every digest: a learning rate that differs shows there, before
+anybody trains with it.
+
+Invariants: equal states have equal digests of the same step. Different ones practically never do,
+if what differs is in the share. Each byte is in one share of any TURNS_MAX steps in a row.
+Not here: who differs from whom (protocol/actions), and what the members tell each other (driver).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from statehold import _core
+from statehold.errors import ReplicaRefusedError, UsageError
+from statehold.resilience.state_bytes import Among, bytes_of, captured
+from statehold.tensors.captured import Capture
+from statehold.tensors.devices.fingerprinting import totals_of
+from statehold.tensors.fingerprints import on_host
+from statehold.tensors.parts import parts
+from statehold.tensors.recognition import Seen
+from statehold.tensors.storable import device_of, is_external, is_storable, local_of, version_of
+
+TURNS_MAX = 32
+# A share is not smaller: a state of this size is compared in every step.
+SHARE_BYTES_MIN = 8 << 20
+# A smaller tensor takes no turns.
+SMALL_BYTES = 32 << 10
+# So many differences are shown.
+_SHOWN = 4
+
+Parts = Mapping[str, str]
+
+
+class _Noted(NamedTuple):
+    """A buffer as it was before a microbatch."""
+
+    buffer: Tensor
+    version: int
+    shape: torch.Size
+    digest: int
+
+
+class Likeness:
+    """state: as save() and restore() take it. among: as for an Offer."""
+
+    def __init__(self, state: Mapping[str, Any], among: Among | None = None) -> None:
+        self._state = state
+        self._among = among
+        self._seen = Seen()
+        self._noted: dict[str, _Noted] = {}
+
+    def digest(self, step: int | None = None) -> int:
+        """Of what the members compare in this step; None: of everything. Below 2**63.
+
+        Raises UsageError for a state that cannot be given to others.
+        """
+        found = self._captured()
+        chosen = _share([spec.nbytes for spec in found.tensors.specs], step)
+        shown = found.tensors.aliases([index for index, _ in chosen])
+        blocks = [bytes_of(each)[part] for each, (_, part) in zip(shown, chosen, strict=True)]
+        said = [found.tree, _kinds(found), [*self._trained().values()], _digests(blocks)]
+        return _core.xxh3_64(json.dumps(said).encode()) >> 1
+
+    def parts(self) -> dict[str, str]:
+        """Everything by name: values as text, tensors with their digests."""
+        found = self._captured()
+        shown = found.tensors.aliases(range(len(found.tensors)))
+        names = [spec.name for spec in found.tensors.specs]
+        kinds = zip(names, _kinds(found), map(_digest, shown), strict=True)
+        tensors = {name: f"{kind}, digest {digest:016x}" for name, kind, digest in kinds}
+        return {**dict(_values(found.tree)), **self._trained(), **tensors}
+
+    def turns(self) -> int:
+        """In so many steps all bytes are compared."""
+        return _turns(self._captured().structure.state_bytes)
+
+    def note(self) -> None:
+        """A microbatch begins."""
+        self._noted = {name: self._note(name, each) for name, each in self._buffers()}
+
+    def check(self) -> None:
+        """A microbatch has ended. Raises UsageError if it has changed the values of a buffer.
+
+        What grows is a cache.
+        """
+        for name, buffer in self._buffers():
+            before = self._noted.get(name)
+            if before is None or before.shape != buffer.shape:
+                continue
+            if self._note(name, buffer).digest != before.digest:
+                raise UsageError(
+                    "a microbatch changes a buffer, so it depends on the replica that computes it",
+                    facts={"buffer": name},
+                    hint="use LayerNorm or GroupNorm for BatchNorm, or track_running_stats=False; "
+                    "eval() keeps buffers as they are",
+                )
+
+    def _note(self, name: str, buffer: Tensor) -> _Noted:
+        """The version tells nothing of a change through `.data`, so only large buffers trust it."""
+        known, version = self._noted.get(name), version_of(buffer)
+        is_known = known is not None and known.buffer is buffer and known.version == version >= 0
+        if known is not None and is_known and buffer.nbytes > SMALL_BYTES:
+            return known
+        return _Noted(buffer, version, buffer.shape, _digest(local_of(buffer)))
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module in self._modules():
+            for name, buffer in module.named_buffers(path):
+                if is_storable(buffer):
+                    yield name, buffer
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return ((path, each) for path, each in parts(self._state) if isinstance(each, nn.Module))
+
+    def _trained(self) -> dict[str, str]:
+        return {
+            f"{name}.requires_grad": str(param.requires_grad)
+            for path, module in self._modules()
+            for name, param in module.named_parameters(path)
+        }
+
+    def _captured(self) -> Capture:
+        return captured(self._state, self._among, self._seen, own=False)
+
+
+def refusal(name: str, others: Mapping[str, Parts], step: int, turns: int) -> ReplicaRefusedError:
+    """The error of a replica that is not like the others. others: with this one."""
+    mine = others[name]
+    other, theirs = next((each for each in others.items() if each[1] != mine), (name, mine))
+    names = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)]
+    shown = {
+        key: f"here {mine.get(key, 'missing')}, there {theirs.get(key, 'missing')}"
+        for key in names[:_SHOWN]
+    }
+    return ReplicaRefusedError(
+        "the state of this replica differs from that of other members",
+        facts={
+            "replica": name,
+            "other": other,
+            "members": len(others),
+            "step": step,
+            "what": ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN),
+            **shown,
+            "safe": f"saved steps up to {max(0, step - turns)}: the members were alike there",
+        },
+        hint="give state= all that changes between steps, such as a scheduler; do the same on all "
+        "replicas after the loop over `step`, with as many threads. A new start joins the others",
+    )
+
+
+def _turns(nbytes: int) -> int:
+    return min(TURNS_MAX, max(1, -(-nbytes // SHARE_BYTES_MIN)))
+
+
+def _share(sizes: Sequence[int], step: int | None) -> list[tuple[int, slice]]:
+    """The parts of tensors that are compared: (index, bytes of it)."""
+    nbytes = sum(sizes)
+    turns = 1 if step is None else _turns(nbytes)
+    turn = (step or 0) % turns
+    first, last = nbytes * turn // turns, nbytes * (turn + 1) // turns
+    found: list[tuple[int, slice]] = []
+    at = 0
+    for index, size in enumerate(sizes):
+        begin, end = max(first - at, 0), min(last - at, size)
+        if size <= SMALL_BYTES:
+            begin, end = 0, size
+        if begin < end:
+            found.append((index, slice(begin, end)))
+        at += size
+    return found
+
+
+def _digests(blocks: Sequence[Tensor]) -> list[int]:
+    """Small blocks of a device become one: each costs more than its bytes."""
+    devices: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for each in blocks:
+        (small if each.numel() <= SMALL_BYTES else devices)[device_of(each)].append(each)
+    for device, some in small.items():
+        devices[device].append(torch.cat(some))
+    return [digest for some in devices.values() for digest in _of_device(some)]
+
+
+def _of_device(blocks: list[Tensor]) -> list[int]:
+    if not is_external(blocks[0]):
+        return [on_host(each, _core.hash_memory) for each in blocks]
+    found: list[int] = totals_of(blocks).tolist()
+    return found
+
+
+def _digest(tensor: Tensor) -> int:
+    return _of_device([bytes_of(tensor)])[0] % (1 << 64) if tensor.numel() else 0
+
+
+def _kinds(found: Capture) -> list[str]:
+    return [f"{each.dtype} {list(each.shape)}" for each in found.tensors.specs]
+
+
+def _values(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The plain values of a tree, by their paths."""
+    if not isinstance(node, dict | list) or not node:
+        yield path, json.dumps(node)
+        return
+    for key, each in node.items() if isinstance(node, dict) else enumerate(node):
+        yield from _values(each, f"{path}.{key}" if path else str(key))
