@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.resilience import come_back, kill, rejoin, sums
+from bench.resilience import alike, come_back, kill, rejoin, sums
 
 Record = dict[str, Any]
 
@@ -30,6 +30,7 @@ class Group(NamedTuple):
 
 GROUPS = {
     "sums": Group(sums.measure, sums.table, 2, 15),
+    "alike": Group(alike.measure, alike.table, 1, 9),
     "rejoin": Group(rejoin.measure, rejoin.table, 3, 15),
     "kill": Group(kill.measure, kill.table, 4, 5),
     "come-back": Group(come_back.measure, come_back.table, 3, 6),

@@ -160,3 +160,16 @@ def test_boundaries_and_ratios_of_a_joiner_are_those_of_its_round() -> None:
     assert facts == {"boundaries": 2, "step_s": 1.0, "joining": 2.0, "starting": []}
     later = _facts([peer, peer], {**found, "started": 2.9})
     assert later["starting"] == [1.5]
+
+
+def test_the_comparison_of_states_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.resilience.run import main
+
+    words = ["--only", "alike", "--layers", "1", "--features", "64", "--rounds", "2"]
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    (record,) = json.loads((tmp_path / "resilience-alike.json").read_text())
+    assert record["turns"] == 1
+    assert len(record["share_s"]) == len(record["step_s"]) == 2
+    assert "of the step" in capsys.readouterr().out
