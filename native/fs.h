@@ -147,7 +147,8 @@ class Fs {
 
   // Opens for writing with `bytes` allocated (rounded up to a page for direct files): direct where
   // the file system allows. A fresh file must not exist yet; `reuse` keeps the extents of one
-  // that does, because overwriting them is much faster than allocating.
+  // that does, because overwriting them is much faster than allocating. A failure takes no room:
+  // there is no fresh file then, and one that was to grow has the size that it had.
   virtual Result<std::shared_ptr<File>> open_write(const std::string& path, uint64_t bytes,
                                                    bool reuse) = 0;
   // direct: fails with EINVAL where the file system refuses O_DIRECT. Status::missing on ENOENT.

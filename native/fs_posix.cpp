@@ -65,6 +65,24 @@ class Descriptor {
   int fd_;
 };
 
+// The name of a file that is being made. Until keep(), it goes again, and the file's blocks with
+// it: who is told of a failure does not know that there is a file.
+class NewName {
+ public:
+  NewName(const std::string& path, bool made) : path_(path), made_(made) {}
+  ~NewName() {
+    if (made_) static_cast<void>(::unlink(path_.c_str()));
+  }
+  NewName(const NewName&) = delete;
+  NewName& operator=(const NewName&) = delete;
+
+  void keep() { made_ = false; }
+
+ private:
+  const std::string& path_;
+  bool made_;
+};
+
 Status last_error(const char* operation, const std::string& path, int64_t offset = -1) {
   return Status::io(errno, operation, path, offset);
 }
@@ -129,8 +147,11 @@ bool set_direct(int fd) {
   return flags >= 0 && ::fcntl(fd, F_SETFL, flags | O_DIRECT) == 0;
 }
 
-// Blocks for the whole file now: allocation in the middle of the writes would make them wait.
+// Blocks for the whole file now: allocation in the middle of the writes would make them wait. Where
+// not all are there, those that have come beyond the end of the file go again.
 Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
+  struct stat before;
+  if (::fstat(fd, &before) != 0) return last_error("stat", path);
   const auto size = static_cast<off_t>(bytes);
   if (reuse && restarted([&] { return ::ftruncate(fd, size); }) != 0) {
     return last_error("truncate", path);
@@ -138,7 +159,9 @@ Status allocate(int fd, uint64_t bytes, bool reuse, const std::string& path) {
   if (bytes == 0) return {};
   if (restarted([&] { return ::fallocate(fd, 0, 0, size); }) == 0) return {};
   if (errno == EOPNOTSUPP || errno == ENOSYS) return {};
-  return last_error("allocate", path);
+  Status status = last_error("allocate", path);
+  static_cast<void>(restarted([&] { return ::ftruncate(fd, before.st_size); }));
+  return status;
 }
 
 bool is_memory(const struct statfs& info) {
@@ -150,27 +173,18 @@ bool is_memory(int fd) {
   return restarted([&] { return ::fstatfs(fd, &info); }) == 0 && is_memory(info);
 }
 
-// Asked before a file is created: a refusal leaves nothing behind.
-bool parent_is_memory(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  const std::string parent = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  struct statfs info;
-  // A directory that is not there is for open to report.
-  return restarted([&] { return ::statfs(parent.c_str(), &info); }) != 0 || is_memory(info);
-}
-
 // All of it, so that storing cannot run out of memory. A file that has all its pages is left alone:
 // to look at each of them takes half the time of a copy.
 Status allocate_pages(int fd, uint64_t bytes, const std::string& path) {
   struct stat info;
   if (::fstat(fd, &info) != 0) return last_error("stat", path);
   const auto size = static_cast<off_t>(bytes);
-  if (info.st_size != size && ::ftruncate(fd, size) != 0) return last_error("truncate", path);
   constexpr uint64_t unit = 512;  // of st_blocks
   const bool whole =
       info.st_size >= size && static_cast<uint64_t>(info.st_blocks) * unit >=
                                   align_up(static_cast<uint64_t>(info.st_size), kPageBytes);
-  return whole ? Status{} : allocate(fd, bytes, false, path);
+  if (!whole) return allocate(fd, bytes, true, path);
+  return info.st_size == size ? Status{} : checked(::ftruncate(fd, size), "truncate", path);
 }
 
 std::chrono::nanoseconds processor_time() {
@@ -485,11 +499,14 @@ Result<std::shared_ptr<File>> PosixFs::open_write(const std::string& path, uint6
   const Result<int> opened = open_regular(path, flags, "open_write");
   if (!opened.ok()) return {opened.status};
   Descriptor file(opened.value);
+  NewName name(path, !reuse);
   if (Status status = one_name(file.get(), "open_write", path); !status.ok()) return {status};
   const bool direct = set_direct(file.get());
   const uint64_t allocated = direct ? align_up(bytes, kPageBytes) : bytes;
   if (Status status = allocate(file.get(), allocated, reuse, path); !status.ok()) return {status};
-  return {{}, std::make_shared<PosixFile>(file.release(), path, direct)};
+  auto written = std::make_shared<PosixFile>(file.release(), path, direct);
+  name.keep();
+  return {{}, std::move(written)};
 }
 
 Result<std::shared_ptr<File>> PosixFs::open_read(const std::string& path, bool direct) {
@@ -513,16 +530,18 @@ Result<std::shared_ptr<File>> PosixFs::open_mapped(const std::string& path, uint
     if (status.ok()) status = allocate_pages(file->fd(), bytes, path);
     return {std::move(status), std::move(file)};
   }
-  if (!parent_is_memory(path)) return Fs::open_mapped(path, bytes, reuse, nullptr);
   const int flags = O_RDWR | (reuse ? 0 : O_CREAT | O_EXCL);
   const Result<int> opened = open_regular(path, flags, "open_write");
   if (!opened.ok()) return {opened.status, {}};
   Descriptor file(opened.value);
+  NewName name(path, !reuse);
   if (!is_memory(file.get())) return Fs::open_mapped(path, bytes, reuse, nullptr);
   if (Status status = one_name(file.get(), "open_write", path); !status.ok()) return {status, {}};
   if (!reuse) allocate_huge_pages(file.get(), bytes, path);
   if (Status status = allocate_pages(file.get(), bytes, path); !status.ok()) return {status, {}};
-  return map_file(file, path, bytes, Mapping::Access::write);
+  auto mapped = map_file(file, path, bytes, Mapping::Access::write);
+  if (mapped.ok()) name.keep();
+  return mapped;
 }
 
 bool PosixFs::can_reuse_kept(const std::string& path, const std::shared_ptr<File>& kept) {

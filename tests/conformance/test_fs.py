@@ -20,7 +20,7 @@ from statehold.errors import (
     TruncatedFileError,
 )
 from statehold.testing import SimFs
-from support.disks import Disk, open_or_skip
+from support.disks import Disk, no_file_larger_than, open_or_skip
 
 PAGE = 4096
 
@@ -150,6 +150,22 @@ def test_open_write_allocates(disk: Disk) -> None:
     again = disk.fs.open_write(disk.path("f"), PAGE, reuse=True)
     assert disk.fs.stat_bytes(disk.path("f")) == PAGE
     again.close()
+
+
+def test_what_has_no_room_takes_none(disk: Disk) -> None:
+    """A new file is gone, and one that was to grow is as it was."""
+    fs = disk.fs
+    fs.open_write(disk.path("old"), PAGE).close()
+    with no_file_larger_than(fs, 16 * PAGE):
+        for name, reuse in (("new", False), ("old", True)):
+            with pytest.raises(StorageError) as raised:
+                fs.open_write(disk.path(name), 64 * PAGE, reuse)
+            assert errno_of(raised) in (errno.EFBIG, errno.ENOSPC)
+        with pytest.raises(StorageError):
+            fs.open_write(disk.path("old"), PAGE)  # what is there already is another's
+    assert fs.listdir(disk.root) == [("old", False)]
+    assert fs.stat_bytes(disk.path("old")) == PAGE
+    fs.open_write(disk.path("new"), 64 * PAGE).close()
 
 
 def test_reuse_is_refused_while_open(disk: Disk) -> None:

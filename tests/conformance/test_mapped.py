@@ -38,6 +38,7 @@ from support.disks import (
     State,
     corrupt,
     finish,
+    no_file_larger_than,
     open_or_skip,
     random_arrays,
     restore,
@@ -250,6 +251,19 @@ def test_a_full_memory_is_an_error_before_anything_is_written(memory: Disk) -> N
     with pytest.raises(NoSpaceError):
         memory.fs.open_write(memory.path("f"), 1 << 45, mapped=True)
     assert memory.fs.read_file(memory.path("committed"), 9) == b"whole"
+
+
+def test_a_file_in_memory_that_has_no_room_takes_none(memory: Disk) -> None:
+    fs, old = memory.fs, memory.path("old")
+    kept = fs.open_write(old, BLOCK, mapped=True)
+    with no_file_larger_than(fs, 4 * BLOCK):
+        for mapping in (kept, None):
+            with pytest.raises(StorageError):
+                fs.open_write(old, 16 * BLOCK, True, mapped=True, kept=mapping)
+        with pytest.raises(StorageError):
+            fs.open_write(memory.path("new"), 16 * BLOCK, mapped=True)
+    assert [name for name, _ in fs.listdir(memory.root) if name != "probe"] == ["old"]
+    assert fs.stat_bytes(old) == os.stat(old).st_blocks * 512 == BLOCK
 
 
 def test_populating_changes_nothing(memory: Disk, engine: _core.Engine) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +39,22 @@ def open_or_skip(backend: str) -> _core.Fs:
         return _core.open_fs(backend)
     except StorageError as error:
         pytest.skip(str(error))
+
+
+@contextmanager
+def no_file_larger_than(fs: _core.Fs, nbytes: int) -> Iterator[None]:
+    """No room for larger files: of this process on a real disk, of all files on a simulated one."""
+    if isinstance(fs, SimFs):
+        fs.set_faults(capacity=nbytes)
+        yield
+        fs.set_faults()
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))  # Python ignores SIGXFSZ
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def piece_count(begin: int, size: int, block: int = BLOCK) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import statehold
 from statehold import errors
@@ -143,6 +144,30 @@ def test_a_failed_save_gives_its_room_back_at_once(tmp_path: Path, backend: str,
                 assert free_bytes(root) >= before
         ckpt.close()
     assert len(kept) >= 6  # until the file system was unmounted
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("kind", ["ext2", "ext4"])
+def test_a_shared_file_without_room_takes_none(tmp_path: Path, kind: str) -> None:
+    """What is left of it would keep the disk full for all who use it."""
+    little, base = content(1, 1 << 18), torch.nn.Linear(1 << 10, 3 << 10)
+    base.requires_grad_(False)
+    options = {"keep": 1, "staging_bytes": 32 << 20, "io": statehold.Io(buffer_bytes=1 << 20)}
+    with ext4(tmp_path, 32 << 20, kind=kind) as root:
+        ckpt = statehold.Checkpointer(root / "run", **options)
+        ckpt.save(1, little).wait("committed", DEADLINE_S)
+        inside(ckpt).pipeline.drain(DEADLINE_S)
+        with nearly_full(root, 4 << 20) if kind == "ext4" else filled(root, 4 << 20):
+            for step in (2, 4):
+                before = free_bytes(root)
+                with pytest.raises(errors.NoSpaceError) as caught:
+                    ckpt.save(step, {**little, "base": base}).wait("committed", DEADLINE_S)
+                assert ".shared" in caught.value.path
+                inside(ckpt).pipeline.drain()
+                assert free_bytes(root) >= before - PAGE  # the empty directory
+                ckpt.save(step + 1, little).wait("committed", DEADLINE_S)
+                inside(ckpt).pipeline.drain(DEADLINE_S)
+        ckpt.close()
 
 
 @contextmanager
