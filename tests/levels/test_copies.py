@@ -540,6 +540,33 @@ def test_a_first_level_that_cannot_be_made(tmp_path: Path) -> None:
         assert got == 1
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOENT, errno.EACCES, errno.ENOSPC])
+def test_memory_that_cannot_be_made_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """With the path that statehold chooses, too. The run opens, restores and saves."""
+    make = os.mkdir
+
+    def refuse(path: str, *mode: int) -> None:
+        if Path(path).name == f"statehold-{os.getuid()}":
+            raise OSError(number, os.strerror(number))
+        make(path, *mode)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    for begin in (None, 1):
+        levels = [Memory(), Directory(every=10)]
+        with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+            assert ckpt.restore(blank()) == begin
+            save(ckpt, (begin or 0) + 1, content(1))
+            assert ckpt.steps() == [1, 2][: (begin or 0) + 1]
+    assert "level memory cannot take step 1; saves go to level directory" in caplog.text
+    with (
+        statehold.Checkpointer(tmp_path / "alone", levels=[Memory()], **SMALL) as ckpt,
+        pytest.raises(StorageError, match="cannot create a memory level"),
+    ):
+        save(ckpt, 1, content(1))
+
+
 def test_a_step_that_is_at_the_first_level_is_not_saved_again_behind_it(fs) -> None:
     with opened_on(fs, far=LATER) as ckpt:
         save(ckpt, 1, content(1))

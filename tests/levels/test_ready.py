@@ -90,7 +90,7 @@ def test_memory_that_is_short_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(ready, "free_memory", lambda _folder: 7 * NUMEL)
+    monkeypatch.setattr(ready, "free_bytes", lambda _folder: 7 * NUMEL)
     caplog.set_level(logging.INFO, "statehold")
     with statehold.Checkpointer(tmp_path / "run", levels=levels(memory, 2), **SMALL) as ckpt:
         reused = [save(ckpt, step) for step in range(1, 6)]

@@ -12,7 +12,7 @@ import pytest
 import statehold
 from statehold import Directory, Memory, ObjectStore
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
-from statehold.checkpoint.levels.memory import memory_root
+from statehold.checkpoint.levels.memory import make_home, memory_root
 from statehold.checkpoint.levels.specs import Level, check_levels
 from statehold.checkpoint.levels.throttle import BURST_S, Throttle
 from statehold.errors import ClosedError, StorageError, UsageError
@@ -240,6 +240,8 @@ def home(base: Path) -> Path:
 
 def test_memory_is_private_found_again_and_of_one_run(tmp_path: Path) -> None:
     first = memory_root("/runs/a", str(tmp_path))
+    assert not home(tmp_path).exists()
+    make_home("/runs/a", str(tmp_path))
     assert memory_root("/runs/a", str(tmp_path)) == first
     assert memory_root("/runs/./a/", str(tmp_path)) == first
     assert memory_root("/runs/b", str(tmp_path)) != first
@@ -289,12 +291,13 @@ def a_dangling_link(at: Path) -> None:
 def test_what_somebody_else_has_put_there_is_refused(tmp_path: Path, attack: Any) -> None:
     attack(home(tmp_path))
     before = sorted(each.name for each in tmp_path.rglob("*"))
-    with pytest.raises(StorageError, match="does not belong to this user alone") as caught:
-        memory_root("/runs/a", str(tmp_path))
-    assert caught.value.path == str(home(tmp_path))
+    for use in (memory_root, make_home):
+        with pytest.raises(StorageError, match="does not belong to this user alone") as caught:
+            use("/runs/a", str(tmp_path))
+        assert caught.value.path == str(home(tmp_path))
     assert sorted(each.name for each in tmp_path.rglob("*")) == before
 
 
 def test_a_base_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="memory level"):
-        memory_root("/runs/a", str(tmp_path / "none"))
+        make_home("/runs/a", str(tmp_path / "none"))

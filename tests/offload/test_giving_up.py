@@ -21,8 +21,10 @@ import torch
 
 import statehold
 from statehold import offload
+from statehold._core import open_fs
 from statehold.errors import MissingFileError, NoSpaceError, StorageError, UsageError
 from statehold.offload import stalls
+from statehold.offload.files import StateFiles
 from statehold.planners import placement
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must
@@ -37,6 +39,29 @@ FAULTS = int(os.environ.get("STATEHOLD_OFFLOAD_FAULTS", "4"))
 EXT4_SHUTDOWN, EXT4_SHUTDOWN_NO_LOG = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN
 T = TypeVar("T")
 needs_tmpfs = pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
+
+
+@pytest.mark.skipif(why_no_ext4() is not None, reason=str(why_no_ext4()))
+def test_files_are_reserved_all_or_none(tmp_path: Path) -> None:
+    with ext4(tmp_path, 16 << 20) as root, contextlib.closing(open_fs("threads")) as fs:
+        files = StateFiles(fs, str(root))
+        files.reserve([4 << 20])
+        before = taken(root)
+        with pytest.raises(NoSpaceError):
+            files.reserve([4 << 20] * 4)
+        with pytest.raises(NoSpaceError):
+            files.take(64 << 20)  # the file from before was to grow
+        assert taken(root) == before
+        path, file = files.take(4 << 20)
+        file.close()
+        files.give_back(path)
+        assert taken(root) == before
+        files.close()
+
+
+def taken(root: Path) -> list[tuple[str, int]]:
+    """The files below, and what each takes."""
+    return [(str(each), each.stat().st_size) for each in root.rglob("*.state")]
 
 
 @pytest.fixture(autouse=True)

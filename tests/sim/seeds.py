@@ -52,7 +52,7 @@ FAULTS = (
     "misdirected", "rot", "power", "half a file", "forgotten",
     *(f"injected {each}" for each in OPERATIONS),
     "death", "stall", "came back late", "kill of all", "power loss", "refused step", "no exchange",
-    "linked", "rewind", "refused rewind", "rewind beside a save", "lost file",
+    "linked", "rewind", "refused rewind", "rewind beside a save", "lost file", "no room",
 )  # fmt: skip
 
 
@@ -146,6 +146,7 @@ class Seed:
                 self._recover()
             self._end_late()
             self._recover()
+            self._fill_up()
         finally:
             fired = dict(self._fs.fired)
             if not self._exchanges:
@@ -360,6 +361,54 @@ class Seed:
                 )
         self._step += 2
         self.report.counts["recoveries"] += 1
+
+    def _fill_up(self) -> None:
+        """Save where there is little room: a save that finds none takes none.
+
+        A job of one rank. Of several, one may come late with its part: the next job clears that.
+        """
+        chance, fs = random.Random(self.report.seed * 31 + 37), self._fs
+        size = 1
+        for _ in range(3):
+            self._save_once(size)  # it clears what earlier jobs have left
+            before = used_bytes(fs, "")
+            fs.set_faults(capacity=before + chance.randrange(40_000))
+            self._refuse_exchange()
+            outcomes = self._save_once(size, before)
+            if "committed" not in outcomes:
+                self.report.counts["no room"] += 1
+                self._check_room(before, outcomes)
+            fs.set_faults()
+            self._refuse_exchange()
+
+    def _save_once(self, size: int, before: int | None = None) -> list[Any]:
+        """A job of one save. before: the bytes on the disk, to be compared at once."""
+        self._step, self._serial = self._step + 1, self._serial + 1
+        step, serial = self._step, self._serial
+        job = self._job(size)
+
+        def program(rank: int) -> str:
+            self._oracle.begin(step, serial, size)
+            state = content(rank, step, serial, shares=self._shares)
+            try:
+                save = job.ckpts[rank].save(step, state, metrics=metrics_of(step))
+                save.wait("committed", HANG_S)
+            except StateholdError as error:
+                inside(job.ckpts[rank]).pipeline.drain()
+                if before is not None:
+                    self._check_room(before, error)
+                return type(error).__name__
+            self._oracle.promise(step, serial)
+            return "committed"
+
+        job.start(program)
+        outcomes = job.end()
+        job.close()
+        return outcomes
+
+    def _check_room(self, before: int, why: object) -> None:
+        if (now := used_bytes(self._fs, "")) > before:
+            self.report.wrong(f"{why}: it has left {now - before} bytes on a full disk")
 
     def _look_at_second_level(self) -> None:
         """Its steps are whole by themselves: what is there was compared on the way."""

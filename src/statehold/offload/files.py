@@ -23,7 +23,8 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from statehold.errors import StateholdError, StorageError, UsageError
+from statehold.errors import NoSpaceError, StateholdError, StorageError, UsageError
+from statehold.io.memory_room import open_file
 from statehold.offload.claim import claim_folder, dead_folders
 
 if TYPE_CHECKING:
@@ -75,20 +76,33 @@ class StateFiles:
             )
 
     def reserve(self, sizes: list[int]) -> None:
-        """Make a file of each size, so that the space is there when an update needs it."""
+        """Make a file of each size, or none, so that the space is there when an update needs it."""
         self.check()
-        for nbytes in sizes:
-            path = self._new_name()
-            self._fs.open_write(path, nbytes).close()
-            self._sizes[path] = nbytes
-            self._spare.append(path)
+        made: dict[str, int] = {}
+        try:
+            for nbytes in sizes:
+                path = self._new_name()
+                open_file(self._fs, path, nbytes).close()
+                made[path] = nbytes
+        except BaseException:
+            for path in made:
+                with contextlib.suppress(StateholdError):  # the first error says more
+                    self._fs.unlink(path)
+            raise
+        with self._guard:
+            self._sizes.update(made)
+            self._spare += made
 
     def take(self, nbytes: int) -> tuple[str, File]:
         """A file that may be overwritten, and its path."""
         self.check()
         path = self._reusable(nbytes)
         if path is not None:
-            return path, self._opened(path, nbytes, reuse=True)
+            try:
+                return path, self._opened(path, nbytes, reuse=True)
+            except NoSpaceError:  # it was to grow
+                self.give_back(path)
+                raise
         path = self._new_name()
         return path, self._opened(path, nbytes, reuse=False)
 
@@ -123,7 +137,7 @@ class StateFiles:
         return self._fs.open_write(path, nbytes, reuse=True)
 
     def _opened(self, path: str, nbytes: int, *, reuse: bool) -> File:
-        file = self._fs.open_write(path, nbytes, reuse=reuse)
+        file = open_file(self._fs, path, nbytes, reuse=reuse)
         self._sizes[path] = nbytes
         return file
 

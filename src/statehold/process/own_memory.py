@@ -26,13 +26,17 @@ def home(base: str = SHARED_MEMORY) -> str:
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
-        _check_ours(path)
+        check_home(base)
     except OSError as error:
         raise storage_error("create a memory level", error.errno or 0, path) from error
     return path
 
 
-def _check_ours(path: str) -> None:
+def check_home(base: str = SHARED_MEMORY) -> None:
+    """Raise StorageError if something else is where the directory belongs."""
+    path = home_path(base)
+    if not os.path.lexists(path):
+        return
     found = os.lstat(path)
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
         return

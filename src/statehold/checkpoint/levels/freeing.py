@@ -22,13 +22,11 @@ from statehold.checkpoint.store.directories import delete
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
-from statehold.io.mounts import mount_of
+from statehold.io.memory_room import is_memory
 from statehold.process.own_memory import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
-_MEMORY_KINDS = ("tmpfs", "ramfs")
 
 
 def memory_of(run: str, base: str = SHARED_MEMORY) -> list[str]:
@@ -80,4 +78,4 @@ def _is_own_memory(directory: str) -> bool:
     except OSError:
         return False
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_own and mount_of(directory).kind in _MEMORY_KINDS
+    return is_own and is_memory(directory)

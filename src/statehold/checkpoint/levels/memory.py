@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 
-from statehold.process.own_memory import SHARED_MEMORY, home, home_path
+from statehold.process.own_memory import SHARED_MEMORY, check_home, home_path
 
 
 def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
-    """The directory for the run directory `run`; its parent exists on return."""
-    home(base)
+    """The directory for the run directory `run`. Nothing is made.
+
+    Raises StorageError if something else is where its parent belongs.
+    """
+    check_home(base)
     return memory_path(run, base)
 
 
 def memory_path(run: str, base: str = SHARED_MEMORY) -> str:
-    """The directory for the run directory `run`. Nothing is made."""
+    """The same, unchecked."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:16]
     return os.path.join(home_path(base), name)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from statehold.errors import NoSpaceError, storage_error
+from statehold.io.memory_room import free_bytes
 from statehold.io.objects.parallel import Target
 
 # Of the directories of such files; the number of the process comes next.
@@ -107,8 +108,7 @@ class NearFiles:
         """A new directory with space for so many bytes."""
         for directory in self._directories:
             with contextlib.suppress(OSError):
-                free = os.statvfs(directory)
-                if free.f_bavail * free.f_frsize > nbytes:
+                if free_bytes(directory) > nbytes:
                     return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
         raise NoSpaceError(
             "not enough space to fetch a file of a step",

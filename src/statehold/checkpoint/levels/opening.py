@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,14 @@ from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
+from statehold.io.memory_room import is_memory
 from statehold.io.mounts import mount_of
 from statehold.observe.once import log_once
-from statehold.process.own_memory import SHARED_MEMORY
+from statehold.process.own_memory import SHARED_MEMORY, home
 from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
-_MEMORY_KINDS = ("tmpfs", "ramfs")
 
 
 def open_places(
@@ -66,7 +66,7 @@ def open_places(
             reuse=reuse,
             rank=membership.rank,
             world_size=membership.world,
-            mapped=isinstance(level, Memory) and fs.backend != "sim" and _is_memory(root),
+            mapped=isinstance(level, Memory) and fs.backend != "sim" and is_memory(root),
         )
 
         if membership.leads and not yields and fs.backend != "sim":
@@ -76,6 +76,8 @@ def open_places(
             return only or CopyEngine(fs, buffer_bytes)
 
         site = Site(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
+        if isinstance(level, Memory) and level.path is None:
+            site = replace(site, make_home=home)
         if isinstance(level, Directory) and not level.per_host:
             places.append(DirectoryPlace(site))
         else:
@@ -109,12 +111,8 @@ def _in_objects(
     )
 
 
-def _is_memory(path: str) -> bool:
-    return mount_of(path).kind in _MEMORY_KINDS
-
-
 def _warn_of_a_disk(level: Level, called: str, root: str) -> None:
-    if isinstance(level, Memory) and level.path is not None and not _is_memory(root):
+    if isinstance(level, Memory) and level.path is not None and not is_memory(root):
         log_once(
             f"level {level.name} is not in memory: {called} is on {mount_of(root).kind}, and saves "
             "take as long as that storage takes. Give Memory a path on a tmpfs, such as below "

@@ -259,6 +259,7 @@ class Site:
 
     called: the directory as the user named it. yields: an agent opens it (store/lock).
     takes_copies: False for the first level, where steps are only saved.
+    make_home: makes what the directory lies in, where that is not for everybody to look into.
     """
 
     name: str
@@ -268,6 +269,7 @@ class Site:
     engine: CopyEngine
     yields: bool
     takes_copies: bool = True
+    make_home: Callable[[], object] = lambda: None
 
 
 class DirectoryPlace(Shared):
@@ -377,6 +379,7 @@ class DirectoryPlace(Shared):
         with self._guard:
             if self._is_prepared and not self._was_removed():
                 return
+            self._site.make_home()
             self.store.create()
             if self.store.leads:
                 disk = id(self._fs) if self._fs.backend == "sim" else 0

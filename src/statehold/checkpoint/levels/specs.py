@@ -88,7 +88,8 @@ class Memory(Level):
     """Memory of this host that outlives the process: survives the trainer's death, not the host's.
 
     Takes keep + 1 times the state, because one more file waits for the next save to overwrite it.
-    statehold makes that file at the first commit if half of the free memory has room for it. The
+    statehold makes that file at the first commit if half of the memory for files has room for it. A
+    step goes to the next level if too little memory would stay free on the host. The
     steps stay until the run continues, until `statehold free`, or until the host restarts.
 
     The other arguments are those of `Level`.

@@ -12,7 +12,7 @@ from statehold.checkpoint.levels.specs import Directory, Level, Memory
 
 
 def directory_of(level: Level, run: str) -> str:
-    """The directory of a level."""
+    """The directory of a level. Nothing is made."""
     path = level.path if isinstance(level, Directory | Memory) else None
     if path is not None:
         return os.path.abspath(os.fspath(path))

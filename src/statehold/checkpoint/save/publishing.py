@@ -146,7 +146,8 @@ class Together:
         self._descent = descent
         self.rank: int | None = peers.rank
         self.leads = peers.rank == 0
-        self._arrived = -1  # the newest save whose part of this rank is durable
+        self._told = -1  # the newest save of which rank 0 may have heard that this part is durable
+        self._arrived = -1  # the newest save of which it has
         self._outcome = b""
 
     def attempt(self, number: int) -> str | None:
@@ -162,6 +163,7 @@ class Together:
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
+        self._told = work.number
         with work.save._stage("arrive"):
             self._peers.arrive(work.number, self._message(work, digests, raw))  # D4
         self._arrived = work.number
@@ -218,7 +220,8 @@ class Together:
         return not isinstance(error, PeerLostError) or 0 in error.ranks
 
     def clean_up(self, work: Work) -> None:
-        if work.attempt is not None:
+        # Rank 0 may be about to publish the files of a rank that it has heard of.
+        if work.attempt is not None and (self.leads or work.number > self._told):
             work.place.store.abandon(work.save.step, work.attempt)
 
     # -- rank 0 ----------------------------------------------------------------------------

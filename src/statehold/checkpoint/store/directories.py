@@ -39,15 +39,21 @@ def make_directories(fs: Fs, path: str) -> None:
         fs.sync_dir(parent_of(path))
 
 
-def delete(fs: Fs, directory: str) -> None:
-    """Delete a directory that no name of a step leads to, with its contents."""
+def delete(fs: Fs, directory: str, of: str = "") -> None:
+    """Delete a directory that no name of a step leads to, with its contents.
+
+    of: only what has names that begin so, and the directory if nothing else is in it.
+    """
     for name, is_dir in fs.listdir(directory):
+        if not name.startswith(of):
+            continue
         if is_dir:
             delete(fs, f"{directory}/{name}")
         else:
             with unless(errno.ENOENT):  # another rank took it meanwhile
                 fs.unlink(f"{directory}/{name}")
-    fs.rmdir(directory)
+    with unless(errno.ENOTEMPTY) if of else contextlib.nullcontext():
+        fs.rmdir(directory)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING
 
 from statehold.errors import StorageError
+from statehold.io.memory_room import free_bytes
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,12 +59,6 @@ class Filling:
             newest = self._store.newest()
             self._step_bytes = 0 if newest is None else own_bytes(self._store.where(newest))
         return free // max(self._step_bytes, 1)
-
-
-def free_bytes(directory: str) -> int:
-    """What this user may still write there."""
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
 
 
 def own_bytes(directory: str) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.store.directories import unless
 from statehold.checkpoint.store.second_names import linked
 from statehold.errors import StateholdError, StorageError
+from statehold.io.memory_room import open_file
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -31,15 +32,19 @@ POOL_NAME = ".shared"
 
 
 class Pool:
-    """The shared files of `rank` in the run directory `root` on the file system that `fs` returns.
+    """The shared files of `rank` of `ranks` in the run directory `root`, on the file system that
+    `fs` returns.
 
     mapped: `root` lies on a memory file system, and files are written as memory.
     """
 
-    def __init__(self, fs: Callable[[], Fs], root: str, rank: int, *, mapped: bool) -> None:
+    def __init__(
+        self, fs: Callable[[], Fs], root: str, rank: int, ranks: int, *, mapped: bool
+    ) -> None:
         self._find_fs = fs
         self._folder = f"{root}/{POOL_NAME}"
         self._rank = rank
+        self._ranks = ranks
         self._mapped = mapped
         self._own = secrets.token_hex(4)
         self._names = set[str]()
@@ -52,7 +57,7 @@ class Pool:
     def open(self, file_bytes: int, attempt: str | None) -> tuple[str, File]:
         """A new file, and its path. attempt: of the save, if several ranks save."""
         path = self._path(attempt)
-        file = self._fs.open_write(path, file_bytes, mapped=self._mapped)
+        file = open_file(self._fs, path, file_bytes, mapped=self._mapped, ranks=self._ranks)
         self._names.add(path)
         return path, file
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.store.directories import unless
 from statehold.errors import StateholdError
-from statehold.process.host_memory import available
+from statehold.io.memory_room import free_bytes, open_file
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -110,25 +110,16 @@ class Ready:
         """None, or why there is no file."""
         with unless(errno.EEXIST):  # another rank made it, or it was needed before
             self._fs.mkdir(self._folder)
-        free = free_memory(self._folder)
+        free = free_bytes(self._folder)
         if file_bytes * self._ranks > free // 2:
             return f"{file_bytes} bytes for each of {self._ranks} ranks, and {free} are free"
         path = self.path(self._name)
         if self._fs.stat_bytes(path) is not None:  # left by a killed job with this rank
             self._fs.unlink(path)
-        file = self._fs.open_write(path, file_bytes, mapped=True)
+        file = open_file(self._fs, path, file_bytes, mapped=True, ranks=self._ranks)
         for begin in range(0, file_bytes, _PART_BYTES):
             if self._is_wanted:
                 break  # the threads that copy do the rest, all of them
             file.populate(begin, min(_PART_BYTES, file_bytes - begin))
         self._file = file
         return None
-
-
-def free_memory(folder: str) -> int:
-    """Bytes of memory that a file in `folder` may still take.
-
-    The limit is the file system's, or that of this process.
-    """
-    room = os.statvfs(folder)
-    return min(room.f_bavail * room.f_frsize, available().nbytes)

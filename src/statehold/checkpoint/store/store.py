@@ -79,6 +79,7 @@ from statehold.errors import (
     no_such_step,
 )
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.io.memory_room import open_file
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -121,7 +122,8 @@ class Store:
         self.retention = Retention(keep, self.read)
         self._reuse = reuse
         self._leads = rank == 0
-        self._shared = world_size > 1
+        self._ranks = world_size
+        self._own = f"rank-{rank:05d}-"  # names of this rank's files begin so
         self._guard = threading.RLock()
         self._protected: dict[int, int] = {}
         self._is_pool_due = False  # what dead jobs have left there is not cleared yet
@@ -131,7 +133,7 @@ class Store:
         self._mappings = Mappings()
         self._newest = Newest(self.newest)
         self._ready = Ready(fs, self._root, world_size)
-        self.pool = Pool(lambda: self.fs, self._root, rank, mapped=mapped)
+        self.pool = Pool(lambda: self.fs, self._root, rank, world_size, mapped=mapped)
         self._rooms = Rooms()
 
     @property
@@ -363,11 +365,11 @@ class Store:
             with self._guard:
                 kept = self._ready.file(name)
                 reused = self._take_ready(name, path)
-        if not self._mapped:
-            return self.fs.open_write(path, file_bytes, reuse=reused), reused
-        kept = kept if reused else None
-        file = self.fs.open_write(path, file_bytes, reuse=reused, mapped=True, kept=kept)
-        if not self._shared:
+        file = open_file(
+            self.fs, path, file_bytes, reuse=reused, mapped=self._mapped,
+            kept=kept if reused else None, ranks=self._ranks,
+        )  # fmt: skip
+        if self._mapped and self._ranks == 1:
             with self._guard:
                 self._mappings.making(step, name, file)
         return file, reused
@@ -428,14 +430,16 @@ class Store:
     def abandon(self, step: int, attempt: str | None = None) -> None:
         """Abandon a partial step. A later begin or open clears what cannot be removed now.
 
-        If another rank leads, this does nothing: that rank removes the files of all ranks.
+        The rank that leads removes the files of all ranks. Any other rank removes its own, because
+        it may have made them after that.
         """
         with self._guard, contextlib.suppress(StorageError):
             partial = self.partial(step, attempt)
             self._mappings.abandoned(step)
-            if self._leads and self.fs.is_dir(partial):
-                self._settle_names()
-                delete(self.fs, partial)
+            if self.fs.is_dir(partial):
+                if self._leads:
+                    self._settle_names()
+                delete(self.fs, partial, "" if self._leads else self._own)
 
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""
@@ -548,7 +552,7 @@ class Store:
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
-        if self._shared:
+        if self._ranks > 1:
             self.drop_spare()  # files that no rank has taken until now
         if not self._reuse or self._spare is not None:
             if step is not None:
@@ -563,7 +567,7 @@ class Store:
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if no other process can see it."""
         with self._guard:
-            if self._shared:
+            if self._ranks > 1:
                 return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
             if self._spare is None:
                 return False

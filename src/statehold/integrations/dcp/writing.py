@@ -28,6 +28,7 @@ from statehold.checkpoint.save.writes import Ordered, Segments, start_write
 from statehold.errors import StorageError, UnsupportedValueError, UsageError
 from statehold.format.entries import Chunk, FileEntry, record_file
 from statehold.integrations.dcp.machine import Machine
+from statehold.io.memory_room import open_file
 from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec, plan_save
 from statehold.tensors import dtypes
@@ -256,7 +257,7 @@ def _write_file(
     ordered = Tensors(tensors[index] for index in plan.source_index)
     job = start_write(engine, plan, Ordered(ordered, Segments.of(plan, ordered.structure)))
     try:
-        job.attach(fs.open_write(path, plan.file_bytes))
+        job.attach(open_file(fs, path, plan.file_bytes))
         copies = devices.copies([Source(job, ordered)], Capture(ordered, None))
         if copies is not None:
             copies.run()
