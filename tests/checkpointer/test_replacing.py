@@ -20,10 +20,12 @@ import statehold
 from statehold import errors
 from statehold.checkpoint.levels.hosts.served import Served
 from statehold.checkpoint.levels.nearest import Nearest
+from statehold.checkpoint.store.directories import delete
 from statehold.checkpoint.store.store import Store
 from statehold.cli import main
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL, spy_on
+from support.faults import DEADLINE_S, SMALL, Spy, spy_on
+from support.inside import inside
 
 DATA = "rank-00000-of-00001.safetensors"
 STEP = "/run/step-000000000002"
@@ -64,13 +66,31 @@ def fs() -> SimFs:
     return fs
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    "code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTEMPTY, errno.EEXIST]
+)
 def test_a_step_is_saved_again(fs: SimFs, code: int) -> None:
     fs.set_faults(1)
     fs.fail_next("exchange", code, 1 << 30, 0)
     saved(fs, (2, 22), (2, 23))
     assert fs.fired["injected exchange"] == 2
     assert restored(fs) == (2, 23)
+    assert names(fs) == ["step-000000000001", "step-000000000002"]
+
+
+def test_an_exchange_that_renames_over_the_old_step_is_a_commit(fs: SimFs) -> None:
+    """A file system that ignores RENAME_EXCHANGE, and the rule about directories that are full."""
+    fs.set_faults(1)
+
+    class Renaming(Spy):
+        def exchange(self, partial: str, final: str) -> None:
+            delete(fs, final)
+            fs.rename(partial, final)
+
+    with checkpointer_on(fs, "/run", keep=2, **SMALL) as ckpt:
+        inside(ckpt).levels.store.fs = Renaming(fs, lambda *_: None)
+        ckpt.save(2, content(22)).wait("committed", DEADLINE_S)
+    assert restored(fs) == (2, 22)
     assert names(fs) == ["step-000000000001", "step-000000000002"]
 
 

@@ -28,7 +28,8 @@ def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
     is_there = fs.is_dir(final)
     if is_there and exchanged(fs, partial, final):  # D6: both names change at once
         make_durable(fs, parent_of(final))  # D7
-        return Replaced.HIDDEN
+        # A file system that ignores the flag may have renamed over the old directory.
+        return Replaced.HIDDEN if fs.is_dir(partial) else Replaced.NOTHING
     with came_back(fs, final):
         is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
         fs.rename(partial, final)  # D6

@@ -47,7 +47,9 @@ class Replaced(Enum):
     LEFT = "its name is not settled: sync the parent, and settle(), before `final` goes away"
 
 
-_REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+# The last two come from a file system that ignores the flag: it takes an exchange for a rename to a
+# name that is taken.
+_REFUSED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTEMPTY, errno.EEXIST)
 
 
 # -- by the one that publishes -------------------------------------------------------------------
