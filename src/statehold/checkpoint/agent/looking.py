@@ -1,4 +1,4 @@
-"""The agents on this host, and the places of their logs.
+"""The agents on this host, the places of their logs, and what may end them.
 
 For people: nothing relies on it.
 """
@@ -17,6 +17,23 @@ def agents_of(run: str) -> list[int]:
     """The processes that are agents of a run."""
     # An agent begins as a process that leaves another behind, perhaps while we look.
     return _listed(run) or _listed(run)
+
+
+def ends_with_slurm(proc: Path = Path("/proc")) -> bool:
+    """Whether SLURM ends all processes of this step, the agent too, as soon as this one has ended.
+
+    Not if a shell has started this process: it may wait for the agent.
+    """
+    pid = "self"
+    with contextlib.suppress(OSError):
+        while pid not in ("0", "1"):
+            name, _, rest = (proc / pid / "stat").read_text().partition("(")[2].rpartition(")")
+            if name.endswith("sh"):
+                return False
+            if name == "slurmstepd":
+                return True
+            pid = rest.split()[1]
+    return False
 
 
 def _listed(run: str) -> list[int]:

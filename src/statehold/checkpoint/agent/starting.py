@@ -22,25 +22,28 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from statehold.checkpoint.agent.looking import AGENT
+from statehold.checkpoint.agent.looking import AGENT, ends_with_slurm
 from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.levels.specs import Level, Memory
 from statehold.errors import StateholdError
 from statehold.observe.background_log import BackgroundLog
+from statehold.observe.once import log_once
 from statehold.options import Options
 
 _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3
 FIRST_S = 5.0
 
-# The first process ends at once, so the agent has no parent. It finds modules where the trainer
-# does, whatever the trainer's working directory was.
+# The first process ends at once, so the agent has no parent. Process 1 would become its parent and
+# not wait for it, so an agent of process 1 stays a child. It finds modules where the trainer does,
+# whatever the trainer's working directory was.
 _PROGRAM = """
 import json, os, sys
-if os.fork():
+if os.getppid() != 1 and os.fork():
     os._exit(0)
 received = b""
 while b"\\n" not in received:
@@ -84,6 +87,12 @@ class Agent:
             self._close()
             self._log.warning("the agent of this run was lost; starting another one")
         self._starts += 1
+        if ends_with_slurm():
+            log_once(
+                "the agent of this run ends with the SLURM step: if this process is killed, its "
+                "newest step stays in memory. Start the trainer from a shell that waits for the "
+                "agent, as the guide shows under 'Memory'"
+            )
         try:
             self._start()
         except (OSError, StateholdError) as error:
@@ -142,10 +151,13 @@ class Agent:
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
-        if self._first is not None:
+        first, self._first = self._first, None
+        if first is not None and os.getpid() == 1:  # it is the agent, which may live on
+            with contextlib.suppress(RuntimeError):  # this process ends, and its container with it
+                threading.Thread(target=first.wait, name="statehold-agent", daemon=True).start()
+        elif first is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._first.wait(FIRST_S)
-            self._first = None
+                first.wait(FIRST_S)
 
 
 def _interpreter() -> str:
