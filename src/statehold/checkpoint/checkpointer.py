@@ -82,9 +82,10 @@ class Checkpointer:
             what this rank writes if that is more. All ranks of a host together use at most a third
             of the memory that is available. A log line says what was chosen.
         coordination: how the ranks of a job find each other. "store" uses the store of
-            torch.distributed. "directory" uses files in the run directory, with RANK and WORLD_SIZE
-            from the environment. With "none" this process saves alone, even if others run beside
-            it. "auto" uses the store if torch.distributed is initialized with more than one rank.
+            torch.distributed. "directory" uses files in the run directory, with the rank and the
+            number of ranks that torchrun, srun or mpirun has put into the environment. With "none"
+            this process saves alone, even if others run beside it. "auto" uses the store if
+            torch.distributed is initialized with more than one rank.
         peer_timeout_s: how many seconds to wait for another rank before it counts as lost.
         node_mtbf: for levels with every="auto", the mean time between failures of one node, such
             as "250d". None: a published figure (264 days).

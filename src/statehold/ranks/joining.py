@@ -17,6 +17,15 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 
 PEERS_NAME = ".peers"
+# The rank and the number of ranks, as torchrun, Open MPI, MPICH and SLURM set them. The launcher
+# that starts the ranks comes first.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
 
 
 def join(run: str, options: Options) -> Peers | None:
@@ -46,25 +55,31 @@ def _through_store(run: str, required: bool, timeout_s: float) -> Peers | None:
 
 
 def _through_directory(run: str, timeout_s: float) -> Peers | None:
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    found = launched()
+    if found is None:
+        names = [each for pair in _LAUNCHERS for each in pair if each in os.environ]
+        got = ", ".join(f"{each}={os.environ[each]!r}" for each in names)
+        raise UsageError(
+            'coordination="directory" needs the rank and the number of ranks in the environment',
+            facts={
+                "expected": "whole numbers, as torchrun, srun and mpirun set them",
+                "got": got or "none of these",
+            },
+        )
+    rank, world_size = found
     if world_size <= 1:
         return None
     if rank >= world_size:
-        raise UsageError(
-            "the rank is outside its world", facts={"RANK": rank, "WORLD_SIZE": world_size}
-        )
+        facts = {"rank": rank, "number of ranks": world_size}
+        raise UsageError("the rank is outside its world", facts=facts)
     board = DirectoryBoard(os.path.join(run, PEERS_NAME))
     return Peers(board, Membership(rank, world_size), timeout_s)
 
 
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdecimal():
-        raise UsageError(
-            f'coordination="directory" needs {name} in the environment',
-            facts={
-                "expected": "a whole number, as torchrun and SLURM wrappers set it",
-                "got": repr(text),
-            },
-        )
-    return int(text)
+def launched() -> tuple[int, int] | None:
+    """The rank of this process and the number of ranks, as its launcher says in the environment."""
+    for names in _LAUNCHERS:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal():
+            return int(rank), int(size)
+    return None

@@ -28,6 +28,7 @@ import time
 
 from statehold.errors import RunBusyError, StorageError, storage_error
 from statehold.process.file_locks import LockFile
+from statehold.ranks.joining import launched
 
 logger = logging.getLogger("statehold")
 
@@ -194,11 +195,23 @@ def _unopened(error: OSError, path: str) -> StorageError:
     return StorageError(found.summary, errno=errno.EACCES, path=path, hint=_OTHER_USER)
 
 
+def _way_out() -> str:
+    """Perhaps the holder is no other job but a rank of this one, and the ranks do not know it."""
+    rank, size = launched() or (0, 1)
+    if size < 2:
+        return _OTHER_JOB
+    return (
+        f"this process is rank {rank} of {size}, as its launcher says. If the holder is another of "
+        "these ranks, let them find each other: call torch.distributed.init_process_group() before "
+        'the first save, or pass coordination="directory". Otherwise ' + _OTHER_JOB
+    )
+
+
 def _busy(run: str, holder: str, *, is_ours: bool) -> RunBusyError:
     if is_ours:
         holder = f"another Checkpointer of this process ({os.getpid()})"
     return RunBusyError(
         "another Checkpointer is already saving into the run directory",
         facts={"run": run, "held by": holder or "another process"},
-        hint=_OTHER_OBJECT if is_ours else _OTHER_JOB,
+        hint=_OTHER_OBJECT if is_ours else _way_out(),
     )
