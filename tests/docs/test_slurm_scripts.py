@@ -1,0 +1,80 @@
+"""The guide's scripts for SLURM, run as they stand there, with stubs for SLURM and the trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parents[2] / "docs/guide.md"
+BLOCKS = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+BATCH = [each for each in BLOCKS if "srun" in each and "-eq 75 ]" in each]
+TASK = [each for each in BLOCKS if "tatehold-agent" in each]
+DEADLINE_S = 60
+
+
+def stub(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    stub(tmp_path, "scontrol", "echo $1 > requeued")
+    stub(tmp_path, "pgrep", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("RUN", "run")
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", BATCH)
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_job_ends_as_its_trainer_and_is_requeued_after_75(
+    there: Path, script: str, code: int
+) -> None:
+    stub(there, "srun", f"exit {code}")
+    ended = subprocess.run(["bash", "-c", script], cwd=there, timeout=DEADLINE_S)
+    assert ended.returncode == code
+    assert (there / "requeued").exists() == (code == 75)
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "number"),
+    [
+        *((each, "python", signal.SIGUSR1) for each in TASK),
+        *((each, "python", signal.SIGTERM) for each in TASK),
+        *((each, "srun", signal.SIGUSR1) for each in BATCH if "trap" in each),
+    ],
+)
+def test_a_shell_that_is_warned_waits_for_the_trainer(
+    there: Path, script: str, name: str, number: signal.Signals
+) -> None:
+    """Also one that is warned twice."""
+    os.mkfifo(there / "ready")
+    os.mkfifo(there / "ended")
+    # It tells of each warning, and ends when the test has seen two.
+    warned = f"trap 'echo warned > ready' {number.name.removeprefix('SIG')}"
+    stub(there, name, f"{warned}; echo up > ready; until read -r < ended; do :; done; exit 75")
+    shell = subprocess.Popen(["bash", "-c", script], cwd=there, start_new_session=True)
+    try:
+        assert (there / "ready").read_text() == "up\n"
+        for _ in range(2):
+            shell.send_signal(number)
+            assert (there / "ready").read_text() == "warned\n"
+        assert shell.poll() is None
+        (there / "ended").write_text("\n")
+        assert shell.wait(DEADLINE_S) == 75
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+
+
+def test_the_scripts_are_there() -> None:
+    assert len(BATCH) == 2
+    assert len(TASK) == 1
