@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,79 @@ def test_another_model_with_frozen_parameters_is_saved_as_a_whole(tmp_path: Path
     model.lm_head.weight.requires_grad_(False)
     train(model, tmp_path)
     assert "lm_head.weight" in statehold.load(tmp_path, "model")
+
+
+# -- adapters that are frozen now and exist nowhere else -------------------------------------------
+
+KINDS = {
+    "lora": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    "biases": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], bias="all"),
+    "modules": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    ),
+    "dora": lambda: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], use_dora=True, init_lora_weights=False
+    ),
+    "loha": lambda: peft.LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
+    "vectors": lambda: peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def two_adapters(kind: str, seed: int) -> Any:
+    """Over the same base each time. "first" is frozen, with values of this process alone."""
+    made = base()
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    transformers.set_seed(seed)
+    model = peft.get_peft_model(made, KINDS[kind](), adapter_name="first")
+    trained_before = [each for each in model.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for each in trained_before:
+            each.normal_()
+    model.add_adapter("second", KINDS[kind]() if kind != "biases" else KINDS["lora"]())
+    model.set_adapter("second")
+    for each in trained_before:
+        each.requires_grad_(False)
+    return model, trained_before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frozen_adapter_comes_back(tmp_path: Path, kind: str) -> None:
+    model, frozen = two_adapters(kind, 1)
+    train(model, tmp_path)
+    again, came_back = two_adapters(kind, 2)
+    assert not all(map(torch.equal, came_back, frozen))
+    train(again, tmp_path)
+    assert all(map(torch.equal, came_back, frozen))
+    whole = {name for name, _ in model.named_parameters()}
+    assert len(statehold.load(tmp_path, "model")) < len(whole)  # the base is in no step
+
+
+def test_each_adapter_has_its_own_weights_in_a_checkpoint(tmp_path: Path) -> None:
+    model, _ = two_adapters("lora", 1)
+    train(model, tmp_path)
+    for name in ("first", "second"):
+        opened = peft.PeftModel.from_pretrained(
+            two_adapters("lora", 3)[0].unload(), tmp_path / "checkpoint-3" / name
+        )
+        expected = peft.get_peft_model_state_dict(model, adapter_name=name)
+        found = peft.get_peft_model_state_dict(opened)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_so_it_does_with_an_accelerator(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from statehold.integrations.accelerate import accelerator_state
+
+    model, frozen = two_adapters("lora", 1)
+    again, came_back = two_adapters("lora", 2)
+    with statehold.Checkpointer(tmp_path, staging_bytes="64MiB") as ckpt:
+        for each, act in ((model, partial(ckpt.save, 1)), (again, ckpt.restore)):
+            accelerator = accelerate.Accelerator(cpu=True)
+            accelerator.prepare(each)
+            act(accelerator_state(accelerator))
+            if each is model:
+                ckpt.flush()
+    assert all(map(torch.equal, came_back, frozen))

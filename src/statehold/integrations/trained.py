@@ -1,10 +1,14 @@
-"""Which tensors of a model go into a step: all of them, or what an adapter model trains.
+"""Which tensors of a model go into a step: all of them, or all but the frozen base of a peft model.
 
-The frozen base of a peft model comes from where the script takes it, so a step does not hold it. In
-any other model a frozen parameter may exist nowhere else, so a step holds the whole model.
+The frozen base comes from where the script takes it, so a step does not hold it. Any other frozen
+parameter may exist nowhere else: a frozen adapter was perhaps trained in an earlier run. So a step
+holds every adapter of a peft model, and any other model as a whole.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,14 +19,35 @@ __all__ = ["persistent_buffers", "trained_part"]
 def trained_part(
     bare: nn.Module, wrapped: nn.Module | None = None
 ) -> nn.Module | dict[str, torch.Tensor]:
-    """What a state holds of a model: for a peft model, its trained parameters and its buffers.
+    """What a state holds of a model: of a peft model, all but the frozen parameters of its base.
 
     wrapped: the model as it trains, such as under DistributedDataParallel.
     """
     if not _is_peft(bare):
         return bare if wrapped is None else wrapped
-    kept = {name: each for name, each in bare.named_parameters() if each.requires_grad}
+    adapters: dict[str, Any] = bare.peft_config  # type: ignore[assignment]
+    # The biases of the base belong to an adapter that trains them.
+    has_biases = any(getattr(each, "bias", "none") != "none" for each in adapters.values())
+    kept = {
+        name: each
+        for name, each in bare.named_parameters()
+        if each.requires_grad
+        or _is_of_adapter(bare, name, adapters)
+        or (has_biases and name.endswith("bias"))
+    }
     return {**kept, **persistent_buffers(bare)}
+
+
+def _is_of_adapter(model: nn.Module, name: str, adapters: Collection[str]) -> bool:
+    """Whether a parameter belongs to one of the adapters: peft has each thing of an adapter in a
+    dict by the name of the adapter, or in a module of its own."""
+    words = name.split(".")
+    inside = [model.get_submodule(".".join(words[:i])) for i in range(len(words))]
+    in_a_dict = any(
+        word in adapters and isinstance(module, nn.ModuleDict | nn.ParameterDict)
+        for word, module in zip(words, inside, strict=True)
+    )
+    return in_a_dict or type(inside[-1]).__module__.startswith("peft.")
 
 
 def _is_peft(model: nn.Module) -> bool:
