@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+import statehold
 from statehold import Checkpointer, Directory, Memory, ObjectStore
-from statehold.cli.codes import NotFoundError
+from statehold.cli import main
+from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import StorageError, UsageError
+from statehold.integrations.formats.convert import export_step, import_step
+from statehold.lineage.catalog import Catalog
 from statehold.observe import once
-from statehold.reading.places import run_of
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -41,6 +47,81 @@ def test_what_cannot_be_meant_says_what_was_expected(make: Any, told: str) -> No
     with pytest.raises(UsageError) as caught:
         make()
     assert told in str(caught.value)
+
+
+def dcp_saves(where: str) -> None:
+    state = {"w": torch.ones(3)}
+    dcp.save(state, checkpoint_id=where, storage_writer=StorageWriter(), no_dist=True)
+
+
+def dcp_loads(where: str) -> None:
+    state = {"w": torch.ones(3)}
+    dcp.load(state, checkpoint_id=where, storage_reader=StorageReader(), no_dist=True)
+
+
+# Whoever takes a path, with `base`: a run of one step.
+TAKERS: dict[str, Callable[[str, str], object]] = {
+    "Checkpointer": lambda base, where: Checkpointer(where),
+    "source": lambda base, where: Checkpointer("x").restore({}, source=where),
+    "parent": lambda base, where: Checkpointer("x", parent=f"{where}@1"),
+    "dcp.save": lambda base, where: dcp_saves(where),
+    "dcp.load": lambda base, where: dcp_loads(where),
+    "StorageWriter": lambda base, where: StorageWriter(where),
+    "StorageReader": lambda base, where: StorageReader(where),
+    "restore_stock": lambda base, where: restore_stock(where, {}),
+    "load": lambda base, where: statehold.load(where),
+    "load a step": lambda base, where: statehold.load(where, step=1),
+    "open": lambda base, where: statehold.open(where),
+    "subscribe": lambda base, where: statehold.subscribe(where, {"w": torch.ones(3)}),
+    "copy_step": lambda base, where: statehold.copy_step(base, where),
+    "copy_step from": lambda base, where: statehold.copy_step(where, "x"),
+    "export_step": lambda base, where: export_step(base, where, "torch"),
+    "import_step": lambda base, where: import_step(f"{base}/x", f"{where}@1"),
+    "import_step from": lambda base, where: import_step(where, f"{base}@7"),
+    "Catalog": lambda base, where: Catalog(where),
+    "a file of it": lambda base, where: Catalog(base, where),
+}
+COMMANDS = [
+    "ls URL", "show URL", "verify URL", "verify URL --all", "diff URL BASE", "diff BASE URL",
+    "doctor URL", "report URL --json", "prune URL --keep 1", "fork BASE URL", "fork URL x",
+    "tree URL", "catalog URL", "du URL", "copy BASE URL", "copy URL x", "free URL",
+    "export BASE URL --to hf", "export BASE URL --to torch", "export URL x --to dcp",
+    "import URL BASE@7", "import BASE/x URL@7", "bench io URL",
+    "bench io . --out URL", "bench io . --profile URL", "show URL@1", "show URL@best:loss",
+]  # fmt: skip
+ELSEWHERE = ["s3://key:secret@b/x", "gs://b/x", "file:///tmp/x", "az:/b/x", "~/x"]
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run of one step; the working directory has nothing else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with Checkpointer("base", **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(3)}).wait("committed", DEADLINE_S)
+    return str(tmp_path / "base")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_url_becomes_no_directory(taker: str, base: str) -> None:
+    for where in ELSEWHERE:
+        with pytest.raises(UsageError) as caught:
+            TAKERS[taker](base, where)
+        assert "is a URL, not" in str(caught.value) or "begins with ~" in str(caught.value)
+        assert "secret" not in str(caught.value)
+        assert os.listdir(".") == ["base"]
+        assert statehold.open(base).steps() == [1]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_nor_by_a_command(words: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for where in ELSEWHERE:
+        assert main(words.replace("BASE", base).replace("URL", where).split()) == 2
+        said = capsys.readouterr().err
+        assert "is a URL, not" in said or "begins with ~" in said
+        assert "secret" not in said
+        assert os.listdir(".") == ["base"]
 
 
 def test_a_secret_in_a_url_is_not_shown() -> None:
@@ -118,12 +199,6 @@ def test_the_first_level_shows_why_it_takes_no_steps_until_it_does(tmp_path: Pat
         near.unlink()
         ckpt.save(2, state).wait("committed", DEADLINE_S)
         assert ckpt.levels()[0].error is None
-
-
-def test_a_url_is_no_run_for_commands(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(NotFoundError) as caught:
-        run_of("file:///tmp/x")
-    assert "--levels" in str(caught.value)
 
 
 def test_an_error_shows_its_facts_where_it_is_one_of_many() -> None:

@@ -33,6 +33,7 @@ from statehold.errors import NoSpaceError, UsageError, storage_error
 from statehold.io import profile
 from statehold.io.mounts import mount_of
 from statehold.options.io import Io
+from statehold.options.paths import absolute, check_path
 from statehold.process.whole_files import try_folder
 from statehold.reading.places import NotFoundError
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
@@ -56,7 +57,9 @@ def study_at(
     bench: makes one of a directory and the size of the state. more: comparisons with strategies
         that statehold does not have.
     """
-    path = os.path.abspath(args.path)
+    path = absolute(args.path, "the path")
+    for each in filter(None, (args.profile, args.out)):
+        check_path(each, "the output")
     size = _checked(path, args)
     file = None if args.no_profile else Path(args.profile or profile.path_for(path))
     _check_outputs(file, args.out)

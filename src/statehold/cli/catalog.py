@@ -12,11 +12,11 @@ from dataclasses import asdict
 from statehold.cli import codes
 from statehold.cli.output import emit, note, plain, say
 from statehold.lineage.catalog import Catalog
-from statehold.reading.places import NotFoundError
+from statehold.reading.places import NotFoundError, directory_of
 
 
 def run(args: argparse.Namespace) -> int:
-    if not os.path.isdir(args.directory):
+    if not os.path.isdir(directory_of(args.directory)):
         raise NotFoundError("no such directory", facts={"directory": args.directory})
     catalog = Catalog(args.directory, args.file)
     found = catalog.rebuild() if args.rebuild else catalog.scan()

@@ -32,7 +32,7 @@ from statehold.io.mounts import mount_of
 from statehold.io.profile import described, find, path_for
 from statehold.options.io import Io
 from statehold.process import host_memory as memory
-from statehold.reading.places import NotFoundError, file_system, not_a_link
+from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Check:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = not_a_link(os.path.abspath(args.path))
+    path = directory_of(args.path)
     if not os.path.isdir(path):
         raise NotFoundError("no such directory", facts={"path": path})
     checks = [*_machine(), *_storage(path), *_left(path)]

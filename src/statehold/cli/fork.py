@@ -6,12 +6,12 @@ Not here: how (checkpoint/levels/forking).
 from __future__ import annotations
 
 import argparse
-import os
 
 from statehold.checkpoint.levels.forking import fork
 from statehold.cli import codes
 from statehold.cli.output import emit, note, say
 from statehold.errors import UsageError
+from statehold.options.paths import check_run
 from statehold.reading.places import file_system, find
 from statehold.units import format_bytes
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
             facts={"step": place.directory},
             hint="fork a step at a level that all hosts see",
         )
-    forked = fork(fs, place.directory, os.path.abspath(args.child))
+    forked = fork(fs, place.directory, check_run(args.child))
     if args.json:
         parent = {"run": forked.parent.run, "step": forked.parent.step,
                   "manifest_sha256": forked.parent.manifest_sha256}  # fmt: skip

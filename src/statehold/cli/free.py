@@ -21,7 +21,7 @@ from statehold.checkpoint.store.whole import whole_steps
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
 from statehold.errors import RunBusyError, UsageError
-from statehold.reading.places import NotFoundError, file_system, not_a_link
+from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    fs, path = file_system(), not_a_link(os.path.abspath(args.run))
+    fs, path = file_system(), directory_of(args.run)
     memory = memory_of(path)
     if not (memory or os.path.isdir(path)):
         hint = "statehold doctor says which memory is in use on this host"

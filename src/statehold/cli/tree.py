@@ -14,14 +14,14 @@ from statehold.cli import codes
 from statehold.cli.output import bad, emit, plain, say, table
 from statehold.cli.said import in_words
 from statehold.lineage.family import Member, family
-from statehold.reading.places import NotFoundError, not_a_link
+from statehold.reading.places import NotFoundError, directory_of
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    if not os.path.isdir(args.directory):
+    directory = directory_of(args.directory)
+    if not os.path.isdir(directory):
         raise NotFoundError("no such directory", facts={"directory": args.directory})
-    directory = not_a_link(os.path.abspath(args.directory))
     members = family(directory)
     if args.json:
         emit({"runs": [_document(each) for each in members]})

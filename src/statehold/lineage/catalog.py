@@ -30,6 +30,7 @@ from statehold.format.graphs import LayerGraph, SavedModel, models_in
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.family import runs_below
+from statehold.options.paths import absolute
 from statehold.process.file_locks import LockFile
 from statehold.reading.places import file_system
 
@@ -111,11 +112,11 @@ class Catalog:
     def __init__(
         self, directory: str | os.PathLike[str], file: str | os.PathLike[str] | None = None
     ) -> None:
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = absolute(directory, "the directory")
         if not os.path.isdir(self.directory):
             raise UsageError("no such directory", facts={"directory": self.directory})
         default = os.path.join(self.directory, f"{NAME}.sqlite")
-        self.file = default if file is None else os.path.abspath(os.fspath(file))
+        self.file = default if file is None else absolute(file, "the catalogue")
 
     def scan(self) -> Scanned:
         """Bring the catalogue up to date with the manifests."""

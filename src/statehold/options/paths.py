@@ -1,7 +1,9 @@
-"""Which paths can be those of a run or of a level.
+"""Which paths can be those of a run, of a level, or of a checkpoint.
+
+Every path that a user gives comes through here, to a class, a function or a command.
 
 Invariants: nothing is opened or made here. What only a shell or an object store understands is
-refused, with what to write instead.
+refused, with what to write instead. Otherwise statehold would make a directory called "s3:" or "~".
 """
 
 from __future__ import annotations
@@ -34,11 +36,10 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
         raise UsageError(
             f"{what} is a URL, not the path of a directory",
             facts={"expected": "a path such as runs/llama", "got": f"{scheme}://..."},
-            hint='make the store a level: levels=[Directory(), ObjectStore("s3://b/llama")]',
+            hint="an object store is a level of a run: "
+            'levels=[Directory(), ObjectStore("s3://b/llama")]; statehold ls RUN --levels lists it',
         )
-    if (
-        home := os.path.expanduser(text)
-    ) != text:  # otherwise statehold would make a directory called ~
+    if (home := os.path.expanduser(text)) != text:
         raise UsageError(
             f"{what} begins with ~, which only a shell replaces",
             facts={"expected": home, "got": text},
@@ -47,9 +48,14 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     return text
 
 
+def absolute(path: str | os.PathLike[str], what: str) -> str:
+    """`path`, absolute, if it can be the path of a directory."""
+    return os.path.abspath(check_path(path, what))
+
+
 def check_run(run: str | os.PathLike[str]) -> str:
     """The path of a run, absolute."""
-    path = os.path.abspath(check_path(run, "the run"))
+    path = absolute(run, "the run")
     above, name = os.path.split(path)
     if _STEP.fullmatch(name):  # otherwise the run would seem to have no steps
         raise UsageError(

@@ -32,7 +32,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
-from statehold.options.paths import AT_STEP
+from statehold.options.paths import AT_STEP, absolute, check_run
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -116,13 +116,13 @@ def step_in(text: str) -> tuple[str, int]:
     if found is None or found["step"] == "newest":
         facts = {"expected": "RUN@STEP, with a number", "got": text}
         raise UsageError("a new step needs a run and a number", facts=facts)
-    return found["run"], int(found["step"])
+    return check_run(found["run"]), int(found["step"])
 
 
 def find(fs: Fs, text: str) -> Place:
     """The step that an argument means. Raises StepNotFoundError."""
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
-        return Place(not_a_link(os.path.abspath(text)), _number_of(fs, text), text)
+        return Place(directory_of(text), _number_of(fs, text), text)
     run, wanted = asked_of(text)
     store = Store(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
@@ -133,15 +133,17 @@ def find(fs: Fs, text: str) -> Place:
     return Place(store.where(wanted), wanted, text)
 
 
-def not_a_link(path: str) -> str:
-    """The directory itself, if the path is a link to it: no link is followed where names are
-    listed."""
+def directory_of(text: str) -> str:
+    """The absolute path of a directory; the directory itself, if the path is a link to it: no link
+    is followed where names are listed. Raises UsageError for what only a shell or a store knows."""
+    path = absolute(text, "the run")
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def run_of(text: str) -> str:
     """A run directory. Raises NotFoundError if there is none."""
-    if not os.path.isdir(text):
+    path = directory_of(text) if text else text  # of @STEP, nothing is left
+    if not os.path.isdir(path):
         run = text.rpartition("@")[0]
         if os.path.isdir(run):
             facts = {"expected": run, "got": text}
@@ -149,7 +151,6 @@ def run_of(text: str) -> str:
         raise NotFoundError(
             "no such run directory", facts={"run": text or "nothing"}, hint=_hint(text)
         )
-    path = not_a_link(os.path.abspath(text))
     # otherwise it would seem to have no steps
     if named := _STEP_NAME.fullmatch(os.path.basename(path)):
         above = os.path.dirname(path)
@@ -168,10 +169,7 @@ def _hint(text: str) -> str:
         ]
         if near := difflib.get_close_matches(name, beside, 1):
             return f"did you mean {os.path.join(above, near[0])}?"
-    hint = "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
-    if "://" in text:
-        hint += ". To list the steps in its object store: statehold ls RUN --levels"
-    return hint
+    return "RUN is the directory given to Checkpointer; name a step of it as RUN@STEP"
 
 
 def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:

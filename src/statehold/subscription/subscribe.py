@@ -29,7 +29,7 @@ import torch
 
 from statehold.checkpoint.levels.nearest import Nearest, Next
 from statehold.errors import ClosedError, CorruptionError, StateholdError, StorageError, UsageError
-from statehold.options.paths import check_path
+from statehold.options.paths import absolute
 from statehold.reading.places import file_system
 from statehold.subscription.consumer import Changes
 from statehold.subscription.copying import copy_all, devices_of
@@ -65,8 +65,7 @@ def subscribe(run: str | os.PathLike[str], state: Mapping[str, Any]) -> Subscrip
     Raises:
         UsageError: an argument is not valid.
     """
-    check_path(run, "the run directory")
-    return Subscription(os.path.abspath(os.fspath(run)), check_state(state))
+    return Subscription(absolute(run, "the run directory"), check_state(state))
 
 
 class _Changed(Exception):

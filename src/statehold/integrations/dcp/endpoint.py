@@ -12,17 +12,17 @@ import os
 from statehold.errors import UsageError
 from statehold.integrations.dcp.machine import Machine
 from statehold.options import Options
+from statehold.options.paths import absolute
 
 
 class Endpoint:
     """A directory that torch may replace, and the machine that moves bytes from or to it."""
 
-    _what: str  # needs the directory
     _call: str  # a call of torch that may give it
 
     def __init__(self, path: str | os.PathLike[str] | None, options: Options) -> None:
         super().__init__()
-        self._path = None if path is None else _absolute(path)
+        self._path = None if path is None else absolute(path, "the checkpoint")
         self._machine = Machine(options)
 
     @property
@@ -32,17 +32,13 @@ class Endpoint:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._path = _absolute(checkpoint_id)
+            self._path = absolute(checkpoint_id, "the checkpoint")
 
     def _directory(self) -> str:
         path = self.checkpoint_id
         if path is None:
             raise UsageError(
-                f"{self._what} needs a directory",
+                f"a {self._call} needs a directory",
                 hint=f"give {self._call}() a checkpoint_id, or the {type(self).__name__} a path",
             )
         return path
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.fspath(path))

@@ -60,7 +60,7 @@ class StorageReader(Endpoint, _StorageReader):
         trace: a file for a trace, written at the end of each load.
     """
 
-    _what, _call = "a load", "load"
+    _call = "load"
 
     def __init__(
         self,

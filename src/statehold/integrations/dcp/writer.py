@@ -87,7 +87,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         timeout_s: with use_collectives=False, how long ranks wait for each other.
     """
 
-    _what, _call = "a checkpoint", "save"
+    _call = "save"
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from statehold.integrations.formats.step_writer import write_step
 from statehold.integrations.formats.steps import StepTree, engine_for_parts
 from statehold.integrations.formats.trees import nbytes_of, without
 from statehold.observe.progress import Progress
+from statehold.options.paths import absolute
 from statehold.process.warn import warn_caller
 from statehold.reading.places import Place, at_rest, file_system, step_in
 
@@ -88,7 +89,8 @@ def export_step(
         raise UsageError("no such format", facts=facts)
     with contextlib.closing(file_system()) as fs:
         beside = {} if config is None else hf.texts_of(os.fspath(config), to)
-        call = _Export(fs, os.fspath(destination), to, kind, name, beside, report)
+        target = absolute(destination, "the destination")
+        call = _Export(fs, target, to, kind, name, beside, report)
         left_out = at_rest(fs, os.fspath(step), call.run)
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
@@ -157,7 +159,7 @@ def import_step(
         UnsupportedValueError: the source holds what a step cannot hold; the error names it.
         CorruptionError: the source is damaged.
     """
-    path = os.path.abspath(os.fspath(source))
+    path = absolute(source, "the source")
     run, number = step_in(step)
     before, found = stamps(path), recognised(path)
     below = found.name if name is None else name

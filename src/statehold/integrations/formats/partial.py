@@ -125,7 +125,7 @@ class Work:
     """The destination of an export: a directory, or (is_file) one file."""
 
     def __init__(self, destination: str, identity: str, *, is_file: bool, done: Done) -> None:
-        self.path = os.path.abspath(destination)
+        self.path = destination
         self.directory = f"{self.path}.partial"
         self._is_file = is_file
         self.done = done

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 __all__ = ["at_a_resume", "at_the_start"]
 
@@ -25,10 +25,19 @@ _FORGETFUL = (
     "the step has the state of {}, and it is not restored. Pass TrainingArguments("
     "restore_callback_states_from_checkpoint=True) to go on with it"
 )
+_FOLDERS = (
+    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
+    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
+    "StateholdTrainer: then each save waits for them"
+)
 
 
-def at_the_start(args: Any) -> Iterator[str]:
+def at_the_start(args: Any, callbacks: Iterable[Any], has_weights: bool) -> Iterator[str]:
     """What the log of a run that may be killed should say. args: the TrainingArguments."""
+    names = [type(each).__name__ for each in callbacks
+             if type(each).on_save is not TrainerCallback.on_save]  # fmt: skip
+    if names and not has_weights:
+        yield _FOLDERS.format(", ".join(names))
     if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
         yield _PERSISTENT
 

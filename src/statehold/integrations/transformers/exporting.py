@@ -47,6 +47,11 @@ class Exporter:
             self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
             self._thread.start()
 
+    def write(self, step: int, surplus: list[int]) -> None:
+        """Export a committed step now."""
+        self._remove(surplus)
+        self._try(step, logging.WARNING)
+
     def finish(self, surplus: list[int]) -> None:
         """Export every other step whose folder has no weights. All saves have ended."""
         self.stop()

@@ -20,12 +20,30 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from statehold.errors import UsageError
 from statehold.integrations.second_names import give_second_names, step_name
+from statehold.reading.places import file_system, find
 
 STATE = "trainer_state.json"
 STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def step_named(path: str) -> tuple[str, int] | None:
+    """The run that has the step of a folder checkpoint-N, and its number; None without a step.
+
+    The path may also name the step itself, as for statehold.load().
+    """
+    real = os.path.realpath(path)
+    match = _FOLDER.fullmatch(os.path.basename(real))
+    meant = [f"{os.path.dirname(real)}@{match[1]}"] if match else []
+    with contextlib.closing(file_system()) as fs:
+        for each in (*meant, real):
+            with contextlib.suppress(UsageError):
+                place = find(fs, each)
+                return os.path.dirname(place.directory), place.step
+    return None
 
 
 class Folders:
@@ -47,13 +65,17 @@ class Folders:
     def has(self, step: int) -> bool:
         return os.path.isdir(self.path(step))
 
+    def is_here(self, run: str) -> bool:
+        """Whether this is the path of the run."""
+        return os.path.realpath(run) == os.path.realpath(self._run)
+
     def step_of(self, path: str | None) -> int | None:
         """The step whose folder has this path; None for any other path."""
         if not path:
             return None
-        match = _FOLDER.fullmatch(Path(path).name)
-        is_here = Path(path).resolve().parent == self._run.resolve()
-        return int(match[1]) if match and is_here else None
+        real = Path(path).resolve()
+        match = _FOLDER.fullmatch(real.name)
+        return int(match[1]) if match and self.is_here(str(real.parent)) else None
 
     def is_stock(self, path: str) -> bool:
         """Whether the Trainer itself has saved the folder: it can resume there without a step."""
@@ -91,6 +113,16 @@ class Folders:
         for newer in self.steps():
             if newer > step and not self.is_stock(self.path(newer)):
                 self.remove(newer)
+
+    def is_unfinished(self, step: int) -> bool:
+        """Whether the folder can be that of a save which was killed before its commit."""
+        path = self.path(step)
+        return self.has(step) and not (self.is_stock(path) or self.has_weights(step))
+
+    def discard_unfinished(self) -> None:
+        """Remove what killed jobs have left, where no step is committed."""
+        for step in filter(self.is_unfinished, self.steps()):
+            self.remove(step)
 
     def remove(self, step: int) -> None:
         shutil.rmtree(self.path(step), ignore_errors=True)

@@ -8,7 +8,8 @@ restores them.
 
 Invariants: save_total_limit, the best model and the rotation are decided by the Trainer's own rules
 over the folders checkpoint-N (folders). Without a run that is open, each method is the Trainer's.
-Not here: weights for from_pretrained (exporting), which tensors a step holds (trained).
+Not here: weights for from_pretrained (exporting), which tensors a step holds (trained), models
+beside the one that trains (beside).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import json
 import logging
 import os
 import signal
+import tempfile
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -33,8 +35,9 @@ from statehold.checkpoint.save.handle import Save
 from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers import doubts
+from statehold.integrations.transformers.beside import Beside
 from statehold.integrations.transformers.exporting import Exporter
-from statehold.integrations.transformers.folders import Folders
+from statehold.integrations.transformers.folders import Folders, step_named
 from statehold.integrations.transformers.logged import logged_at
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
@@ -50,16 +53,34 @@ class _Damaged(Exception):
     restored."""
 
 
+class _Found(NamedTuple):
+    """What is resumed: a step, of the run `source` unless it is this one; or a folder that the
+    Trainer itself has saved; or nothing."""
+
+    step: int | None = None
+    source: str | None = None
+    stock: str | None = None
+
+
 @dataclass
 class _Run:
-    """What is open while train() runs. step: the step that is resumed, which `source` has."""
+    """What is open while train() runs.
+
+    wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
+    _Found; kept: the names of its extra entries. first: the first step that was saved.
+    """
 
     run: str
     ckpt: Checkpointer
     folders: Folders
     exporter: Exporter
-    source: Checkpointer
+    wanted: str | bool | None
+    stack: contextlib.ExitStack
     step: int | None = None
+    source: str | None = None
+    kept: frozenset[str] = frozenset()
+    first: int | None = None
+    beside: Beside | None = None
     is_same_world: bool = True
     rng: Rng = field(default_factory=Rng)
     model: Any = None
@@ -76,6 +97,10 @@ class _Run:
         for save in self.saves:
             save.wait("committed")
 
+    def restore(self, state: dict[str, Any], **options: Any) -> int | None:
+        """Restore from the run that has the step."""
+        return self.ckpt.restore(state, source=self.source, **options)
+
 
 class StateholdTrainer(Trainer):
     """A Trainer that saves into steps of statehold in `output_dir`.
@@ -85,9 +110,12 @@ class StateholdTrainer(Trainer):
     Attributes:
         leave_within_s: after SIGTERM or SIGUSR1, all ranks save one more step and exit with code 75
             within so many seconds; None leaves the signals alone.
+        weights_before_on_save: each save waits until its step is committed and `checkpoint-N` has
+            the weights for from_pretrained, before callbacks get `on_save`.
     """
 
     leave_within_s: float | None = 25.0
+    weights_before_on_save = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,6 +131,12 @@ class StateholdTrainer(Trainer):
         """
         return Checkpointer(run, keep=keep)
 
+    def extra_state(self) -> dict[str, Any]:
+        """What else a step holds, by name: whatever Checkpointer.save() takes. Override it for an
+        optimizer or a table of your own. Modules that are attributes of the trainer or of a
+        callback need no mention: a step holds them once they have changed."""
+        return {}
+
     # -- training --------------------------------------------------------------------------
 
     def train(
@@ -116,24 +150,25 @@ class StateholdTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: True resumes the newest intact step, and begins at step 0 if
-                there is none. The path of a `checkpoint-N` resumes that step.
+                there is none. The path of a `checkpoint-N` resumes that step, also of another run.
         """
         self._check_supported()
         run = self._get_output_dir(trial)
         with contextlib.ExitStack() as stack:
             ckpt = stack.enter_context(self.checkpointer(run, self._keep()))
             folders = Folders(run)
-            opened = _Run(run, ckpt, folders, Exporter(folders, self._export), source=ckpt)
+            exporter = Exporter(folders, self._export)
+            opened = _Run(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
             self._open_run = opened
             stack.callback(self._close_run)
             self._leave_on_signals(ckpt)
             while True:
-                path = self._found(opened, resume_from_checkpoint, stack)
+                path = self._found(opened)
                 try:
                     result = super().train(path, trial, *args, **kwargs)
                     break
                 except _Damaged:  # on all ranks; the step does not count any more
-                    resume_from_checkpoint = True
+                    opened.wanted = True
             opened.settle()
             opened.ckpt.flush()  # weights are read from the run directory
             if self.args.should_save:
@@ -146,7 +181,8 @@ class StateholdTrainer(Trainer):
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             log.warning("only the end of the training is pushed to the Hub, not every save")
         if self.args.save_strategy != SaveStrategy.NO:
-            for doubt in doubts.at_the_start(self.args):
+            callbacks = self.callback_handler.callbacks
+            for doubt in doubts.at_the_start(self.args, callbacks, self.weights_before_on_save):
                 log.warning("%s", doubt)
 
     def _keep(self) -> int | None:
@@ -169,37 +205,38 @@ class StateholdTrainer(Trainer):
 
     # -- which step is resumed -------------------------------------------------------------
 
-    def _found(
-        self, opened: _Run, wanted: str | bool | None, stack: contextlib.ExitStack
-    ) -> str | None:
+    def _found(self, opened: _Run) -> str | None:
         """The folder to resume from; with a step of it, if that is not a stock checkpoint."""
-        decided = [self._decided(opened, wanted)]  # by rank 0, for all
+        decided = [self._decided(opened)]  # by rank 0, for all
         if self.args.world_size > 1:
             broadcast_object_list(decided)
-        step, path = decided[0]
+        step, source, stock = decided[0]
+        opened.step, opened.source = step, source
         if step is None:
-            return path
-        newer = [each for each in opened.ckpt.steps() if each > step]
-        if step not in opened.ckpt.steps():
-            opened.source = stack.enter_context(Checkpointer(opened.folders.path(step)))
-        if newer:
-            log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            opened.ckpt._go_on_from(step)
-        if self.args.should_save:
-            opened.folders.discard_after(step)
-        opened.step = step
+            is_new = stock is None and not opened.ckpt.steps()
+            if is_new and self.args.should_save:
+                opened.folders.discard_unfinished()
+            return stock
+        self._discard_after(opened, step)
         for doubt in doubts.at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
-        trainer = {"state": "", "world": 0}
-        opened.source.restore({"trainer": trainer}, step, only=["trainer"])
+        trainer = {"state": "", "world": 0, "extra": ""}
+        opened.restore({"trainer": trainer}, step=step, only=["trainer"], strict=False)
         opened.is_same_world = trainer["world"] == self.args.world_size
-        opened.folders.make(step, str(trainer["state"]))
-        return opened.folders.path(step)
+        opened.kept = frozenset(str(trainer["extra"]).splitlines())
+        folders = opened.folders
+        if source not in (
+            None,
+            os.path.realpath(folders.path(step)),
+        ):  # a folder here would look like a checkpoint
+            folders = Folders(opened.stack.enter_context(tempfile.TemporaryDirectory()))
+        folders.make(step, str(trainer["state"]))
+        return folders.path(step)
 
-    def _decided(self, opened: _Run, wanted: str | bool | None) -> tuple[int | None, str | None]:
-        """The step to resume and None, or None and the folder of a stock checkpoint, if any."""
-        ckpt, folders = opened.ckpt, opened.folders
-        steps = ckpt.steps()
+    def _decided(self, opened: _Run) -> _Found:
+        folders, steps, wanted = opened.folders, opened.ckpt.steps(), opened.wanted
+        if wanted is True:
+            return self._newest(opened, steps)
         if not wanted:
             if steps and self.args.save_strategy != SaveStrategy.NO:
                 raise UsageError(
@@ -207,30 +244,71 @@ class StateholdTrainer(Trainer):
                     facts={"run": str(self.args.output_dir), "newest step": steps[-1]},
                     hint="train(resume_from_checkpoint=True), or choose another output_dir",
                 )
-            return None, None
-        if wanted is True:
-            kept = [step for step in steps if folders.has(step)] or steps
-            if kept:
-                return kept[-1], None
-            out = self.args.output_dir
-            # Rank 0 makes the directory, perhaps after this rank has come here.
-            stock = get_last_checkpoint(out) if os.path.isdir(out) else None
-            if stock and folders.is_stock(stock):
-                return None, stock
-            log.warning("there is no step to resume in %s: beginning", out)
-            return None, None
-        step = folders.step_of(str(wanted))
-        if step is None or folders.is_stock(str(wanted)):
-            return None, str(wanted)
-        if step not in steps and not folders.holds(step):
-            raise StepNotFoundError(
-                "this checkpoint has no committed step",
-                facts={"checkpoint": str(wanted), "steps": ", ".join(map(str, steps)) or "none"},
-                hint="resume_from_checkpoint=True takes the newest step",
-            )
-        return step, None
+            return _Found()
+        path = str(wanted)
+        if folders.is_stock(path):
+            return _Found(stock=path)
+        step = folders.step_of(path)
+        if step in steps:
+            return _Found(step)
+        if found := step_named(path):
+            run, number = found
+            return _Found(number, None if folders.is_here(run) else run)
+        if step is not None and folders.is_unfinished(step) and step > max(steps, default=0):
+            log.warning("checkpoint-%d is of a save that was never committed", step)
+            return self._newest(opened, steps)
+        if self.args.save_only_model and os.path.isdir(path):
+            return _Found(stock=path)
+        raise StepNotFoundError(
+            "this checkpoint has no committed step",
+            facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
+            hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
+            "weights for from_pretrained; the optimizer and the rest are in the directory of the "
+            "step beside it, so copy the whole run",
+        )
+
+    def _newest(self, opened: _Run, steps: list[int]) -> _Found:
+        kept = [step for step in steps if opened.folders.has(step)] or steps
+        if kept:
+            return _Found(kept[-1])
+        out = self.args.output_dir
+        # Rank 0 makes the directory, perhaps after this rank has come here.
+        stock = get_last_checkpoint(out) if os.path.isdir(out) else None
+        if stock and opened.folders.is_stock(stock):
+            return _Found(stock=stock)
+        log.warning("there is no step to resume in %s: beginning", out)
+        return _Found()
+
+    def _discard_after(self, opened: _Run, step: int) -> None:
+        newer = [each for each in opened.ckpt.steps() if each > step]
+        if newer:
+            log.warning("%d steps after step %d are discarded", len(newer), step)
+            opened.ckpt._go_on_from(step)
+        if self.args.should_save:
+            opened.folders.discard_after(step)
+
+    def _begun_again(self, opened: _Run, first: int) -> str | None:
+        """The folder to resume from after steps were saved with a batch that found no memory."""
+        log.warning("a batch found no memory, so the training begins again with a smaller one")
+        opened.settle()
+        was_retired = opened.source is None and opened.step not in opened.ckpt.steps()
+        if opened.step is None and opened.wanted is not True:
+            self._discard_after(opened, first - 1)
+        elif was_retired:
+            opened.wanted = True
+        return self._found(opened)
 
     # -- what the Trainer calls ------------------------------------------------------------
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """With auto_find_batch_size, the Trainer calls it again with each smaller batch."""
+        opened = self._open_run
+        if opened is not None:
+            opened.model = opened.loss = None  # they are wrapped anew, and restored
+            first, opened.first = opened.first, None
+            if first is not None:
+                kwargs["resume_from_checkpoint"] = self._begun_again(opened, first)
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         opened = self._open_run
@@ -245,12 +323,21 @@ class StateholdTrainer(Trainer):
         if self.args.should_save:
             opened.folders.make(step, text)
         state = {**self._model_part(), **self._training_parts(opened)}
-        state["trainer"] = self._trainer_part(text)
+        if extra := self._extra_part(opened):
+            state["extra"] = extra
+        state["trainer"] = self._trainer_part(text, extra)
         metrics = logged_at(step, self.state.log_history)
         save = opened.ckpt.save(step, state, metrics=metrics, force=True)
+        opened.first = opened.first or step
         opened.saves.append(save)
+        if self.weights_before_on_save:
+            save.wait("committed")
         if self.args.should_save:
-            opened.exporter.offer(save, self._surplus(opened))
+            surplus, exporter = self._surplus(opened), opened.exporter
+            if self.weights_before_on_save:
+                exporter.write(step, surplus)
+            else:
+                exporter.offer(save, surplus)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if self._resumed() is None:
@@ -262,14 +349,17 @@ class StateholdTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state = {**self._model_part(), **self._training_parts(opened)}
-        skip = ["rng"] if "rng" in state else []
+        skip = [
+            "trainer",
+            *(["rng"] if "rng" in state else []),
+            *(["extra"] if opened.kept else []),
+        ]
         if not opened.is_same_world and state.pop("loss", None) is not None:
             skip.append("loss")
         opened.loss = state.get("loss")
         # Without a step, so that a damaged one is set aside, and the one before it is restored.
-        is_newest = opened.source is opened.ckpt
-        step = None if is_newest else opened.step
-        if opened.source.restore(state, step, skip=[*skip, "trainer"]) != opened.step:
+        step = opened.step if opened.source else None
+        if opened.restore(state, step=step, skip=skip) != opened.step:
             raise _Damaged
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -281,7 +371,7 @@ class StateholdTrainer(Trainer):
         if opened is None:
             super()._load_rng_state(checkpoint)
         elif checkpoint is not None and not self.args.save_only_model:
-            opened.source.restore({"rng": opened.rng}, opened.step, only=["rng"])
+            opened.restore({"rng": opened.rng}, step=opened.step, only=["rng"])
 
     def _load_best_model(self) -> None:
         opened, step = self._open_run, self.state.best_global_step
@@ -331,10 +421,18 @@ class StateholdTrainer(Trainer):
             parts["scaler"] = self.accelerator.scaler
         return parts
 
-    def _trainer_part(self, text: str) -> dict[str, Any]:
+    def _extra_part(self, opened: _Run) -> dict[str, Any]:
+        """What extra_state() names, and the models beside that have changed."""
+        if self.args.save_only_model:
+            return {}
+        changed = opened.beside.changed(opened.kept) if opened.beside else {}
+        return {**changed, **self.extra_state()}
+
+    def _trainer_part(self, text: str, extra: dict[str, Any]) -> dict[str, Any]:
         """On rank 0 only: evaluation times differ between ranks, and any world may resume."""
-        is_first = self.args.process_index == 0
-        return {"state": text, "world": self.args.world_size} if is_first else {}
+        if self.args.process_index:
+            return {}
+        return {"state": text, "world": self.args.world_size, "extra": "\n".join(extra)}
 
     def _state_text(self) -> str:
         """The TrainerState, with the states of the callbacks as they are now."""
@@ -360,9 +458,30 @@ class StateholdTrainer(Trainer):
         return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
 
     def _begin(self) -> None:
+        if self._open_run is not None:
+            holders = [self, *self.callback_handler.callbacks]
+            ranks = self.args.world_size
+            self._open_run.beside = Beside(holders, self._bare_model(), ranks)
+        if (opened := self._resumed()) is not None:
+            self._restore_extra(opened)
+            self._restore_loss(opened)
+
+    def _restore_extra(self, opened: _Run) -> None:
+        """Here, because callbacks may have made their models when the training began."""
+        assert opened.beside is not None
+        live = {**opened.beside.models, **self.extra_state()}
+        extra = {name: each for name, each in live.items() if name in opened.kept}
+        if lost := sorted(opened.kept - extra.keys()):
+            log.warning("the step has %s, and nothing here takes it", ", ".join(lost))
+        if new := sorted(self.extra_state().keys() - extra.keys()):
+            log.warning("the step has no %s, so it begins anew", ", ".join(new))
+        if extra:
+            skip = [f"extra.{name}" for name in lost]
+            opened.restore({"extra": extra}, step=opened.step, only=["extra"], skip=skip)
+
+    def _restore_loss(self, opened: _Run) -> None:
         """The Trainer has set its sums of the loss to zero; they go on where the step was."""
-        opened = self._resumed()
-        if opened is None or opened.loss is None:
+        if opened.loss is None:
             return
         self._tr_loss.copy_(opened.loss["sum"])
         self._globalstep_last_logged = opened.loss["logged"]
