@@ -15,6 +15,7 @@ from statehold import Save, errors
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
+    PeerLostError,
     ReplicasDifferError,
     RunBusyError,
     StateholdError,
@@ -456,3 +457,25 @@ def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: R
     outcomes = ranks.outcomes(begin)
     assert type(outcomes[1]) is UsageError
     assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))
+
+
+CALLS = {
+    "save": lambda ckpt: ckpt.save(2, state(0, 2)).wait("committed", DEADLINE_S),
+    "restore": lambda ckpt: ckpt.restore(blank()),
+    "rewind": lambda ckpt: ckpt.rewind(1),
+    "flush": lambda ckpt: ckpt.flush(),
+    "save by another": lambda ckpt: ckpt.save(2, state(1, 2)).wait("committed", DEADLINE_S),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_who_calls_alone_is_told_that_every_rank_has_to(call: str) -> None:
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 1)
+        for ckpt in ranks.ckpts:
+            inside(ckpt).peers.timeout_s = 0.2
+        alone = ranks.ckpts[1 if call == "save by another" else 0]
+        with pytest.raises(PeerLostError) as caught:
+            CALLS[call](alone)
+        assert "every rank has to call save(), restore()" in str(caught.value)
+        assert 'coordination="none"' in str(caught.value)

@@ -35,7 +35,7 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from statehold.errors import PeerLostError, StateholdError, storage_error
@@ -97,9 +97,21 @@ def new_token() -> str:
     return secrets.token_hex(4)
 
 
+def did_not_come(summary: str, ranks: Iterable[int], **facts: Any) -> PeerLostError:
+    """The error if ranks do not come to a meeting: they have ended, or were never called to it."""
+    return PeerLostError(
+        summary,
+        ranks=ranks,
+        facts=facts,
+        hint="every rank has to call save(), restore(), rewind(), flush() and close(), not rank 0 "
+        'alone. A process whose Checkpointer has coordination="none" saves alone. If every rank '
+        "calls them, look at what these ranks printed last; peer_timeout_s sets how long to wait",
+    )
+
+
 def lost_leader(missing: str) -> PeerLostError:
     """The error if rank 0 does not do in time what the others wait for."""
-    return PeerLostError(f"rank 0 did not {missing} in time", ranks=(0,))
+    return did_not_come(f"rank 0 did not {missing} in time", (0,))
 
 
 class StoreBoard:
@@ -357,7 +369,7 @@ class DirectoryBoard:
         self.enter(f"{token}/hello", 0, size, b"")
         missing = self.full(f"{token}/hello", size, until)
         if missing:
-            raise PeerLostError("ranks did not come to open the run", ranks=missing)
+            raise did_not_come("ranks did not come to open the run", missing)
         nonces = self.collect(f"{token}/hello", size)
         self.post(f"{token}/welcome", b" ".join(nonces))
         self._clear(token)

@@ -37,7 +37,7 @@ from statehold.errors import (
     PeerLostError,
     StateholdError,
 )
-from statehold.ranks.board import Board, lost_leader
+from statehold.ranks.board import Board, did_not_come, lost_leader
 from statehold.ranks.membership import Membership
 
 _CONCLUDED, _FAILED = b"+", b"-"
@@ -243,11 +243,8 @@ class Peers:
         failure = self._board.peek(f"{group}/outcome")
         if failure is not None:
             _decode(failure)
-        raise PeerLostError(
-            f"ranks did not arrive within {timeout_s:g} s",
-            ranks=missing,
-            facts={"round": f"{kind} {seq}"},
-            hint="look at what these ranks printed last; peer_timeout_s sets how long to wait",
+        raise did_not_come(
+            f"ranks did not arrive within {timeout_s:g} s", missing, round=f"{kind} {seq}"
         )
 
     def _conclude(self, kind: str, seq: int, outcome: bytes | StateholdError) -> None:
