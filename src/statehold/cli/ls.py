@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import (
@@ -18,6 +19,7 @@ from statehold.cli.output import (
     emit,
     good,
     is_window,
+    note,
     plain,
     sections,
     table,
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         emit(document)
     else:
         _show(document)
+        if text := misnamed(fs, path):
+            note(text)
     return codes.NO if any(step["state"] == "damaged" for step in found) else codes.YES
 
 

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.store.lock import LOCK_NAME
+from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
 from statehold.checkpoint.store.whole import check_files
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
-from statehold.reading.places import NotFoundError, load_manifest, run_of
+from statehold.reading.places import NotFoundError, file_system, load_manifest, run_of
 from statehold.reading.sizes import sizes_of_steps
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def run_at(text: str) -> str:
             "this directory is not a run",
             facts={"directory": path, "expected": "steps (step-...) or other files of statehold",
                    "got": f"{len(names)} other names"},
-            hint="the first save makes it a run; to find the runs below it: statehold tree DIR",
+            hint=misnamed(file_system(), path)
+            or "the first save makes it a run; to find the runs below it: statehold tree DIR",
         )  # fmt: skip
     return path
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
 from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole, whole_steps
@@ -127,7 +128,8 @@ def find(fs: Fs, text: str) -> Place:
     store = Store(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
     if wanted is None:
-        raise StepNotFoundError("no step is committed in this run", facts={"run": run})
+        hint = misnamed(fs, run) or None
+        raise StepNotFoundError("no step is committed in this run", facts={"run": run}, hint=hint)
     if wanted not in store.steps():
         store.open(wanted)  # raises, and lists the existing steps
     return Place(store.where(wanted), wanted, text)

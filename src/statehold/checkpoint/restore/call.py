@@ -30,12 +30,14 @@ from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.restore.source import check_source, steps_of
 from statehold.checkpoint.save.trainer import Trainer
+from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import CorruptionError, StepNotFoundError
 from statehold.format.about import Origin
 from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime
+from statehold.observe.once import log_once
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import led, together
@@ -72,6 +74,8 @@ class RestoreCalls:
     def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
         """Load the step that is asked for; returns its number, or None if the run has none."""
         choose = self._wait_ready(state, request)
+        if self.peers is None or self.peers.rank == 0:
+            log_once(misnamed(self.runtime.fs, request.source or self.levels.run))
         if request.source is not None:
             return self._restore_from(request.source, state, request.choice, choose)
         nearest = self.levels.nearest(self.drain)
@@ -97,7 +101,10 @@ class RestoreCalls:
         nearest = steps_of(self.runtime.fs, run)
         _, failed = self._load(nearest, state, choice, choose, lambda _: False)
         if self.report is None:
-            raise StepNotFoundError("no step is committed in this run", facts={"run": run})
+            hint = misnamed(self.runtime.fs, run) or None
+            raise StepNotFoundError(
+                "no step is committed in this run", facts={"run": run}, hint=hint
+            )
         restored = self.report.step
         self.report = replace(self.report, source=run)
         self.levels.began_from = Origin(nearest.run, restored, nearest.saves.opened(restored))
