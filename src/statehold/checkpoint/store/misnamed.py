@@ -28,7 +28,7 @@ _OURS = (
 def misnamed(fs: Fs, run: str) -> str:
     """What to tell a person about such directories; "" if there are none."""
     found = {}
-    with contextlib.suppress(StorageError):  # whoever reads the run raises it
+    with contextlib.suppress(StorageError):  # a reader of the run raises it
         for name in sorted(name for name, is_dir in fs.listdir(run) if is_dir):
             step = None if _is_known(name) else _step_in(fs, f"{run}/{name}")
             if step is not None:

@@ -39,6 +39,7 @@ from statehold.integrations.transformers.beside import Beside
 from statehold.integrations.transformers.exporting import Exporter
 from statehold.integrations.transformers.folders import Folders, step_named
 from statehold.integrations.transformers.logged import logged_at
+from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
 
@@ -67,7 +68,7 @@ class _Run:
     """What is open while train() runs.
 
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
-    _Found; kept: the names of its extra entries. first: the first step that was saved.
+    _Found; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
     """
 
     run: str
@@ -79,7 +80,7 @@ class _Run:
     step: int | None = None
     source: str | None = None
     kept: frozenset[str] = frozenset()
-    first: int | None = None
+    has_saved: bool = False
     beside: Beside | None = None
     is_same_world: bool = True
     rng: Rng = field(default_factory=Rng)
@@ -217,7 +218,7 @@ class StateholdTrainer(Trainer):
             if is_new and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
-        self._discard_after(opened, step)
+        self._discard_newer(opened, step)
         for doubt in doubts.at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}
@@ -225,10 +226,8 @@ class StateholdTrainer(Trainer):
         opened.is_same_world = trainer["world"] == self.args.world_size
         opened.kept = frozenset(str(trainer["extra"]).splitlines())
         folders = opened.folders
-        if source not in (
-            None,
-            os.path.realpath(folders.path(step)),
-        ):  # a folder here would look like a checkpoint
+        if opened.source not in (None, os.path.realpath(folders.path(step))):
+            # A folder here would look like a checkpoint of this run.
             folders = Folders(opened.stack.enter_context(tempfile.TemporaryDirectory()))
         folders.make(step, str(trainer["state"]))
         return folders.path(step)
@@ -279,24 +278,16 @@ class StateholdTrainer(Trainer):
         log.warning("there is no step to resume in %s: beginning", out)
         return _Found()
 
-    def _discard_after(self, opened: _Run, step: int) -> None:
+    def _discard_newer(self, opened: _Run, step: int) -> None:
         newer = [each for each in opened.ckpt.steps() if each > step]
         if newer:
-            log.warning("%d steps after step %d are discarded", len(newer), step)
+            log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
+            if opened.source is not None and self.args.process_index == 0:
+                copy_step(f"{opened.source}@{step}", opened.run)  # never a run without steps
+            opened.source = None
             opened.ckpt._go_on_from(step)
         if self.args.should_save:
             opened.folders.discard_after(step)
-
-    def _begun_again(self, opened: _Run, first: int) -> str | None:
-        """The folder to resume from after steps were saved with a batch that found no memory."""
-        log.warning("a batch found no memory, so the training begins again with a smaller one")
-        opened.settle()
-        was_retired = opened.source is None and opened.step not in opened.ckpt.steps()
-        if opened.step is None and opened.wanted is not True:
-            self._discard_after(opened, first - 1)
-        elif was_retired:
-            opened.wanted = True
-        return self._found(opened)
 
     # -- what the Trainer calls ------------------------------------------------------------
 
@@ -304,10 +295,12 @@ class StateholdTrainer(Trainer):
         """With auto_find_batch_size, the Trainer calls it again with each smaller batch."""
         opened = self._open_run
         if opened is not None:
-            opened.model = opened.loss = None  # they are wrapped anew, and restored
-            first, opened.first = opened.first, None
-            if first is not None:
-                kwargs["resume_from_checkpoint"] = self._begun_again(opened, first)
+            opened.model = opened.loss = None  # they are wrapped again, and restored
+            if opened.has_saved:
+                log.warning("a batch found no memory: a smaller one goes on from the newest step")
+                opened.settle()
+                opened.wanted, opened.has_saved = True, False
+                kwargs["resume_from_checkpoint"] = self._found(opened)
         return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -328,7 +321,7 @@ class StateholdTrainer(Trainer):
         state["trainer"] = self._trainer_part(text, extra)
         metrics = logged_at(step, self.state.log_history)
         save = opened.ckpt.save(step, state, metrics=metrics, force=True)
-        opened.first = opened.first or step
+        opened.has_saved = True
         opened.saves.append(save)
         if self.weights_before_on_save:
             save.wait("committed")
@@ -458,6 +451,7 @@ class StateholdTrainer(Trainer):
         return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
 
     def _begin(self) -> None:
+        self.state.train_batch_size = self._train_batch_size  # a resume begins with what fits
         if self._open_run is not None:
             holders = [self, *self.callback_handler.callbacks]
             ranks = self.args.world_size
@@ -474,7 +468,7 @@ class StateholdTrainer(Trainer):
         if lost := sorted(opened.kept - extra.keys()):
             log.warning("the step has %s, and nothing here takes it", ", ".join(lost))
         if new := sorted(self.extra_state().keys() - extra.keys()):
-            log.warning("the step has no %s, so it begins anew", ", ".join(new))
+            log.warning("the step has no %s, so it begins as the script makes it", ", ".join(new))
         if extra:
             skip = [f"extra.{name}" for name in lost]
             opened.restore({"extra": extra}, step=opened.step, only=["extra"], skip=skip)
