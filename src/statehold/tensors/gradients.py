@@ -40,7 +40,8 @@ class _Used(NamedTuple):
     def of(cls, parameter: torch.Tensor, gradient: torch.Tensor) -> _Used:
         local = local_of(gradient)
         storage = local.untyped_storage() if local.layout is torch.strided else None
-        return cls(parameter, gradient._cdata, None if storage is None else StorageWeakRef(storage))
+        weak = None if storage is None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return cls(parameter, gradient._cdata, weak)
 
     @property
     def has_another_gradient(self) -> bool:
