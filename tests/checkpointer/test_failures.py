@@ -123,7 +123,7 @@ def test_when_every_step_is_damaged_it_raises_instead_of_starting_anew(three_ste
             ckpt.restore(Training().state)
         assert caught.value.facts["step"] == 3
         assert caught.value.facts["also damaged"] == "1, 2 (2 in all)"
-        assert ckpt.steps() == [1, 2, 3]
+    assert len(list(run.glob("step-????????????"))) == 3  # none was set aside
 
 
 def test_when_the_only_step_is_damaged_no_other_one_is_said_to_be(run: Path) -> None:

@@ -45,11 +45,13 @@ def test_a_step_says_what_save_was_told(run: Path, capsys: pytest.CaptureFixture
         assert found["metrics"] == expected
         assert found["tags"] == ["before-lr-drop", "good"]
     words = "val_loss=2.1 tokens=1e+09 ratio=0.5 bad=nan #before-lr-drop #good"
-    for command in (["ls", str(run)], ["show", f"{run}@1"]):
-        assert main(command) == 0
-        assert words in capsys.readouterr().out
+    assert main(["show", f"{run}@1"]) == 0
+    assert words in capsys.readouterr().out
+    assert main(["ls", str(run)]) == 0
+    said = capsys.readouterr().out.splitlines()[1].split()
+    assert said[2:8] == ["2.1", "1e+09", "0.5", "nan", "#before-lr-drop", "#good"]
     assert main(["report", str(run), "-o", str(run / "page.html")]) == 0
-    assert "val_loss=2.1" in (run / "page.html").read_text()
+    assert "<td>2.1</td>" in (run / "page.html").read_text()
 
 
 def test_tree_shows_the_newest_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def test_it_is_named_with_the_way(
     with Checkpointer(tmp_path, **SMALL) as ckpt:
         for _ in range(2):
             assert ckpt.restore(state) == (7 if has_others else None)
-    assert caplog.text.count(way) == 1
+    assert caplog.text.count(way) == (0 if has_others else 1)  # a run with steps goes on
     main(["ls", str(tmp_path)])
     assert way in capsys.readouterr().err
     if not has_others:

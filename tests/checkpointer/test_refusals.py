@@ -178,7 +178,7 @@ def test_copies_on_hosts_that_are_not_there_are_told_of(
 def test_memory_on_a_disk_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statehold.checkpoint.levels.opening._is_memory", lambda path: False)
+    monkeypatch.setattr("statehold.checkpoint.levels.opening.is_memory", lambda path: False)
     monkeypatch.setattr(once, "_logged", set())
     for _ in range(2):
         levels = [Memory(path=tmp_path / "m", agent=False), Directory()]

@@ -183,7 +183,7 @@ class Run:
         if self.has_room:
             with self.slow_device():
                 self.save()
-                [held] = self.ckpt._gate._held
+                [held] = self.ckpt._gate._held.values()
                 passing = held.passing
                 must(passing is not None and _soon(passing), "the gate did not open")
                 self.update()

@@ -27,10 +27,22 @@ class Groups:
         return
 
 
+def agreed(param: torch.nn.Parameter) -> FastSum:
+    """A sum that has been reduced once, so that its members know of each other what they train."""
+    sums = FastSum([("param", param)], microbatches=1)
+    sums.begin()
+    (param * 2).sum().backward()
+    sums.count(0, None)
+    sums.reduce(ColumnStart(Groups()))  # type: ignore[arg-type]
+    sums.finish()
+    param.grad = None
+    return sums
+
+
 def test_what_another_epoch_has_begun_is_not_used() -> None:
     """Also if it has ended well: the members of the next epoch begin all of their sums again."""
     param = torch.nn.Parameter(torch.zeros(3))
-    sums = FastSum([("param", param)], microbatches=1)
+    sums = agreed(param)
     old, new = Groups(), Groups()
     sums.begin()
     sums.watch(ColumnStart(old))  # type: ignore[arg-type]
@@ -46,7 +58,7 @@ def test_what_another_epoch_has_begun_is_not_used() -> None:
 
 def test_what_the_epoch_has_begun_is_used() -> None:
     param = torch.nn.Parameter(torch.zeros(3))
-    sums = FastSum([("param", param)], microbatches=1)
+    sums = agreed(param)
     groups = Groups()
     sums.begin()
     sums.watch(ColumnStart(groups))  # type: ignore[arg-type]

@@ -355,7 +355,8 @@ def test_a_microbatch_that_changes_a_buffer_ends_the_run() -> None:
     """A replica without others refuses it, too: with others it would compute something else."""
     norm = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
     with coordinated(1) as meeting, replica(meeting.address, model=norm) as replicas:
-        microbatches = iter(next(replicas.steps(1)))
+        steps = replicas.steps(1)
+        microbatches = iter(next(steps))
         next(microbatches).backward(norm(data()[:4]).square().sum())
         with pytest.raises(UsageError, match="changes a buffer") as refused:
             next(microbatches)

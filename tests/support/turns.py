@@ -20,15 +20,12 @@ import time
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import datetime
 from functools import cached_property, lru_cache, partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy.random  # noqa: F401  (imported inside a run, its lock would be one of ours)
 
-from statehold.checkpoint.save import writes
 from support.scheduler import Scheduler, Unwound
 
 EPOCH_S = 1_700_000_000.0
@@ -206,7 +203,6 @@ def replaced(turns: Scheduler) -> Iterator[None]:
         (time, "perf_counter", clock(time.perf_counter)),
         (time, "time", clock(time.time, EPOCH_S)),
         (time, "sleep", sleep),
-        (writes, "datetime", SimpleNamespace(now=partial(datetime.fromtimestamp, EPOCH_S))),
         (secrets, "token_hex", lambda nbytes=32: drawn.randbytes(nbytes).hex()),
     ]
     found = _made_before(len(sys.modules))

@@ -121,7 +121,7 @@ def test_a_call_inside_another_is_refused_at_every_point(trained: Trained, outer
 
     def handle() -> str:
         for call in calls.values():
-            with pytest.raises(UsageError, match="by the same thread"):
+            with pytest.raises(UsageError, match="by a signal's handler"):
                 call()
         return "refused"
 

@@ -112,6 +112,8 @@ def capture(
         for stored in found.stored:
             stored.release()
         raise
+    finally:
+        found.let_go()
     note = note_of(found.parameters)
     frozen = tuple(found.frozen) if found.has_modules else None
     return Capture(found.tensors, tree, note, found.doubts, found.numbers, found.stored, frozen)
@@ -163,6 +165,10 @@ class _Capturer:
 
     def encoded(self, value: Any, path: str) -> Any:
         return self._values.encode(value, path)
+
+    def let_go(self) -> None:
+        """The encoder refers to this capture: in a cycle, tensors would wait for a collection."""
+        self._values.leaf = self._values.members = None
 
     # -- the hook of the encoder -----------------------------------------------------------
 

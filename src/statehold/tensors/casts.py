@@ -8,8 +8,8 @@ Not here: which tensors these are (destinations), the reading (the caller's `fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -18,9 +18,6 @@ from statehold.layout.layout import Box
 from statehold.tensors import dtypes
 from statehold.tensors.stored import Fill, Wanted
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold.tensors.destinations import Destination
 
 BLOCK_BYTES = 64 * MiB
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
@@ -31,20 +28,32 @@ def can_cast(one: torch.dtype, other: torch.dtype) -> bool:
     return one in _FLOATS and other in _FLOATS
 
 
+class _Cast(NamedTuple):
+    """A tensor, its box, its saved dtype, and the live memory of a part of the box."""
+
+    name: str
+    box: Box
+    saved: torch.dtype
+    part: Callable[[Box], torch.Tensor]
+
+
 class Casts:
     """The conversions of one restore. names: the names of parameters, by their ids."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
-        self._found: list[tuple[Destination, torch.dtype]] = []
+        self._found: list[_Cast] = []
 
     @property
     def names(self) -> list[str]:
         """Of the saved tensors that are converted."""
-        return list(dict.fromkeys(each.name for each, _ in self._found))
+        return list(dict.fromkeys(each.name for each in self._found))
 
-    def add(self, destination: Destination, saved: torch.dtype) -> None:
-        self._found.append((destination, saved))
+    def add(
+        self, name: str, box: Box, saved: torch.dtype, part: Callable[[Box], torch.Tensor]
+    ) -> None:
+        """part: the live memory that takes a part of `box`."""
+        self._found.append(_Cast(name, box, saved, part))
 
     def dtype_beside(
         self, parameter: torch.Tensor, dtype: torch.dtype, saved: SavedStep
@@ -60,14 +69,14 @@ class Casts:
         """Read and convert all of them."""
         batch: list[tuple[torch.Tensor, Wanted]] = []
         size = 0
-        for destination, dtype in self._found:
-            for box in _blocks(destination.box, BLOCK_BYTES // dtype.itemsize):
-                wanted = Wanted(destination.name, box, torch.empty(box.shape, dtype=dtype))
-                if size and size + wanted.memory.nbytes > BLOCK_BYTES:
+        for name, whole, dtype, part in self._found:
+            for box in _blocks(whole, BLOCK_BYTES // dtype.itemsize):
+                memory = torch.empty(box.shape, dtype=dtype, device="cpu")
+                if size and size + memory.nbytes > BLOCK_BYTES:
                     _convert(batch, fill)
                     batch, size = [], 0
-                batch.append((destination.part(box), wanted))
-                size += wanted.memory.nbytes
+                batch.append((part(box), Wanted(name, box, memory)))
+                size += memory.nbytes
         _convert(batch, fill)
 
 

@@ -121,7 +121,7 @@ class Destinations:
                 self.found.append(found)
             else:
                 self._saved.chunks(name, found.box, found.among)  # raises where ranks differ
-                self._casts.add(found, self.dtype_of(name))
+                self._casts.add(name, found.box, self.dtype_of(name), found.part)
         return None
 
     def _check_writable(self, local: torch.Tensor, name: str) -> None:

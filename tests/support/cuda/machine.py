@@ -285,5 +285,5 @@ def _not_here(_name: str) -> None:
 
 def copies_of(ckpt: statehold.Checkpointer) -> Any:
     """The DeviceCopies of the save that the gate holds updates for."""
-    [held] = ckpt._gate._held
+    [held] = ckpt._gate._held.values()
     return held.passing.__self__

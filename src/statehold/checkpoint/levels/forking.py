@@ -54,9 +54,9 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     """Make the step in `directory` the first step of the run directory `child`.
 
     directory: of a committed step, as its store has it. Raises UsageError if the child has steps,
-    or no step can record the path of the base,
-    RunBusyError if a job uses it, StepNotFoundError if the step is retired meanwhile, and what
-    reading the step and writing into the child raise. Then the child has no step.
+    or if no step can record the path of the base; RunBusyError if a job uses the child; and
+    StepNotFoundError if the step is retired meanwhile. What reading the step and writing into the
+    child raise passes through. After any of these the child has no step.
     """
     where = directory.rstrip("/")
     base = os.path.dirname(where)

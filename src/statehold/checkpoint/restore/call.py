@@ -74,8 +74,6 @@ class RestoreCalls:
     def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
         """Load the step that is asked for; returns its number, or None if the run has none."""
         choose = self._wait_ready(state, request)
-        if self.peers is None or self.peers.rank == 0:
-            log_once(misnamed(self.runtime.fs, request.source or self.levels.run))
         if request.source is not None:
             return self._restore_from(request.source, state, request.choice, choose)
         nearest = self.levels.nearest(self.drain)
@@ -84,6 +82,8 @@ class RestoreCalls:
         restorer, failed = self._load(nearest, state, request.choice, choose, self.claim)
         if self.report is None:
             together(self.peers, self.levels.check_there)
+            if self.peers is None or self.peers.rank == 0:
+                log_once(misnamed(self.runtime.fs, self.levels.run))
             return None
         restored = self.report.step
         self.schedule.turns.goes_on_from(restored)

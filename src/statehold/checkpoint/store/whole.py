@@ -42,7 +42,7 @@ def newest_whole(store: Store) -> int | None:
 
 
 def is_whole(store: Store, step: int) -> bool:
-    """Whether a committed step has all its files; True if that cannot be told."""
+    """Whether a committed step has all its files; True if the storage does not say."""
     look, path = partial(check_files, store.fs), store.path(step)
     try:
         look_beside_a_writer(

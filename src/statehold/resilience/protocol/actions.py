@@ -85,7 +85,7 @@ class Reduce:
 class Ballot:
     """What a rank says in the vote (R3): integers below 2**63.
 
-    digest: of the state of the step's beginning (R19). Whoever executes a Vote fills it in.
+    digest: of the state of the step's beginning (R19). The rank that executes a Vote fills it in.
     """
 
     epoch: int

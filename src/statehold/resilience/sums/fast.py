@@ -233,7 +233,8 @@ class FastSum:
     def state_dict(self) -> dict[str, Any]:
         """Which parameters have buckets."""
         agreed = set(map(id, self._agreed))
-        return {"trained": torch.tensor([id(site) in agreed for site in self._sites])}
+        trained = [id(site) in agreed for site in self._sites]
+        return {"trained": torch.tensor(trained, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """An exact sum has saved something else, so no buckets are agreed on."""
