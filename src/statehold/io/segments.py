@@ -17,6 +17,7 @@ from statehold import _core
 from statehold.errors import ChecksumError, UsageError
 from statehold.format.entries import sums_to_bytes
 from statehold.io.clients import Client
+from statehold.process.host_memory import ReadOnly
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def start_read(
     first_segment: where to begin if other ranks read these files, too.
     """
     _check_blocks(block_bytes, engine.buffer_bytes)
+    _check_writable(segments)
     places = [each.where for each in segments]
     job = engine.read(
         files=list(files),
@@ -143,6 +145,19 @@ def start_read(
         client=Client.RESTORE,
     )
     return Reading(job, segments, list(files), hint)
+
+
+def _check_writable(segments: Sequence[Segment]) -> None:
+    """A native thread that wrote into read-only memory would end the process."""
+    read_only = ReadOnly()
+    for each in segments:
+        nbytes = each.end - each.begin if each.where.box is None else 1
+        if each.where.address and nbytes and read_only.holds(each.where.address, nbytes):
+            raise UsageError(
+                "a tensor lies in memory that may not be written; nothing was read",
+                facts={"tensor": each.name, "expected": "writable memory"},
+                hint="leave it out, or load into a copy: tensor.clone()",
+            )
 
 
 def _check_blocks(block_bytes: int, buffer_bytes: int) -> None:

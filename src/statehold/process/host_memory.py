@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how many ranks share it.
+"""How much memory this process may still take, how many ranks share it, and what it may write.
 
 Owns: reading /proc, the control groups and the limits of the process.
 Invariants: the smallest of all limits counts. A limit that cannot be read does not count.
@@ -19,8 +19,10 @@ from __future__ import annotations
 import os
 import re
 import resource
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 
 _PROC = Path("/proc")
@@ -121,15 +123,28 @@ def _text(file: Path) -> str:
         return ""
 
 
-def read_only_memory() -> list[tuple[int, int]]:
-    """The addresses, as (begin, end) in order, that this process may not write. Empty where the
-    system does not say."""
+class ReadOnly:
+    """The memory that this process may not write; nothing where the system does not say."""
+
+    def __init__(self) -> None:
+        self._found = _read_only_ranges()
+
+    def holds(self, begin: int, nbytes: int) -> bool:
+        """Whether any of these bytes is such memory now."""
+        if not self._overlaps(begin, nbytes):
+            return False
+        self._found = _read_only_ranges()  # an allocator has made some of it writable since
+        return self._overlaps(begin, nbytes)
+
+    def _overlaps(self, begin: int, nbytes: int) -> bool:
+        after = bisect_right(self._found, begin, key=itemgetter(1))
+        return after < len(self._found) and self._found[after][0] < begin + nbytes
+
+
+def _read_only_ranges() -> list[tuple[int, int]]:
+    """(begin, end) of each, in order."""
     found = []
-    try:
-        lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in _text(Path("/proc/self/maps")).splitlines():
         addresses, rights = line.split(" ", 2)[:2]
         if "w" not in rights:
             begin, end = addresses.split("-")

@@ -9,10 +9,8 @@ Not here: names and trees (restore), who reads the bytes (engine).
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import torch
 from statehold.errors import InvariantError, StateMismatchError
 from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
-from statehold.process.host_memory import read_only_memory
+from statehold.process.host_memory import ReadOnly
 from statehold.tensors import dtypes, placements
 from statehold.tensors.casts import Casts, can_cast
 from statehold.tensors.pieces import Piece
@@ -81,7 +79,7 @@ class Destinations:
         self._replicas = replicas
         self._filled: dict[Memory, str] = {}
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._read_only = read_only_memory()
+        self._read_only = ReadOnly()
 
     def place(self, live: torch.Tensor, path: str) -> Placed:
         """Where a live tensor lies. Raises UnsupportedValueError for what has no layout."""
@@ -127,9 +125,7 @@ class Destinations:
     def _check_writable(self, local: torch.Tensor, name: str) -> None:
         if is_external(local) or not local.numel():
             return
-        begin = local.data_ptr()
-        after = bisect_right(self._read_only, begin, key=itemgetter(1))
-        if after < len(self._read_only) and self._read_only[after][0] < begin + local.nbytes:
+        if self._read_only.holds(local.data_ptr(), local.nbytes):
             raise StateMismatchError(
                 "a tensor lies in memory that may not be written; nothing was changed",
                 facts={"tensor": name, "expected": "writable memory", "got": "read-only memory"},
