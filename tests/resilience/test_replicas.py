@@ -159,7 +159,7 @@ def test_when_all_are_lost_the_newest_step_comes_from_memory(
     with coordinated(2) as meeting, Job(tmp_path, meeting, 7, hold=(6, go), **order) as job:
         job.start((6, "sum"))
         job.start((6, "sum"))
-        peers.until(lambda: any(memory.rglob("step-000000000006")))  # it is committed
+        peers.until((memory / "step-000000000006").exists)  # it is committed
         go.touch()
         logs = job.wait()
     assert [each.exitcode for each in job.processes] == [-signal.SIGKILL] * 2

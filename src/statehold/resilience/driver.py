@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from typing import NoReturn
 
 from statehold import _core
 from statehold.errors import ReplicaLostError, StateholdError, UsageError, WaitTimeout
@@ -211,6 +212,8 @@ class Driver:
                 return played
             result = error = None
             self.check()
+            if isinstance(action, actions.Part):
+                self._part()  # also if the seat is lost by now: another rank may have left before
             self.seat.check()
             self._hear()
             try:
@@ -246,8 +249,6 @@ class Driver:
             self._reduce()
         elif isinstance(action, actions.Vote):
             return self._vote(action)
-        elif isinstance(action, actions.Part):
-            self._part()
         return None
 
     def _reduce(self) -> None:
@@ -258,7 +259,7 @@ class Driver:
         except UnlikeError as unlike:
             self._unlike = unlike
 
-    def _part(self) -> None:
+    def _part(self) -> NoReturn:
         """Leave the job, so that the others go on, and raise what differs (R19)."""
         self.has_left = True
         self.close()
@@ -293,7 +294,7 @@ class Driver:
     def _told(self) -> list[dict[str, str]]:
         """What each member has, by name: all ranks of all replicas come here, or none."""
         rows = self.seat.tell(json.dumps(self._likeness.parts()).encode())
-        with contextlib.suppress(GroupLostError):  # who has heard all may leave, and break groups
+        with contextlib.suppress(GroupLostError, Fenced):  # a rank that has heard all may leave
             self.seat.exchange([0])
         return [
             {
