@@ -53,7 +53,7 @@ SIGNATURES = {
     statehold.Checkpointer.restore: (
         "(self, state, step=None, *, best=None, mode=None, tag=None, source=None, prefix=False, "
         "only=None, skip=None, "
-        "rename=None, strict=True)"
+        "rename=None, strict=True, cast=False)"
     ),
     statehold.Checkpointer.gate: "(self, timeout=None)",
     statehold.Checkpointer.steps: "(self)",
@@ -66,8 +66,8 @@ SIGNATURES = {
     statehold.Checkpointer.write_trace: "(self, path=None)",
     statehold.Checkpointer.close: "(self)",
     statehold.metrics.serve: "(port, host='127.0.0.1')",
-    statehold.export_step: "(step, destination, to, *, name=None, report=None)",
-    statehold.import_step: "(source, step, *, name=None, report=None)",
+    statehold.export_step: "(step, destination, to, *, name=None, config=None, report=None)",
+    statehold.import_step: "(source, step, *, name=None, skip=None, report=None)",
     statehold.copy_step: "(step, destination, *, link=True, report=None)",
     statehold.load: (
         "(run, name='', *, step=None, mapped=False, verify=True, device='cpu', rank=None)"

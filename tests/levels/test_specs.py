@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import statehold
 from statehold import Directory, Memory, ObjectStore
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
-from statehold.checkpoint.levels.memory import make_home, memory_root
+from statehold.checkpoint.levels.memory import memory_root
 from statehold.checkpoint.levels.specs import Level, check_levels
 from statehold.checkpoint.levels.throttle import BURST_S, Throttle
 from statehold.errors import ClosedError, StorageError, UsageError
+from statehold.process.own_memory import home as make_home
+from statehold.process.own_memory import home_path
 from support.faults import DEADLINE_S, SMALL, must
 
 # -- what may be said ------------------------------------------------------------------------------
@@ -235,13 +238,13 @@ def test_stop_wakes_who_waits() -> None:
 
 
 def home(base: Path) -> Path:
-    return base / f"statehold-{os.getuid()}"
+    return Path(home_path(str(base)))
 
 
 def test_memory_is_private_found_again_and_of_one_run(tmp_path: Path) -> None:
     first = memory_root("/runs/a", str(tmp_path))
     assert not home(tmp_path).exists()
-    make_home("/runs/a", str(tmp_path))
+    make_home(str(tmp_path))
     assert memory_root("/runs/a", str(tmp_path)) == first
     assert memory_root("/runs/./a/", str(tmp_path)) == first
     assert memory_root("/runs/b", str(tmp_path)) != first
@@ -291,13 +294,13 @@ def a_dangling_link(at: Path) -> None:
 def test_what_somebody_else_has_put_there_is_refused(tmp_path: Path, attack: Any) -> None:
     attack(home(tmp_path))
     before = sorted(each.name for each in tmp_path.rglob("*"))
-    for use in (memory_root, make_home):
+    for use in (partial(memory_root, "/runs/a"), make_home):
         with pytest.raises(StorageError, match="does not belong to this user alone") as caught:
-            use("/runs/a", str(tmp_path))
+            use(str(tmp_path))
         assert caught.value.path == str(home(tmp_path))
     assert sorted(each.name for each in tmp_path.rglob("*")) == before
 
 
 def test_a_base_that_is_not_there_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="memory level"):
-        make_home("/runs/a", str(tmp_path / "none"))
+        make_home(str(tmp_path / "none"))

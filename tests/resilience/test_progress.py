@@ -91,8 +91,9 @@ def test_who_is_out_for_a_slow_microbatch_names_the_argument(
         for microbatch in next(steps):
             if not is_out:
                 wait_until(slow._progress.is_stuck)
-                with slow._driver.seat.link.changed:  # type: ignore[union-attr]
-                    slow._driver.seat.member.receive(Fenced("its lease"))  # type: ignore[union-attr]
+                seat = slow._driver.seat  # type: ignore[union-attr]
+                with seat.link.changed:
+                    seat.member.receive(Fenced("its lease"))
                 is_out = True
             microbatch.backward(slow.state["model"](data()[:1]).sum())
     assert reasons[:1] == [

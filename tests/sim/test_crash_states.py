@@ -38,7 +38,7 @@ SCRIPTS: dict[str, Script] = {
     "reuse": [("save", 1), ("save", 2), ("save", 3), ("save", 4)],
     "again": [("save", 1), ("save", 2), ("save", 2), ("save", 3), ("save", 3)],
     "best": [("save", step) for step in (1, 2, 3, 3, 4, 5)],
-    "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 1), ("save", 2)],
+    "rewind": [("save", 1), ("save", 2), ("save", 3), ("rewind", 2), ("save", 3)],
 }
 # After step 3 steps 1 and 2 go, after step 5 steps 3 and 4: several in a row, and not the oldest.
 RULES = {"best": Keep(best=1, metric="loss")}

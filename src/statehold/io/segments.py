@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.errors import ChecksumError, UsageError
@@ -151,8 +151,12 @@ def _check_writable(segments: Sequence[Segment]) -> None:
     """A native thread that wrote into read-only memory would end the process."""
     read_only = ReadOnly()
     for each in segments:
+        tensor: Any = each.where.owner  # or memory of our own
+        storage = getattr(tensor, "untyped_storage", None)
+        if each.begin == each.end or storage is None or storage().resizable():
+            continue  # what torch has allocated itself can be resized, and written
         nbytes = each.end - each.begin if each.where.box is None else 1
-        if each.where.address and nbytes and read_only.holds(each.where.address, nbytes):
+        if read_only.holds(each.where.address, nbytes):
             raise UsageError(
                 "a tensor lies in memory that may not be written; nothing was read",
                 facts={"tensor": each.name, "expected": "writable memory"},

@@ -124,21 +124,27 @@ def _text(file: Path) -> str:
 
 
 class ReadOnly:
-    """The memory that this process may not write; nothing where the system does not say."""
+    """The memory that this process may not write; nothing where the system does not say.
+
+    It is looked up when the first question comes: that takes milliseconds.
+    """
 
     def __init__(self) -> None:
-        self._found = _read_only_ranges()
+        self._found: list[tuple[int, int]] | None = None
 
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether any of these bytes is such memory now."""
+        if self._found is None:
+            self._found = _read_only_ranges()
         if not self._overlaps(begin, nbytes):
             return False
         self._found = _read_only_ranges()  # an allocator has made some of it writable since
         return self._overlaps(begin, nbytes)
 
     def _overlaps(self, begin: int, nbytes: int) -> bool:
-        after = bisect_right(self._found, begin, key=itemgetter(1))
-        return after < len(self._found) and self._found[after][0] < begin + nbytes
+        found = self._found or []
+        after = bisect_right(found, begin, key=itemgetter(1))
+        return after < len(found) and found[after][0] < begin + nbytes
 
 
 def _read_only_ranges() -> list[tuple[int, int]]:

@@ -125,7 +125,9 @@ class Destinations:
     def _check_writable(self, local: torch.Tensor, name: str) -> None:
         if is_external(local) or not local.numel():
             return
-        if self._read_only.holds(local.data_ptr(), local.nbytes):
+        # What torch has allocated itself can be resized, and written.
+        is_torchs = local.untyped_storage().resizable()
+        if not is_torchs and self._read_only.holds(local.data_ptr(), local.nbytes):
             raise StateMismatchError(
                 "a tensor lies in memory that may not be written; nothing was changed",
                 facts={"tensor": name, "expected": "writable memory", "got": "read-only memory"},
