@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from statehold import _core
-from statehold.checkpoint.save import pipeline
+from statehold.checkpoint.save import pipeline, shared, writes
 from statehold.testing import SimFs
 from support.scheduler import Scheduler
 from support.turns import replaced
@@ -36,15 +36,17 @@ _STIRS = ("attach", "filled", "release", "cancel")
 def simulated(seed: object) -> Iterator[Scheduler]:
     """What is done inside is done in the same order each time."""
     turns = Scheduler(seed)
-    real = pipeline._give_back
 
     def give_back(file: Any) -> None:
         turns.wait(lambda: not _is_moving(turns, file.path), None, f"transfers of {file.path}")
-        real(file)
+        writes.give_back(file)
 
     engines = mock.patch.object(_core, "Engine", engines_in_turns(turns))
-    files = mock.patch.object(pipeline, "_give_back", give_back)
-    with replaced(turns), engines, files, turns.running():
+    with contextlib.ExitStack() as stack:
+        for module in (pipeline, shared):
+            stack.enter_context(mock.patch.object(module, "give_back", give_back))
+        for each in (replaced(turns), engines, turns.running()):
+            stack.enter_context(each)
         yield turns
 
 

@@ -30,6 +30,7 @@ from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.save.stalls import Stalls
 from statehold.checkpoint.save.taking import take_in
+from statehold.checkpoint.save.writes import give_back
 from statehold.errors import (
     PUBLISHED,
     ChecksumError,
@@ -42,7 +43,6 @@ from statehold.errors import (
 from statehold.process.tracebacks import let_go
 
 if TYPE_CHECKING:
-    from statehold._core import File
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.save.callbacks import Callbacks
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 
 # One save is written while one is staged. More would hold more captured state, and end no sooner.
 SAVES_IN_FLIGHT_MAX = 2
-
-# How long to wait until transfers in flight have released the file of a failed save.
-FILE_CLOSES_S = 60.0
 
 
 class Pipeline:
@@ -287,7 +284,7 @@ class Pipeline:
             self._write_out(work)
         except BaseException:
             work.job.cancel()
-            _give_back(file)
+            give_back(file)
             raise
 
     def _write_out(self, work: Work) -> None:
@@ -379,15 +376,6 @@ def _check_unmoved(moved: str | None) -> None:
             hint="change the state only through an optimizer that is part of it, or after "
             "gate(). Wrap tensors that change at other times in statehold.Volatile",
         )
-
-
-def _give_back(file: File) -> None:
-    """Close the file of a failed save, so that its space is free now and not when the last variable
-    is gone. A file in memory stays mapped until its job is gone."""
-    if file.mapped:
-        file.close()
-    else:
-        file.close_alone(FILE_CLOSES_S)
 
 
 def _ended(save: Save) -> bool:

@@ -31,7 +31,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.proof import Claim, differing, refuted
-from statehold.checkpoint.save.writes import FileOrder, Ordered, start_write
+from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
 from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import SavePlan, plan_save
 from statehold.layout.share import Part, RankPlan, Share
@@ -227,7 +227,7 @@ class Shared:
         for each in (*self.fresh, *self._replacing):
             file, each.file = each.file, None
             if file is not None:
-                file.close()  # a job may have it; it is released with the job
+                give_back(file)
             if self._store is not None and not each.is_durable:
                 self._store.pool.drop(each.path)
 

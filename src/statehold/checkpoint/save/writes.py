@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
     from statehold.tensors.storable import Strided
 
+# How long to wait until transfers in flight have released the file of a failed save.
+FILE_CLOSES_S = 60.0
+
 _NOTHING = StoredPart()
 
 
@@ -145,6 +148,15 @@ def start_write(
         expected=expected,
         client=Client.SAVE,
     )
+
+
+def give_back(file: File) -> None:
+    """Close the file of a failed save, so that its space is free now and not when the last variable
+    is gone. A file in memory stays mapped until its job is gone."""
+    if file.mapped:
+        file.close()
+    else:
+        file.close_alone(FILE_CLOSES_S)
 
 
 def _account(
