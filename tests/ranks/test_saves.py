@@ -234,6 +234,37 @@ def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) ->
     check_step(ranks, 4)
 
 
+def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> None:
+    """Rank 3 clears what it has made while rank 0 is about to make its file."""
+    saved(ranks, 1, 2)
+    cleared = threading.Event()
+
+    def wait(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            must(cleared.wait(DEADLINE_S))
+
+    def fail(operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
+
+    for rank in range(3):
+        spy_on(ranks.ckpts[rank], wait)
+    spy_on(ranks.ckpts[3], fail)
+
+    def act(rank: int) -> Any:
+        save = ranks.ckpts[rank].save(3, state(rank, 3))
+        if rank == 3:
+            save._wait_ended("committed", DEADLINE_S)
+            inside(ranks.ckpts[3]).pipeline.drain()
+            cleared.set()
+        return save.wait("committed", DEADLINE_S)
+
+    failures = ranks.outcomes(act)
+    for rank in range(3):
+        assert type(failures[rank]) is PeerFailedError, failures[rank]
+        assert failures[rank].rank == 3
+
+
 def test_a_rank_that_saves_early_after_a_restore_is_not_swept_away(ranks: Ranks) -> None:
     """Rank 0 clears what a crash left when it first saves; others may be at work by then."""
     saved(ranks, 1, 2)
