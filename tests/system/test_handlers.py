@@ -1,6 +1,6 @@
 """A signal's handler that calls statehold: it works, or it is told why not. It never hangs.
 
-The signal comes at every call of a Python function that a call of statehold makes.
+The signal comes where a call of statehold calls a Python function, or returns from it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -25,21 +25,25 @@ from support.faults import SMALL, must
 from support.victims import Victims
 
 OFFLOADED = "of an offloaded optimizer"
+FEW = 2  # a call, and its return; a function that is called for each value is the same place
 
 
 @contextmanager
 def interrupted(handle: Callable[[], str], *, only_inside: bool = False) -> Any:
     """Has a signal come at each call of a function. Gives what the handler has said, counted.
 
-    only_inside: from when the outer call of statehold has noted itself, until it returns.
+    only_inside: from when the outer call of statehold has noted itself, until it returns, and FEW
+    times in each function.
     """
     said: Counter[str] = Counter()
+    seen: Counter[CodeType] = Counter()
     outer: list[FrameType] = []
 
     def watch(frame: FrameType, event: str, _value: object) -> None:
         if event not in ("call", "return"):
             return
-        if not only_inside or outer:
+        seen[frame.f_code] += bool(outer)
+        if not only_inside or (outer and seen[frame.f_code] <= FEW):
             signal.raise_signal(signal.SIGUSR2)
         if frame in outer:
             outer.clear()
