@@ -312,5 +312,9 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
 std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
+std::vector<PyFill> next_fills(PyWriteJob& job, Timeout timeout, size_t most);
+std::vector<PyReady> next_readies(PyReadJob& job, Timeout timeout, size_t most);
+int call_copies(uintptr_t function, nb::handle to, nb::handle from, nb::handle sizes, int kind,
+                uintptr_t stream);
 
 }  // namespace statehold::python

@@ -267,6 +267,7 @@ void declare_write_job(nb::module_& m) {
            })
       .def("cancel", &PyWriteJob::cancel)
       .def("next_fill", &next_fill, "timeout"_a.none())
+      .def("next_fills", &next_fills, "timeout"_a.none(), "most"_a)
       .def(
           "filled",
           [](PyWriteJob& self, PyFill& fill, bool is_there) {
@@ -307,6 +308,7 @@ void declare_read_job(nb::module_& m) {
           },
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
+      .def("next_readies", &next_readies, "timeout"_a.none(), "most"_a)
       .def(
           "release",
           [](PyReadJob& self, PyReady& ready) {
@@ -447,4 +449,6 @@ NB_MODULE(_core, m) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
       "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
+  m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
+        "kind"_a, "stream"_a);
 }
