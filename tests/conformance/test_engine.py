@@ -225,7 +225,7 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
 
 
 def test_bytes_from_python_count_as_copied_before_they_are_hashed(disk: Disk) -> None:
-    """Their sources may change then. No worker is waited for: this is true when filled() returns."""
+    """Their sources may change then. This is true as soon as filled() returns."""
     count = 64
     engine = _core.Engine(disk.fs, count * BUFFER, BUFFER, copy_threads=1)
     state = State(random_arrays(1, count * BUFFER), header=b"", flags={0: EXTERNAL})

@@ -316,9 +316,9 @@ class OneReady:
     def __init__(self, content: bytes, pieces: list[tuple[int, int, int, int]]) -> None:
         self._ready: Any = SimpleNamespace(view=memoryview(bytearray(content)), pieces=pieces)
 
-    def next_ready(self, timeout: float | None) -> Any:
+    def next_readies(self, timeout: float | None, most: int) -> list[Any]:
         ready, self._ready = self._ready, None
-        return ready
+        return [] if ready is None else [ready]
 
     def release(self, ready: Any) -> None:
         pass

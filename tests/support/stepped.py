@@ -137,6 +137,14 @@ class SteppedJob:
     def next_ready(self, timeout: float | None) -> Any:
         return self._next("ready", timeout)
 
+    def next_fills(self, timeout: float | None, most: int) -> Any:
+        fill = self.next_fill(timeout)
+        return [] if fill is None else [fill]
+
+    def next_readies(self, timeout: float | None, most: int) -> Any:
+        ready = self.next_ready(timeout)
+        return [] if ready is None else [ready]
+
     def _next(self, what: str, timeout: float | None) -> Any:
         take = getattr(self._job, f"next_{what}")
         left = "fills_left" if what == "fill" else "ready_left"

@@ -28,7 +28,7 @@ from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
-from support.cuda.api import Cuda, Local, Runtime, device_of
+from support.cuda.api import Cuda, Local, Runtime, copy_async, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
 from support.cuda.streams import Stream, Timeline
@@ -56,6 +56,8 @@ class Machine:
         self.fails_at: Callable[[str], bool] = lambda operation: False
         self.operations = Operations(self)
         self.cuda = Cuda(self)
+        self.copy_async = copy_async(self)
+        self.copies = 0  # by it
         self._captures: dict[Any, str] = {}
         self.may_create_streams = True
         self.created: dict[int, Stream] = {}  # not by torch, by their addresses
@@ -167,6 +169,18 @@ class Machine:
             return _EMPTY_ON(device, shape, dtype, strides)
         strides = torch.empty(tuple(shape), device="meta").stride() if strides is None else strides
         return self.memory.empty(device.index, self.current(device.index), shape, strides, dtype)
+
+    def copy_to_host(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
+        """As the copy engine does it; one that goes to memory that is not pinned is waited for."""
+        block, begin = self.memory.block_at(source, nbytes)
+        self.copies += 1
+
+        def work() -> None:
+            ctypes.memmove(to, block.bytes[begin : begin + nbytes].tobytes(), nbytes)
+
+        self.timeline.give(stream, work)
+        if not self.pins.hold_bytes(to, nbytes):
+            stream.synchronize()
 
     def set_device(self, index: int) -> None:
         if index != self.local.device and self.failure is not None:

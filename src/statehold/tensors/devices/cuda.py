@@ -20,6 +20,7 @@ from torch import cuda
 
 from statehold.tensors.devices import cuda_runtime, numa
 from statehold.tensors.devices.backends import CHECKPOINTS
+from statehold.tensors.devices.jobs import CallCopies, Copies
 
 __all__ = ["CudaBackend"]
 
@@ -82,6 +83,12 @@ class CudaBackend:
 
     def make_current_wait(self, event: cuda.Event) -> None:
         cuda.current_stream(event.device).wait_event(event)
+
+    def copies_by_address(self) -> bool:
+        return cuda_runtime.has_copies()
+
+    def copy_to_host(self, stream: cuda.Stream, copies: Copies, call: CallCopies) -> None:
+        cuda_runtime.copy_to_host(copies, stream.cuda_stream, call)
 
 
 def _cudart() -> Any:
