@@ -388,6 +388,28 @@ std::vector<PyLoan> handles_of(JobHandle<SomeJob>& job, std::vector<Loan> lent) 
   return handles;
 }
 
+// Those that were given back before are left: an exception, such as Ctrl-C, may have come after it.
+template <class SomeJob, class PyLoan>
+void give_all_back(JobHandle<SomeJob>& job, const std::vector<PyLoan*>& lent) {
+  std::vector<PyLoan*> left;
+  for (PyLoan* each : lent) {
+    if (each->is_lent()) left.push_back(each);
+  }
+  size_t count = 0;
+  const auto forget = [&] {
+    for (size_t i = 0; i < count; ++i) left[i]->was_given_back();
+  };
+  try {
+    const std::shared_ptr<SomeJob> shared = job.shared();
+    const GilReleased gil_released;
+    for (; count < left.size(); ++count) give_back(*shared, left[count]->loan);
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
+}
+
 template <class Loan>
 std::optional<Loan> first_of(std::vector<Loan> handles) {
   if (handles.empty()) return std::nullopt;
@@ -416,6 +438,12 @@ std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {
 
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout) {
   return first_of(next_readies(job, timeout, 1));
+}
+
+void filled_all(PyWriteJob& job, const std::vector<PyFill*>& fills) { give_all_back(job, fills); }
+
+void release_all(PyReadJob& job, const std::vector<PyReady*>& readies) {
+  give_all_back(job, readies);
 }
 
 int call_copies(uintptr_t function, nb::handle to, nb::handle from, nb::handle sizes, int kind,

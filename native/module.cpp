@@ -278,6 +278,7 @@ void declare_write_job(nb::module_& m) {
             fill.was_given_back();
           },
           "fill"_a, nb::kw_only(), "is_there"_a = false)
+      .def("filled_all", &filled_all, "fills"_a)
       .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
       .def_prop_ro("stats", [](PyWriteJob& self) {
         const WriteStats stats = self->stats();
@@ -319,6 +320,7 @@ void declare_read_job(nb::module_& m) {
             ready.was_given_back();
           },
           "ready"_a)
+      .def("release_all", &release_all, "readies"_a)
       .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
       .def("cancel", &PyReadJob::cancel)
       .def_prop_ro("stats", [](PyReadJob& self) {

@@ -282,6 +282,8 @@ class WriteJob:
         `is_there`: the file has these bytes, which are all of the block: they are hashed and not
         written.
         """
+    def filled_all(self, fills: Sequence[Fill]) -> None:
+        """Give back those of them that are still lent."""
     @property
     def fills_left(self) -> int:
         """Blocks that next_fill has not handed out yet."""
@@ -315,6 +317,8 @@ class ReadJob:
         """Wait for one, and take the others that are there."""
     def release(self, ready: Ready) -> None:
         """Give the buffer back; after a failure, too. Who drops `ready` instead cancels the job."""
+    def release_all(self, readies: Sequence[Ready]) -> None:
+        """Give back those of them that are still lent."""
     @property
     def ready_left(self) -> int:
         """Blocks that next_ready has not handed out yet."""

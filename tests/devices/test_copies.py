@@ -282,7 +282,7 @@ class OneBuffer:
         offset = 4 * (2 - self.fills_left)
         return [SimpleNamespace(view=memoryview(self.memory), pieces=[(1, offset, 0, 4)])]
 
-    def filled(self, fill: Any) -> None:
+    def filled_all(self, fills: Any) -> None:
         self._lent = False
         self.written += bytes(self.memory)
 
@@ -357,8 +357,8 @@ class ManyBuffers:
             for index in lent
         ]
 
-    def filled(self, fill: Any) -> None:
-        self.given_back += 1
+    def filled_all(self, fills: Any) -> None:
+        self.given_back += len(fills)
 
     def wait_eager(self, timeout: float | None) -> bool:
         return True

@@ -30,7 +30,7 @@ class NoFills:
     def next_fills(self, timeout: float | None, most: int) -> list[None]:
         return []
 
-    def filled(self, fill: None) -> None:
+    def filled_all(self, fills: list[None]) -> None:
         raise AssertionError("nothing was lent")
 
     def wait_eager(self, timeout: float | None) -> bool:

@@ -320,7 +320,7 @@ class OneReady:
         ready, self._ready = self._ready, None
         return [] if ready is None else [ready]
 
-    def release(self, ready: Any) -> None:
+    def release_all(self, readies: Any) -> None:
         pass
 
 

@@ -29,7 +29,7 @@ from support.scheduler import Scheduler
 from support.turns import replaced
 
 _WAITS = ("wait", "wait_eager", "wait_copied", "wait_compared", "wait_written")
-_STIRS = ("attach", "filled", "release", "cancel")
+_STIRS = ("attach", "filled", "filled_all", "release", "release_all", "cancel")
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class DeviceCopies:
         with named_failures(), mover.using(), mover.finishing():
             self._note_eager((), compared)
             self._note_progress(compared)
-            relay(mover, job.next_fills, fill, job.filled, lambda: job.fills_left)
+            relay(mover, job.next_fills, fill, job.filled_all, lambda: job.fills_left)
             if captured is not None:
                 mover.read(captured.numbers)
             self.fingerprints = self._fingerprinting.read()

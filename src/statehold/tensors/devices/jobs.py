@@ -68,7 +68,7 @@ class FillJob(Protocol[LentT]):
     """The side of the engine's WriteJob that is used here."""
 
     def next_fills(self, timeout: float | None, most: int) -> Sequence[LentT]: ...
-    def filled(self, fill: LentT) -> None: ...
+    def filled_all(self, fills: Sequence[LentT]) -> None: ...
     def wait_eager(self, timeout: float | None) -> bool: ...
     @property
     def fills_left(self) -> int: ...
@@ -78,7 +78,7 @@ class ReadyJob(Protocol[LentT]):
     """The side of the engine's ReadJob that is used here."""
 
     def next_readies(self, timeout: float | None, most: int) -> Sequence[LentT]: ...
-    def release(self, ready: LentT) -> None: ...
+    def release_all(self, readies: Sequence[LentT]) -> None: ...
     @property
     def ready_left(self) -> int: ...
 
@@ -137,9 +137,9 @@ class Fills:
                 return []
             self._at += 1
 
-    def filled(self, fill: OfOne) -> None:
-        """Give a buffer back."""
-        fill.job.filled(fill.fill)
+    def filled_all(self, fills: Sequence[OfOne]) -> None:
+        """Give buffers back that were handed out together."""
+        fills[0].job.filled_all([each.fill for each in fills])
 
     def wait_eager(self, timeout: float | None) -> bool:
         """Whether the engine has copied every eager byte that it copies itself."""

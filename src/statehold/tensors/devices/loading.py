@@ -57,7 +57,7 @@ def load(job: ReadyJob[LentT], places: Mapping[int, Place], mover: Mover) -> Non
         mover,
         job.next_readies,
         lambda ready: mover.move(ready, loading.scatter),
-        job.release,
+        job.release_all,
         lambda: job.ready_left,
     )
     mover.make_current_wait()

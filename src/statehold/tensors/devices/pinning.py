@@ -1,8 +1,9 @@
 """Pinning: the engine's buffers, which a device reaches itself once they are pinned.
 
 Invariants: a buffer is pinned when it is lent for the first time, in a call of its own. Pinning
-takes 0.2 s a gigabyte (H200). Meanwhile no other thread launches anything: a pause after each buffer
-lets them, who would otherwise wait for many buffers in a row. What is pinned is unpinned before the engine gives the memory back.
+makes memory present, and takes 0.2 s a gigabyte (H200), in which other threads launch nothing. A
+pause after each buffer lets them; otherwise they wait for many buffers in a row. What is pinned is
+unpinned before the engine gives the memory back.
 """
 
 from __future__ import annotations

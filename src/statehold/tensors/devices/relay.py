@@ -20,9 +20,9 @@ from statehold.tensors.devices.mover import Mover
 
 __all__ = ["AT_ONCE", "named_failures", "relay"]
 
-# For the engine's next buffer, before the device is asked again. Whoever asks takes the interpreter
-# lock from a program that launches kernels. With two buffers of 16 MiB this is still 6 GB/s.
-PATIENCE_S = 0.005
+# For the engine's next buffer, before the device is asked again: at first, and after some vain
+# questions. Each takes the interpreter lock from a program that launches kernels.
+PATIENCE_S, PATIENCE_MAX_S = 0.001, 0.016
 # Buffers that are moved by one call. A device copies them for a few milliseconds; a save of
 # gigabytes takes the interpreter lock a few times, and not for each buffer.
 AT_ONCE = 16
@@ -33,45 +33,39 @@ def relay(
     mover: Mover,
     take: Callable[[float | None, int], Sequence[LentT]],
     move: Callable[[Sequence[LentT]], list[Event]],
-    give_back: Callable[[LentT], None],
+    give_back: Callable[[Sequence[LentT]], None],
     left: Callable[[], int],
 ) -> None:
     """Move every buffer that `take` lends; several are under way at once. take: waits for the next
     one, and lends at most so many. move: enqueues the work on these, and returns the events that
-    complete with it. left: buffers still to be lent.
+    complete with it. give_back: has no effect on buffers that are back. left: still to be lent.
 
     The engine may have no buffer to lend before it gets one back, so this never waits long for the
     next one while it holds any. Nor does it wait for the device while there may be a next one: what
     is enqueued late keeps an update waiting. Raises DeviceError.
     """
-    moving: deque[tuple[deque[LentT], list[Event]]] = deque()
+    moving: deque[tuple[Sequence[LentT], list[Event]]] = deque()
     lent: Sequence[LentT] = ()
+    patience_s = PATIENCE_S
     with named_failures(), mover.using():
         try:
             with mover.finishing():
                 while True:
-                    lent = take(PATIENCE_S if moving else None, AT_ONCE)
+                    lent = take(patience_s if moving else None, AT_ONCE)
+                    patience_s = min(2 * patience_s, PATIENCE_MAX_S)
                     if lent:
-                        moving.append((deque(lent), []))  # before anything can fail: given back
+                        moving.append((lent, []))  # before anything can fail: it is given back
                         moving[-1][1].extend(move(lent))
                     elif not moving:
                         return
                     while moving and _is_there(mover, moving[0][1], wait=left() == 0):
-                        _give_back(moving, give_back)
+                        give_back(moving[0][0])
+                        moving.popleft()  # Ctrl-C before it: they are given back again
+                        patience_s = PATIENCE_S
         finally:
             lent = ()  # an error keeps this frame: it must not keep a buffer
             while moving:
-                _give_back(moving, give_back)
-
-
-def _give_back(
-    moving: deque[tuple[deque[LentT], list[Event]]], give_back: Callable[[LentT], None]
-) -> None:
-    """Give the oldest ones back. One that Ctrl-C drops between two calls comes back, too."""
-    buffers, _ = moving[0]
-    while buffers:
-        give_back(buffers.popleft())
-    moving.popleft()
+                give_back(moving.popleft()[0])
 
 
 def _is_there(mover: Mover, events: list[Event], *, wait: bool) -> bool:
