@@ -1,7 +1,7 @@
 """The list of all checks, in the order in which they run: a run that is cut off has the first ones.
 
-Ceilings come first, because ratios need them; then what missed its target on the last device
-(results/2026-11-26-h200); then what must be right, which takes seconds, and was; peers last.
+Ceilings come first, because ratios need them. Then comes what missed its target on the last device
+(results/2026-11-26-h200). What must be right takes seconds, and was right. Peers are last.
 """
 
 from __future__ import annotations

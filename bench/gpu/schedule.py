@@ -184,7 +184,8 @@ def saved(nbytes: float, staging: float, costs: Costs = Costs(), plan: Plan = NO
         enqueued = world.now
         return events
 
-    relay(world, world.take, move, world.give_back, lambda: left)  # type: ignore[arg-type, type-var]
+    mover: Any = world
+    relay(mover, mover.take, move, mover.give_back, lambda: left)
     staged = world.now
     while world.to_hash:
         world.advance(world.now + 1e-3)

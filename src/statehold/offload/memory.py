@@ -27,10 +27,5 @@ class Buffers:
         self._items = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory
         self._each = nbytes // ITEM_BYTES
 
-    @property
-    def whole(self) -> torch.Tensor:
-        """The memory of all buffers."""
-        return self._items
-
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._items[index * self._each : (index + 1) * self._each]
