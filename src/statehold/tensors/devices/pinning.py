@@ -8,6 +8,7 @@ pinned is unpinned before the engine gives the memory back.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from contextlib import suppress
 
@@ -15,9 +16,17 @@ import torch
 
 from statehold.tensors.devices.backends import StreamBackend
 
-__all__ = ["Pinning"]
+__all__ = ["Pinning", "mapped"]
 
 logger = logging.getLogger("statehold")
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """Bytes of whole pages that are mapped for this tensor alone."""
+    # Private: by default, the kernel makes no huge pages of shared memory.
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]  # keeps the memory
 
 
 class Pinning:
