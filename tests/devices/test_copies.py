@@ -19,6 +19,7 @@ from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.jobs import Source
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.gpu import pinned_buffers
 from support.inside import inside
 
 
@@ -50,6 +51,8 @@ def test_buffers_are_pinned_once_and_only_those_that_are_used(
         buffers = {address: 1 << 20, address + (1 << 20): 1 << 20}
         assert len(machine.pins.calls) == 1  # of two: the state fits in one
         assert machine.pins.ranges.items() <= buffers.items()
+        assert sum(pinned_buffers(ckpt)) == 1
+        assert not machine.pins.forked()
         larger = trained_on(machine, width=1024)
         ckpt.save(5, larger.state).wait("committed", DEADLINE_S)
         assert machine.pins.ranges == buffers

@@ -252,6 +252,7 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     patch.setattr(cuda.numa, "node_of", lambda _: None)
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
     _replace(patch, devices.backend_for, lambda _: cuda.CudaBackend())
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: machine.pins.begin(tensor))
     patch.setattr(
         pipeline, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=machine.enter)
     )
