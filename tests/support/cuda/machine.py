@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
-from support.cuda.api import Cuda, Local, Runtime, device_of
+from support.cuda.api import AcceleratorGraph, Cuda, Local, Runtime, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
 from support.cuda.streams import Stream, Timeline
@@ -56,6 +56,9 @@ class Machine:
         self.fails_at: Callable[[str], bool] = lambda operation: False
         self.operations = Operations(self)
         self.cuda = Cuda(self)
+        self.accelerator = SimpleNamespace(
+            Graph=type("Graph", (AcceleratorGraph,), {"machine": self})
+        )
         self._captures: dict[Any, str] = {}
         self.may_create_streams = True
         self.created: dict[int, Stream] = {}  # not by torch, by their addresses
@@ -248,6 +251,7 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     _replace(patch, tensors.empty_on, machine.empty_on)
     for module in (cuda, graphs, update_streams):
         patch.setattr(module, "cuda", machine.cuda)
+    patch.setattr(graphs, "accelerator", machine.accelerator)
     patch.setattr(cuda, "_SIDE_STREAMS", {})
     patch.setattr(cuda.numa, "node_of", lambda _: None)
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
