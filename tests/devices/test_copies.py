@@ -22,6 +22,7 @@ from statehold.tensors.devices.jobs import Source
 from statehold.tensors.devices.relay import AT_ONCE
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.gpu import pinned_buffers
 from support.inside import inside
 
 
@@ -53,6 +54,8 @@ def test_buffers_are_pinned_once_and_only_those_that_are_used(
         buffers = {address: 1 << 20, address + (1 << 20): 1 << 20}
         assert len(machine.pins.calls) == 1  # of two: the state fits in one
         assert machine.pins.ranges.items() <= buffers.items()
+        assert sum(pinned_buffers(ckpt)) == 1
+        assert not machine.pins.forked()
         larger = trained_on(machine, width=1024)
         ckpt.save(5, larger.state).wait("committed", DEADLINE_S)
         assert machine.pins.ranges == buffers

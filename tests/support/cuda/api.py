@@ -54,6 +54,19 @@ class Graph:
         return (0, id(self))
 
 
+class AcceleratorGraph(Graph):
+    """torch.accelerator.Graph: the same with settings of its own. It is no CUDAGraph."""
+
+    def capture_begin(self) -> None:
+        super().capture_begin()
+
+    def __enter__(self) -> None:
+        self.capture_begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.capture_end()
+
+
 class Cuda:
     """In the place of the module torch.cuda."""
 
@@ -61,6 +74,8 @@ class Cuda:
         self._machine = machine
         self.Event = Event
         self.CUDAGraph = type("CUDAGraph", (Graph,), {"machine": machine})
+        # A library's own, such as CuPy's: torch knows nothing of it.
+        self.ForeignGraph = type("ForeignGraph", (Graph,), {"machine": machine})
 
     def Stream(self, device: Any = None) -> Stream:
         return self._machine.pooled_stream(self._machine.device(device))

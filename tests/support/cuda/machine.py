@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
-from support.cuda.api import Cuda, Local, Runtime, copy_async, device_of
+from support.cuda.api import AcceleratorGraph, Cuda, Local, Runtime, copy_async, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
 from support.cuda.streams import Stream, Timeline
@@ -58,6 +58,9 @@ class Machine:
         self.cuda = Cuda(self)
         self.copy_async = copy_async(self)
         self.copies = 0  # by it
+        self.accelerator = SimpleNamespace(
+            Graph=type("Graph", (AcceleratorGraph,), {"machine": self})
+        )
         self._captures: dict[Any, str] = {}
         self.may_create_streams = True
         self.created: dict[int, Stream] = {}  # not by torch, by their addresses
@@ -262,10 +265,12 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     _replace(patch, tensors.empty_on, machine.empty_on)
     for module in (cuda, graphs, update_streams):
         patch.setattr(module, "cuda", machine.cuda)
+    patch.setattr(graphs, "accelerator", machine.accelerator)
     patch.setattr(cuda, "_SIDE_STREAMS", {})
     patch.setattr(cuda.numa, "node_of", lambda _: None)
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
     _replace(patch, devices.backend_for, lambda _: cuda.CudaBackend())
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: machine.pins.begin(tensor))
     patch.setattr(
         pipeline, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=machine.enter)
     )

@@ -139,3 +139,20 @@ class Pins:
         if len(inside) > 1:
             raise RuntimeError("CUDA error: invalid argument: a copy spans two pinned ranges")
         return inside == [True]
+
+    def begin(self, tensor: torch.Tensor) -> bool:
+        """What is_pinned() says: whether the storage of a tensor begins in pinned memory."""
+        at = tensor.untyped_storage().data_ptr()
+        return any(a <= at < a + n for a, n in self.ranges.items())
+
+    def forked(self) -> list[int]:
+        """The addresses of ranges that a child would have, too, as the kernel sees it (proc(5))."""
+        found, begin, end = [], 0, 0
+        with open("/proc/self/smaps", encoding="utf-8") as mappings:
+            for line in mappings:
+                first, *rest = line.split()
+                if first == "VmFlags:" and "dc" not in rest:
+                    found += [a for a, n in self.ranges.items() if a < end and begin < a + n]
+                elif not first.endswith(":"):
+                    begin, end = (int(each, 16) for each in first.split("-"))
+        return found

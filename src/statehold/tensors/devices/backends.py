@@ -26,7 +26,8 @@ class StreamBackend(Protocol):
     """The devices of one kind in this process."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Let the devices reach this host memory themselves; False when they cannot."""
+        """Let the devices reach this host memory themselves; False when they cannot. From then on
+        no forked child has it: it is whole pages, which were mapped for nothing else."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`; no copy is under way."""

@@ -9,6 +9,7 @@ unpinned before the engine gives the memory back.
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from contextlib import suppress
@@ -17,11 +18,19 @@ import torch
 
 from statehold.tensors.devices.backends import StreamBackend
 
-__all__ = ["Pinning"]
+__all__ = ["Pinning", "mapped"]
 
 PAUSE_S = 0.001  # for threads that wait for the driver's lock; a buffer of 16 MiB takes 3 ms
 
 logger = logging.getLogger("statehold")
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """Bytes of whole pages that are mapped for this tensor alone."""
+    # Private: by default, the kernel makes no huge pages of shared memory.
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]  # keeps the memory
 
 
 class Pinning:
