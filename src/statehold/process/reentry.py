@@ -44,7 +44,7 @@ def refuse(what: str, among: str = "") -> None:
 
 
 def _refuse(frame: FrameType | None, what: str, among: str) -> None:
-    inner = []  # what runs inside of `frame`
+    inner: list[CodeType] = []  # what runs inside of `frame`
     while frame is not None:
         outer = _calls.get(frame.f_code)
         if outer is not None and outer.endswith(among) and _handlers().intersection(inner):

@@ -42,7 +42,8 @@ def make_directories(fs: Fs, path: str) -> None:
 def delete(fs: Fs, directory: str, of: str = "") -> None:
     """Delete a directory that no name of a step leads to, with its contents.
 
-    of: only what has names that begin so, and the directory if nothing else is in it.
+    of: only what has names that begin so. Then the directory stays, because others may be about to
+    make files there.
     """
     for name, is_dir in fs.listdir(directory):
         if not name.startswith(of):
@@ -52,7 +53,7 @@ def delete(fs: Fs, directory: str, of: str = "") -> None:
         else:
             with unless(errno.ENOENT):  # another rank took it meanwhile
                 fs.unlink(f"{directory}/{name}")
-    with unless(errno.ENOTEMPTY) if of else contextlib.nullcontext():
+    if not of:
         fs.rmdir(directory)
 
 

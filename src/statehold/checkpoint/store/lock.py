@@ -95,6 +95,7 @@ class RunLock:
 
     def _take_over(self) -> bool:
         """Ask an agent for the right, and wait for it; False at once if a trainer has it."""
+        self.took_over = self._file.is_taken(_YIELDS)  # it may be gone as soon as it is asked
         self._file.share(_WANTED)
         until = time.monotonic() + TAKE_OVER_S
         while time.monotonic() < until:
