@@ -355,24 +355,115 @@ std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout) {
   return done;
 }
 
-std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {
-  std::optional<Fill> fill;
+namespace {
+
+// The buffers that a job lends now, at most so many; waits for the first one. `lend` gives one, or
+// none at its deadline; `is_over`: there will be no more.
+template <class Loan, class Lend, class IsOver>
+std::vector<Loan> lent_now(Timeout timeout, size_t most, Lend lend, IsOver is_over) {
+  std::vector<Loan> lent;
+  lent.reserve(most);  // no memory is needed once one is there
   wait(timeout, [&](Deadline deadline) {
-    fill = job->next_fill(deadline);
-    return fill.has_value() || job->fills_left() == 0;
+    while (lent.size() < most) {
+      try {
+        std::optional<Loan> one = lend(deadline);
+        if (!one) break;
+        lent.push_back(std::move(*one));
+      } catch (const Failure&) {
+        if (lent.empty()) throw;
+        break;  // these have to come back first; the next call raises it
+      }
+      deadline = std::chrono::steady_clock::now();
+    }
+    return !lent.empty() || is_over();
   });
-  if (!fill) return std::nullopt;
-  return PyFill(job.shared(), std::move(*fill), job.memory);
+  return lent;
+}
+
+template <class PyLoan, class SomeJob, class Loan>
+std::vector<PyLoan> handles_of(JobHandle<SomeJob>& job, std::vector<Loan> lent) {
+  std::vector<PyLoan> handles;
+  handles.reserve(lent.size());
+  for (Loan& each : lent) handles.emplace_back(job.shared(), std::move(each), job.memory);
+  return handles;
+}
+
+// Those that were given back before are left: an exception, such as Ctrl-C, may have come after it.
+template <class SomeJob, class PyLoan>
+void give_all_back(JobHandle<SomeJob>& job, const std::vector<PyLoan*>& lent) {
+  std::vector<PyLoan*> left;
+  for (PyLoan* each : lent) {
+    if (each->is_lent()) left.push_back(each);
+  }
+  size_t count = 0;
+  const auto forget = [&] {
+    for (size_t i = 0; i < count; ++i) left[i]->was_given_back();
+  };
+  try {
+    const std::shared_ptr<SomeJob> shared = job.shared();
+    const GilReleased gil_released;
+    for (; count < left.size(); ++count) give_back(*shared, left[count]->loan);
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
+}
+
+template <class Loan>
+std::optional<Loan> first_of(std::vector<Loan> handles) {
+  if (handles.empty()) return std::nullopt;
+  return std::move(handles.front());
+}
+
+}  // namespace
+
+std::vector<PyFill> next_fills(PyWriteJob& job, Timeout timeout, size_t most) {
+  return handles_of<PyFill>(
+      job, lent_now<Fill>(
+               timeout, most, [&](Deadline deadline) { return job->next_fill(deadline); },
+               [&] { return job->fills_left() == 0; }));
+}
+
+std::vector<PyReady> next_readies(PyReadJob& job, Timeout timeout, size_t most) {
+  return handles_of<PyReady>(
+      job, lent_now<Ready>(
+               timeout, most, [&](Deadline deadline) { return job->next_ready(deadline); },
+               [&] { return job->ready_left() == 0; }));
+}
+
+std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout) {
+  return first_of(next_fills(job, timeout, 1));
 }
 
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout) {
-  std::optional<Ready> ready;
-  wait(timeout, [&](Deadline deadline) {
-    ready = job->next_ready(deadline);
-    return ready.has_value() || job->ready_left() == 0;
-  });
-  if (!ready) return std::nullopt;
-  return PyReady(job.shared(), std::move(*ready), job.memory);
+  return first_of(next_readies(job, timeout, 1));
+}
+
+void filled_all(PyWriteJob& job, const std::vector<PyFill*>& fills) { give_all_back(job, fills); }
+
+void release_all(PyReadJob& job, const std::vector<PyReady*>& readies) {
+  give_all_back(job, readies);
+}
+
+int call_copies(uintptr_t function, nb::handle to, nb::handle from, nb::handle sizes, int kind,
+                uintptr_t stream) {
+  using Copy = int (*)(void*, const void*, size_t, int, void*);
+  const std::vector<uint64_t> targets = integers(to, "to");
+  const std::vector<uint64_t> sources = integers(from, "from");
+  const std::vector<uint64_t> bytes = integers(sizes, "sizes");
+  if (targets.size() != bytes.size() || sources.size() != bytes.size()) {
+    throw std::invalid_argument("there must be one target and one size for each source");
+  }
+  const auto copy = reinterpret_cast<Copy>(function);
+  const GilReleased gil_released;
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const int error =
+        copy(reinterpret_cast<void*>(targets[i]), reinterpret_cast<const void*>(sources[i]),
+             bytes[i], kind, reinterpret_cast<void*>(stream));
+    if (error != 0) return error;
+  }
+  return 0;
 }
 
 }  // namespace statehold::python

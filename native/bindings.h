@@ -181,6 +181,7 @@ class LentBuffer : public Handle<SomeJob> {
 
   // With the GIL.
   void was_given_back() { this->forget(); }
+  bool is_lent() const { return this->has_object(); }
   uintptr_t address() const {
     return reinterpret_cast<uintptr_t>(memory->buffer(loan.lease.index));
   }
@@ -312,5 +313,11 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
 std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
+std::vector<PyFill> next_fills(PyWriteJob& job, Timeout timeout, size_t most);
+std::vector<PyReady> next_readies(PyReadJob& job, Timeout timeout, size_t most);
+void filled_all(PyWriteJob& job, const std::vector<PyFill*>& fills);
+void release_all(PyReadJob& job, const std::vector<PyReady*>& readies);
+int call_copies(uintptr_t function, nb::handle to, nb::handle from, nb::handle sizes, int kind,
+                uintptr_t stream);
 
 }  // namespace statehold::python

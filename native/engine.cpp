@@ -257,8 +257,8 @@ bool Engine::pick(Work& work) {
 }
 
 bool Engine::pick_of(uint32_t client, Work& work) {
-  for (const Priority priority :
-       {Priority::finish, Priority::read, Priority::eager, Priority::fill}) {
+  for (const Priority priority : {Priority::finish, Priority::read, Priority::eager, Priority::lend,
+                                  Priority::seal, Priority::fill}) {
     for (const auto& job : shared_->jobs) {
       if (job->client() == client && job->take(priority, work)) return true;
     }

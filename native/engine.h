@@ -2,9 +2,9 @@
 //
 // Owns the buffers, the threads that copy and verify, and one that faults the buffers in. Knows
 // nothing of steps, manifests or tensors. Any number of jobs run at once; one that fails disturbs
-// no other. Workers look for work of the client whose turn it is (shares.h), there by Priority:
-// finish blocks that hold a buffer, start reads, fill eager blocks, fill other blocks; oldest job
-// first. Transfers start in the order of disk_queue.h. No mix of jobs can stop: lending.h says why.
+// no other. Workers look for work of the client whose turn it is (shares.h), there by Priority
+// (job.h), oldest job first. Transfers start in the order of disk_queue.h. No mix of jobs can stop:
+// lending.h says why.
 //
 // Buffers are faulted in when jobs need them: while jobs run, a few ahead of demand; while none
 // runs, as many as were wanted at once before. A process that saves little stays small.

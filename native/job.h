@@ -36,8 +36,10 @@ namespace statehold {
 
 class Job;
 
-// Workers look for work in this order. `finish`: blocks that already hold a buffer.
-enum class Priority : uint8_t { finish, read, eager, fill };
+// Workers look for work in this order. `finish`: blocks that are ready to be written, or verified.
+// `lend`: blocks that Python fills alone. They cost a worker nothing, and a device is idle until it
+// has them, so they come before `seal`: blocks that Python has filled, to hash.
+enum class Priority : uint8_t { finish, read, eager, lend, seal, fill };
 
 struct Work {
   std::shared_ptr<Job> job;

@@ -267,6 +267,7 @@ void declare_write_job(nb::module_& m) {
            })
       .def("cancel", &PyWriteJob::cancel)
       .def("next_fill", &next_fill, "timeout"_a.none())
+      .def("next_fills", &next_fills, "timeout"_a.none(), "most"_a)
       .def(
           "filled",
           [](PyWriteJob& self, PyFill& fill, bool is_there) {
@@ -277,6 +278,7 @@ void declare_write_job(nb::module_& m) {
             fill.was_given_back();
           },
           "fill"_a, nb::kw_only(), "is_there"_a = false)
+      .def("filled_all", &filled_all, "fills"_a)
       .def_prop_ro("fills_left", [](PyWriteJob& self) { return self->fills_left(); })
       .def_prop_ro("stats", [](PyWriteJob& self) {
         const WriteStats stats = self->stats();
@@ -307,6 +309,7 @@ void declare_read_job(nb::module_& m) {
           },
           "timeout"_a.none())
       .def("next_ready", &next_ready, "timeout"_a.none())
+      .def("next_readies", &next_readies, "timeout"_a.none(), "most"_a)
       .def(
           "release",
           [](PyReadJob& self, PyReady& ready) {
@@ -317,6 +320,7 @@ void declare_read_job(nb::module_& m) {
             ready.was_given_back();
           },
           "ready"_a)
+      .def("release_all", &release_all, "readies"_a)
       .def_prop_ro("ready_left", [](PyReadJob& self) { return self->ready_left(); })
       .def("cancel", &PyReadJob::cancel)
       .def_prop_ro("stats", [](PyReadJob& self) {
@@ -447,4 +451,6 @@ NB_MODULE(_core, m) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
       "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
+  m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
+        "kind"_a, "stream"_a);
 }

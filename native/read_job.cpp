@@ -383,7 +383,7 @@ Status ReadJob::compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t
 
 const std::shared_ptr<File>& ReadJob::file_for_buffer(const Block& block) const {
   const Source& source = sources_[block.file];
-  return block.cached || !source.direct ? source.buffered : source.direct;
+  return source.direct ? source.direct : source.buffered;
 }
 
 // The file offset of the buffer's first byte.
@@ -393,6 +393,7 @@ uint64_t ReadJob::buffer_base(const Block& block) const {
 
 void ReadJob::read_to_buffer(uint64_t index) {
   const Block& block = blocks_[index];
+  if (block.cached) return verify(index);  // which reads, too: many workers copy at once
   const std::shared_ptr<File>& file = file_for_buffer(block);
   IoRequest request;
   request.kind = IoRequest::Kind::read;
@@ -424,15 +425,37 @@ void ReadJob::verify(uint64_t index) {
   const Lock lock(shared_->mutex());
   charge(block.wanted_bytes);
   if (failed() || !status.ok()) return drop(block, status);
+  if (block.cached) stats_.cached_bytes += block.wanted_bytes;
   if (!block.external) return finished(block);
   move(block, Stage::offered);
   offer_queue_.push_back(index);
   wake_all();
 }
 
+// From the page cache, or from where the file lies in memory; in parts that stay in the processor's
+// cache until they are hashed.
+Status ReadJob::read_hashed(const Block& block, uint64_t begin, uint64_t end, std::byte* to,
+                            uint64_t& hash) const {
+  const Source& source = sources_[block.file];
+  if (block.viewed) {
+    hash = copy_hashed_nontemporal(source.view->view().data() + begin, end - begin, to);
+    return {};
+  }
+  Xxh3 hashed;
+  for (uint64_t at = begin; at < end;) {
+    const uint64_t bytes = std::min<uint64_t>(kCacheBytes, end - at);
+    std::byte* part = to + (at - begin);
+    if (Status status = source.buffered->read(part, bytes, at); !status.ok()) return status;
+    hashed.update(part, bytes);
+    at += bytes;
+  }
+  hash = hashed.digest();
+  return {};
+}
+
 // Piece by piece: what was just verified is placed while it is in the cache.
 Status ReadJob::verify_and_scatter(const Block& block) const {
-  const std::byte* buffer = shared_->address(block.lease);
+  std::byte* buffer = shared_->address(block.lease);
   Status status;
   for (const uint64_t s : block.segments) {
     const Segment& segment = segments_[s];
@@ -440,8 +463,14 @@ Status ReadJob::verify_and_scatter(const Block& block) const {
     for_each_piece(segment, block.begin, block.end, block_bytes_,
                    [&](uint64_t sum, uint64_t begin, uint64_t end) {
                      if (stopped() || !status.ok()) return;
-                     const std::byte* data = buffer + (begin - buffer_base(block));
-                     status = compare(s, sum, begin, end, xxh3_64(data, end - begin));
+                     std::byte* data = buffer + (begin - buffer_base(block));
+                     uint64_t hash = 0;
+                     if (block.cached) {
+                       status = read_hashed(block, begin, end, data, hash);
+                     } else {
+                       hash = xxh3_64(data, end - begin);
+                     }
+                     if (status.ok()) status = compare(s, sum, begin, end, hash);
                      if (!status.ok() || !placed) return;
                      scatter(data, segment.place, begin - segment.begin, end - segment.begin);
                    });

@@ -3,6 +3,8 @@
 // What is needed of every file is cut into blocks that fit a buffer. Per block:
 //   in memory, in huge pages -> copied from there into place past the caches, hashed on the way
 //   in the page cache, or shared -> read straight into place, hashed while in the processor's cache
+//   the same, with external parts -> read into a buffer by the worker that hashes it on the way
+//             -> scattered into place -> external parts copied by Python -> buffer released
 //   otherwise -> read directly into a buffer -> verified -> scattered into place
 //             -> (external parts copied by Python) -> buffer released
 // Shared blocks are announced to the page cache some blocks ahead, so that the device is busy
@@ -44,8 +46,9 @@ struct Ready {
   std::vector<BufferPiece> pieces;
 };
 
-// Of the files, what was read counts once however many segments want it, and a block that went
-// through a buffer counts with the gaps between its segments (not with the padding to pages).
+// Of the files, what was read counts once however many segments want it, and a block that the file
+// system has read into a buffer counts with the gaps between its segments (not with the padding to
+// pages).
 struct ReadStats {
   uint64_t bytes = 0;         // asked for: the sum over the segments
   uint64_t cached_bytes = 0;  // read through the page cache, whether they were in it or not
@@ -120,6 +123,8 @@ class ReadJob final : public Job {
                     uint64_t end);
   Status compare(uint64_t segment, uint64_t sum, uint64_t begin, uint64_t end, uint64_t got) const;
   Status verify_and_scatter(const Block& block) const;
+  Status read_hashed(const Block& block, uint64_t begin, uint64_t end, std::byte* to,
+                     uint64_t& hash) const;
   uint64_t buffer_base(const Block& block) const;
   const std::shared_ptr<File>& file_for_buffer(const Block& block) const;
   std::vector<BufferPiece> external_pieces(const Block& block) const;

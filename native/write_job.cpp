@@ -56,18 +56,20 @@ void WriteJob::make_blocks() {
     while (segments_[segment].end <= block_begin(index)) ++segment;
     block.first_segment = segment;
     block.last_segment = segment;
+    bool has_own = false;
     while (block.last_segment < segments_.size() &&
            segments_[block.last_segment].begin < block_end(index)) {
       const Segment& overlapping = segments_[block.last_segment++];
       block.eager |= overlapping.eager && !overlapping.empty();
       block.external |= overlapping.external && !overlapping.empty();
+      has_own |= !overlapping.external && !overlapping.empty();
     }
-    (block.eager ? eager_queue_ : fill_queue_).push_back(index);
+    (block.eager ? eager_queue_ : has_own ? fill_queue_ : lend_queue_).push_back(index);
     eager_left_ += block.eager ? 1 : 0;
     fills_left_ += block.external ? 1 : 0;
   }
   externals_queued_ = fills_left_;
-  copies_left_ = writes_left_ = blocks_.size();
+  sources_left_ = copies_left_ = writes_left_ = blocks_.size();
   stats_.bytes = file_bytes_;
   stats_.blocks = blocks_.size();
 }
@@ -109,7 +111,7 @@ bool WriteJob::wait_eager(Deadline deadline) {
 }
 
 bool WriteJob::wait_copied(Deadline deadline) {
-  return wait(deadline, [this]() REQUIRES(engine_mutex) { return copies_left_ == 0; });
+  return wait(deadline, [this]() REQUIRES(engine_mutex) { return sources_left_ == 0; });
 }
 
 bool WriteJob::wait_compared(Deadline deadline) {
@@ -159,7 +161,7 @@ void WriteJob::cancel() {
 
 std::vector<uint64_t> WriteJob::checksums() {
   const Lock lock(shared_->mutex());
-  if (copies_left_ > 0) throw std::invalid_argument("checksums are there after wait_copied()");
+  if (copies_left_ > 0) throw std::invalid_argument("checksums are there after wait_written()");
   return sums_;
 }
 
@@ -191,6 +193,7 @@ void WriteJob::filled(const Fill& fill, bool is_there) {
     seal_queue_.push_back(fill.block);  // may throw: then the buffer is still lent
     move(block, Stage::filled);
     block.is_there = is_there;
+    gathered();
   }
   wake_all();
 }
@@ -209,10 +212,13 @@ bool WriteJob::take(Priority priority, Work& work) {
   if (failed()) return false;
   switch (priority) {
     case Priority::finish:
-      return (file_ && take_queued(write_queue_, kWrite, work)) ||
-             take_queued(seal_queue_, kSeal, work);
+      return file_ && take_queued(write_queue_, kWrite, work);
     case Priority::eager:
       return take_fill(eager_queue_, work);
+    case Priority::lend:
+      return take_fill(lend_queue_, work);
+    case Priority::seal:
+      return take_queued(seal_queue_, kSeal, work);
     case Priority::fill:
       return take_fill(fill_queue_, work) || take_again(work);
     case Priority::read:
@@ -311,7 +317,10 @@ void WriteJob::fill(uint64_t index) {
   charge(bytes);
   if (failed() || !status.ok()) return drop(blocks_[index], status);
   if (block.eager) --eager_left_;
-  if (!block.external) return copied(index);
+  if (!block.external) {
+    gathered();
+    return copied(index);
+  }
   move(blocks_[index], Stage::offered);
   offer_queue_.push_back(index);
   wake_all();
@@ -378,10 +387,15 @@ void WriteJob::set_aside(uint64_t index) {
   same_queue_.clear();
 }
 
+void WriteJob::gathered() {
+  CHECK(sources_left_ > 0);
+  if (--sources_left_ == 0) stats_.copy_ns = elapsed_ns();
+}
+
 void WriteJob::copied(uint64_t index) {
   Block& block = blocks_[index];
   CHECK(copies_left_ > 0);
-  if (--copies_left_ == 0) stats_.copy_ns = elapsed_ns();
+  --copies_left_;
   if (is_comparing() && is_as_expected(index)) {
     set_aside(index);
     return wake_all();
@@ -443,8 +457,8 @@ void WriteJob::transferred(uint64_t index, Status status) {
 
 void WriteJob::drop_queued() {
   for (Block& block : blocks_) drop_if_queued(block);
-  for (auto* queue :
-       {&eager_queue_, &fill_queue_, &offer_queue_, &seal_queue_, &write_queue_, &same_queue_}) {
+  for (auto* queue : {&eager_queue_, &lend_queue_, &fill_queue_, &offer_queue_, &seal_queue_,
+                      &write_queue_, &same_queue_}) {
     queue->clear();
   }
 }
@@ -470,7 +484,8 @@ uint64_t WriteJob::buffers_wanted() const {
 
 // Blocks that get a buffer to be copied.
 uint64_t WriteJob::uncopied() const {
-  return memory_ != nullptr ? externals_queued_ : eager_queue_.size() + fill_queue_.size();
+  if (memory_ != nullptr) return externals_queued_;
+  return eager_queue_.size() + lend_queue_.size() + fill_queue_.size();
 }
 
 std::vector<BufferPiece> WriteJob::external_pieces(const Block& block, uint64_t index) const {

@@ -14,8 +14,11 @@
 //   free -> copied and hashed -> cold -> done
 //                                     -> read again and hashed -> written -> done
 //
-// Blocks with eager segments are copied first. Copying starts at once, writing when a file is
-// attached. Checksums are of the bytes in the buffers, which are the bytes written.
+// Blocks with eager segments are copied first. Blocks that Python fills alone are lent as soon as
+// there are buffers, before others are hashed: what they wait for is a device, and no worker. All
+// bytes count as copied once they are in buffers; those from Python are hashed later, so nobody
+// who only wants to change the sources waits for that. Copying starts at once, writing when a file
+// is attached. Checksums are of the bytes in the buffers, which are the bytes written.
 //
 // A file that is memory (File::mapped) needs no buffers. Per block:
 //   free -> copied into the file and hashed on the way, which is written
@@ -53,7 +56,7 @@ struct Fill {
 struct WriteStats {
   uint64_t bytes = 0;
   uint64_t blocks = 0;
-  uint64_t copy_ns = 0;         // start to the last byte copied
+  uint64_t copy_ns = 0;         // start to the last byte in a buffer, or in the file
   uint64_t first_write_ns = 0;  // start to the first write handed to the Fs
   uint64_t write_ns = 0;        // start to the last write completed
 };
@@ -72,6 +75,7 @@ class WriteJob final : public Job {
   bool refuted();  // a block has others
   // Every eager byte that the engine itself copies is copied; not those that Python fills in.
   bool wait_eager(Deadline deadline);
+  // Nobody reads the sources any more; checksums may still be unknown.
   bool wait_copied(Deadline deadline);
   bool wait_written(Deadline deadline);
   // After wait_written: exact size, durable, closed. A file that is memory has all it can have; its
@@ -79,7 +83,7 @@ class WriteJob final : public Job {
   void finish();
   // As any job. A complete one lets go of its file, too, and finish() throws from then on.
   void cancel() override;
-  std::vector<uint64_t> checksums();  // throws std::invalid_argument before all is copied
+  std::vector<uint64_t> checksums();  // throws std::invalid_argument before all is hashed
   // nullopt: the deadline passed, or fills_left() is 0.
   std::optional<Fill> next_fill(Deadline deadline);
   // Returns the buffer. After a failure that is all it does. `is_there`: the file holds these bytes
@@ -120,6 +124,7 @@ class WriteJob final : public Job {
   Status store(uint64_t index, const std::byte* buffer);  // into a file that is memory
   // Copies (or, for external ones, only hashes) the pieces of a block; false when stopped.
   bool move_pieces(const Block& block, uint64_t index, bool external);
+  void gathered() REQUIRES(engine_mutex);
   void copied(uint64_t index) REQUIRES(engine_mutex);
   bool is_comparing() const REQUIRES(engine_mutex) { return !expected_.empty() && !refuted_; }
   bool is_as_expected(uint64_t index) const;
@@ -151,6 +156,7 @@ class WriteJob final : public Job {
   std::shared_ptr<File> before_;  // the same
   std::byte* memory_ = nullptr;   // of the file, when it is memory
   std::deque<uint64_t> eager_queue_ GUARDED_BY(engine_mutex);  // to copy
+  std::deque<uint64_t> lend_queue_ GUARDED_BY(engine_mutex);   // Python fills all of it
   std::deque<uint64_t> fill_queue_ GUARDED_BY(engine_mutex);   // to copy
   std::deque<uint64_t> offer_queue_ GUARDED_BY(engine_mutex);  // for next_fill
   std::deque<uint64_t> seal_queue_ GUARDED_BY(engine_mutex);   // filled by Python, to hash
@@ -158,7 +164,8 @@ class WriteJob final : public Job {
   std::deque<uint64_t> same_queue_ GUARDED_BY(engine_mutex);   // to read again, once refuted
   bool refuted_ GUARDED_BY(engine_mutex) = false;
   uint64_t eager_left_ GUARDED_BY(engine_mutex) = 0;
-  uint64_t copies_left_ GUARDED_BY(engine_mutex) = 0;
+  uint64_t sources_left_ GUARDED_BY(engine_mutex) = 0;  // blocks that are not copied yet
+  uint64_t copies_left_ GUARDED_BY(engine_mutex) = 0;   // blocks that are not copied and hashed yet
   uint64_t writes_left_ GUARDED_BY(engine_mutex) = 0;
   uint64_t fills_left_ GUARDED_BY(engine_mutex) = 0;
   uint64_t externals_queued_ GUARDED_BY(engine_mutex) =

@@ -6,6 +6,7 @@
     task        what one check is given, and how it is run and recorded
     figures     what a check finds, what was expected of it, and the verdict
     device      what the checks ask of a device; the CPU stands in where there is none
+    schedule    what a save should take, from measured costs, in virtual time; needs no device
     model       a model and optimizer of any number of tensors
     ceilings    transfers, pinning, disk: the denominators
     saving      save() and the gate; restore

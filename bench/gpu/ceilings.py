@@ -139,7 +139,8 @@ def _while_launching(action: Callable[[], None], device: torch.device) -> tuple[
 
 def disk(task: Task) -> Iterator[Figure]:
     """Direct I/O, 16 MiB blocks, 32 in flight, fsync included, as in bench.limit."""
-    blocks = max(1, task.at_most_bytes(4 * GiB) // limit.BLOCK_BYTES)
+    # As much as a save writes: a disk may be slower once it has taken some gigabytes.
+    blocks = max(1, task.state_bytes // limit.BLOCK_BYTES)
     rates = limit.native(task.path, blocks * limit.BLOCK_BYTES, gently=task.is_smoke)
     if rates is None:
         raise RuntimeError("statehold._core is not built")

@@ -1,7 +1,7 @@
 """The list of all checks, in the order in which they run: a run that is cut off has the first ones.
 
-Ceilings come first, because ratios need them; then what must be right, which takes seconds; then
-speed, the most important figures first.
+Ceilings come first, because ratios need them. Then comes what missed its target on the last device
+(results/2026-11-26-h200). What must be right takes seconds, and was right. Peers are last.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ CHECKS = {
     "facts": Entry(facts.device_facts),
     "transfers": Entry(ceilings.transfers),
     "disk": Entry(ceilings.disk, 90.0),
+    "pinning": Entry(ceilings.pinning),
+    "save-few": Entry(saves(FEW, "given"), SPEED_S, needs=CEILINGS),
+    "steps": Entry(steps("given", "statehold", SLOW_DOWN), SPEED_S),
+    "restore": Entry(restores, SPEED_S, needs=CEILINGS),
+    "save-many": Entry(saves(MANY, "given"), SPEED_S, needs=CEILINGS),
+    "fingerprints": Entry(order.fingerprints_on_a_side_stream),
     "replay": Entry(graphs.replay_while_saving),
     "capture": Entry(graphs.captured_while_saving),
-    "fingerprints": Entry(order.fingerprints_on_a_side_stream),
     "two-streams": Entry(order.two_optimizers_on_two_streams),
     "memory": Entry(memory.device_memory),
     "scaler": Entry(order.save_with_a_scaler),
     "dropped": Entry(memory.dropped),
     "contexts": Entry(memory.contexts),
-    "save-few": Entry(saves(FEW, "given"), SPEED_S, needs=CEILINGS),
-    "save-many": Entry(saves(MANY, "given"), SPEED_S, needs=CEILINGS),
-    "restore": Entry(restores, SPEED_S, needs=CEILINGS),
-    "steps": Entry(steps("given", "statehold", SLOW_DOWN), SPEED_S),
-    "dcp-thread": Entry(steps("dcp-thread", "DCP, thread", None), SPEED_S, "dcp-thread"),
     "save-few-chosen": Entry(saves(FEW, "chosen"), SPEED_S, needs=CEILINGS),
     "save-many-chosen": Entry(saves(MANY, "chosen"), SPEED_S, needs=CEILINGS),
-    "pinning": Entry(ceilings.pinning),
+    "dcp-thread": Entry(steps("dcp-thread", "DCP, thread", None), SPEED_S, "dcp-thread"),
     "dcp-process": Entry(steps("dcp-process", "DCP, process", None), SPEED_S, "dcp-process"),
 }

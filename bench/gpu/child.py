@@ -38,7 +38,9 @@ def run_task(task: Task, check: Check, result: Path) -> None:
 
 
 def _write(figure: Figure, file: TextIO) -> None:
-    file.write(json.dumps(dataclasses.asdict(figure)) + "\n")
+    line = json.dumps(dataclasses.asdict(figure))
+    print(line, flush=True)  # to checks.log, which is kept if the run is cut off here
+    file.write(line + "\n")
     file.flush()
 
 

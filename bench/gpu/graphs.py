@@ -8,6 +8,8 @@ its work.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,17 +29,19 @@ CAPTURES, LAUNCHES = 20, 300
 SEED = 11
 
 
-def captured_step(trained: Trained) -> torch.cuda.CUDAGraph:
-    """A graph that holds the update, after the warm-up that a capture needs."""
+def captured_step(trained: Trained, kind: Any) -> Any:
+    """A graph of this class that holds the update, after the warm-up that a capture needs."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         trained.optimizer.step()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph = kind()
+    with torch.cuda.stream(side):
+        graph.capture_begin()
         trained.optimizer.step()
+        graph.capture_end()
     torch.cuda.synchronize()
     return graph
 
@@ -45,11 +49,19 @@ def captured_step(trained: Trained) -> torch.cuda.CUDAGraph:
 def replay_while_saving(task: Task) -> Iterator[Figure]:
     """Right are the bytes from before the replays, or a refusal; never a mixture."""
     task.need_cuda("CUDA graphs")
+    kinds: dict[str, Any] = {"": torch.cuda.CUDAGraph}
+    if hasattr(torch.accelerator, "Graph"):  # not in torch 2.9
+        kinds[", accelerator.Graph"] = torch.accelerator.Graph
+    for number, (suffix, kind) in enumerate(kinds.items()):
+        yield from _replay_while_saving(task, task.path / str(number), kind, suffix)
+
+
+def _replay_while_saving(task: Task, run: Path, kind: Any, suffix: str) -> Iterator[Figure]:
     nbytes = task.at_most_bytes(4 * 10**9)
     can_capture = task.torch_device.type == "cuda"
     trained = Trained(task.torch_device, 800, nbytes, capturable=can_capture)
-    with statehold.Checkpointer(task.path / "run", **LITTLE) as ckpt:
-        graph = captured_step(trained)
+    with statehold.Checkpointer(run, **LITTLE) as ckpt:
+        graph = captured_step(trained, kind)
         trained.fill(SEED)
         torch.cuda.synchronize()
         save = ckpt.save(1, trained.state)
@@ -64,8 +76,9 @@ def replay_while_saving(task: Task) -> Iterator[Figure]:
         if found != "refused":
             ckpt.restore(trained.state)
             found = "WRONG BYTES" if trained.difference(SEED) else found
-    yield figures.equal("replay of a captured update while saving", found, "right bytes", "refused")
-    yield figures.equal("the replays took place", str(bool(moved)), "True")
+    name = f"replay of a captured update while saving{suffix}"
+    yield figures.equal(name, found, "right bytes", "refused")
+    yield figures.equal(f"the replays took place{suffix}", str(bool(moved)), "True")
 
 
 def captured_while_saving(task: Task) -> Iterator[Figure]:

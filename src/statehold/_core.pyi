@@ -267,18 +267,23 @@ class WriteJob:
         """Whether some bytes are not as expected."""
     def wait_eager(self, timeout: float | None) -> bool:
         """Not for the external segments in the same blocks: Python knows about those."""
-    def wait_copied(self, timeout: float | None) -> bool: ...
+    def wait_copied(self, timeout: float | None) -> bool:
+        """Return once all bytes are in buffers, or in the file. Their checksums come later."""
     def wait_written(self, timeout: float | None) -> bool: ...
     def finish(self) -> None: ...
     def checksums(self) -> bytes: ...
     def cancel(self) -> None: ...
     def next_fill(self, timeout: float | None) -> Fill | None: ...
+    def next_fills(self, timeout: float | None, most: int) -> list[Fill]:
+        """Wait for one, and take the others that are there."""
     def filled(self, fill: Fill, *, is_there: bool = False) -> None:
         """Give the buffer back; after a failure, too. Who drops `fill` instead cancels the job.
 
         `is_there`: the file has these bytes, which are all of the block: they are hashed and not
         written.
         """
+    def filled_all(self, fills: Sequence[Fill]) -> None:
+        """Give back those of them that are still lent."""
     @property
     def fills_left(self) -> int:
         """Blocks that next_fill has not handed out yet."""
@@ -308,8 +313,12 @@ class ReadJob:
 
     def wait(self, timeout: float | None) -> bool: ...
     def next_ready(self, timeout: float | None) -> Ready | None: ...
+    def next_readies(self, timeout: float | None, most: int) -> list[Ready]:
+        """Wait for one, and take the others that are there."""
     def release(self, ready: Ready) -> None:
         """Give the buffer back; after a failure, too. Who drops `ready` instead cancels the job."""
+    def release_all(self, readies: Sequence[Ready]) -> None:
+        """Give back those of them that are still lent."""
     @property
     def ready_left(self) -> int:
         """Blocks that next_ready has not handed out yet."""
@@ -345,6 +354,12 @@ class RangesJob:
 def xxh3_64(data: bytes) -> int: ...
 def hash_memory(address: int, nbytes: int) -> int:
     """XXH3-64 of memory that the caller keeps alive and unchanged."""
+
+def call_copies(
+    function: int, *, to: array[int], source: array[int], sizes: array[int], kind: int, stream: int
+) -> int:
+    """Call cudaMemcpyAsync, or what has its signature, for each copy, without the interpreter lock.
+    0, or the first error, after which nothing more is called."""
 
 def raw_write(
     fs: Fs, path: str, file_bytes: int, buffer_bytes: int, depth: int, reuse: bool

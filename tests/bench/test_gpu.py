@@ -264,6 +264,7 @@ def runtime(bench: Any, monkeypatch: pytest.MonkeyPatch) -> _Runtime:
     runtime = _Runtime()
     for name in ("Stream", "stream", "CUDAGraph", "graph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
+    monkeypatch.setattr(torch.accelerator, "Graph", _Nothing, raising=False)
     for name in ("synchronize", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -284,6 +285,7 @@ def test_replays_that_change_nothing_prove_nothing(
     found = _found(bench, "replay", tmp_path)
     assert found["replay of a captured update while saving"].value == "right bytes"
     assert found["the replays took place"].verdict == "missed"
+    assert found["the replays took place, accelerator.Graph"].verdict == "missed"
 
 
 def test_a_refused_save_is_right_and_a_torn_one_is_not(

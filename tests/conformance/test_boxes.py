@@ -261,12 +261,13 @@ def test_gaps_count_where_they_are_read(
 
 
 def order_of_segments(first_segment: int, sizes: list[int]) -> list[int]:
-    """As one worker on a disk that keeps the order hands them out."""
+    """As one worker hands them out that reads all of them from the page cache."""
     disk = Disk(SimFs(seed=1, reorder=False), ".")
     state = State(random_arrays(3, *sizes), b"h" * BUFFER, dict.fromkeys(range(9), EXTERNAL))
     engine = _core.Engine(disk.fs, 2 * BUFFER, BUFFER, copy_threads=1)
     sums = save(engine, disk, "f", state)
-    job = state.read(engine, disk.path("f"), sums, first_segment=first_segment)
+    flags = bytes([SHARED | EXTERNAL] * len(sizes))
+    job = state.read(engine, disk.path("f"), sums, flags=flags, first_segment=first_segment)
     order = []
     while (ready := job.next_ready(DEADLINE_S)) is not None:
         order += [segment for segment, *_ in ready.pieces]

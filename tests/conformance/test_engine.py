@@ -224,6 +224,50 @@ def test_eager_blocks_are_copied_first_and_writing_waits_for_the_file(
     assert disk.fs.read_file(disk.path("f"), 1 << 30) == original.image
 
 
+def test_bytes_from_python_count_as_copied_before_they_are_hashed(disk: Disk) -> None:
+    """Their sources may change then. This is true as soon as filled() returns."""
+    count = 64
+    engine = _core.Engine(disk.fs, count * BUFFER, BUFFER, copy_threads=1)
+    state = State(random_arrays(1, count * BUFFER), header=b"", flags={0: EXTERNAL})
+    job = state.write(engine)
+    fills = [job.next_fill(DEADLINE_S) for _ in range(count)]
+    for fill in fills:
+        assert fill is not None
+        [(_, offset, at, nbytes)] = fill.pieces
+        fill.view[at : at + nbytes] = memoryview(state.arrays[0])[offset : offset + nbytes]
+    for fill in fills:
+        must(not job.wait_copied(0))
+        job.filled(fill)
+    assert job.wait_copied(0)
+    job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
+    must(job.wait_written(DEADLINE_S))
+    job.finish()
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == state.image
+    sums = array("Q", job.checksums())
+    assert sums[0] == _core.xxh3_64(state.image[:BLOCK])
+    engine.close()
+
+
+def test_several_buffers_are_lent_at_once(disk: Disk, engine: _core.Engine) -> None:
+    count, most = 12, 2
+    assert engine.buffer_count == 3
+    state = State(random_arrays(1, count * BUFFER), header=b"", flags={0: EXTERNAL})
+    job = state.write(engine)
+    job.attach(disk.fs.open_write(disk.path("f"), state.file_bytes))
+    seen = 0
+    while fills := job.next_fills(DEADLINE_S, most):
+        assert len(fills) <= most
+        for fill in fills:
+            [(_, offset, at, nbytes)] = fill.pieces
+            fill.view[at : at + nbytes] = memoryview(state.arrays[0])[offset : offset + nbytes]
+            job.filled(fill)
+        seen += len(fills)
+    assert seen == count
+    must(job.wait_written(DEADLINE_S))
+    job.finish()
+    assert disk.fs.read_file(disk.path("f"), 1 << 30) == state.image
+
+
 def test_the_file_system_lives_as_long_as_its_engine(tmp_path: Path) -> None:
     engine = _core.Engine(_core.open_fs(), 3 * BUFFER, BUFFER)
     gc.collect()

@@ -267,6 +267,7 @@ def test_memory_is_announced_and_given_back(machine: Machine) -> None:
     pinned = sum(machine.pins.ranges.values())
     stats = optimizer.stats
     assert pinned == stats.pinned_bytes + 8 * 61_440
+    assert list(machine.pins.ranges.values()).count(61_440) == 8  # each buffer by a call of its own
     optimizer.close()
     assert not machine.pins.ranges
     assert machine.bytes_on() - before == params[0].nbytes

@@ -13,12 +13,16 @@ from torch import nn
 
 import statehold
 from devices.conftest import bits_on, restored_on, trained_on, training_on
+from statehold import _core
 from statehold.errors import ChecksumError, DeviceError, StateholdError, TornSnapshot
-from statehold.tensors.devices import Devices
+from statehold.tensors.devices import Devices, pinning
 from statehold.tensors.devices.copying import DeviceCopies
+from statehold.tensors.devices.elements import SMALL_BYTES
 from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.relay import AT_ONCE
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.gpu import pinned_buffers
 from support.inside import inside
 
 
@@ -50,12 +54,26 @@ def test_buffers_are_pinned_once_and_only_those_that_are_used(
         buffers = {address: 1 << 20, address + (1 << 20): 1 << 20}
         assert len(machine.pins.calls) == 1  # of two: the state fits in one
         assert machine.pins.ranges.items() <= buffers.items()
+        assert sum(pinned_buffers(ckpt)) == 1
+        assert not machine.pins.forked()
         larger = trained_on(machine, width=1024)
         ckpt.save(5, larger.state).wait("committed", DEADLINE_S)
         assert machine.pins.ranges == buffers
         assert len(machine.pins.calls) == 2
     assert not machine.pins.ranges
     assert len(machine.pins.calls) == 4
+
+
+def test_others_may_launch_after_each_buffer_that_is_pinned(
+    ckpt: statehold.Checkpointer, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver's lock that is taken again at once is not given to those who wait for it."""
+    seen: list[int] = []
+    clock = SimpleNamespace(sleep=lambda seconds: seen.append(len(machine.pins.calls)))
+    monkeypatch.setattr(pinning, "time", clock)
+    training = trained_on(machine, width=1024)  # both buffers are used
+    ckpt.save(1, training.state).wait("committed", DEADLINE_S)
+    assert seen == [1, 2]
 
 
 def test_memory_that_cannot_be_pinned_is_used_and_reported(
@@ -254,20 +272,20 @@ class OneBuffer:
         self._fails_at = fails_at
         self._lent = False
 
-    def next_fill(self, timeout: float | None) -> Any:
+    def next_fills(self, timeout: float | None, most: int) -> list[Any]:
         if self.fills_left == self._fails_at:
             raise StateholdError("the job has failed")
         if self._lent:
             assert timeout is not None, "would wait for ever"
-            return None
+            return []
         if not self.fills_left:
-            return None
+            return []
         self.fills_left -= 1
         self._lent = True
         offset = 4 * (2 - self.fills_left)
-        return SimpleNamespace(view=memoryview(self.memory), pieces=[(1, offset, 0, 4)])
+        return [SimpleNamespace(view=memoryview(self.memory), pieces=[(1, offset, 0, 4)])]
 
-    def filled(self, fill: Any) -> None:
+    def filled_all(self, fills: Any) -> None:
         self._lent = False
         self.written += bytes(self.memory)
 
@@ -298,12 +316,12 @@ class LateBuffer(OneBuffer):
 
     asked = 0
 
-    def next_fill(self, timeout: float | None) -> Any:
+    def next_fills(self, timeout: float | None, most: int) -> list[Any]:
         self.asked += 1
         if self.asked == 2:
-            return None
+            return []
         self._lent = False
-        return super().next_fill(timeout)
+        return super().next_fills(timeout, most)
 
 
 def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine) -> None:
@@ -319,6 +337,70 @@ def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine)
     machine.timeline.may_finish.set()
     thread.join(DEADLINE_S)
     assert is_enqueued, "the device was waited for while a buffer was still to come"
+
+
+class ManyBuffers:
+    """A job that lends all of its buffers at once, each for a part of a tensor."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.memory = [bytearray(nbytes) for _ in range(count)]
+        self.fills_left = count
+        self.given_back = 0
+        self._nbytes = nbytes
+
+    def next_fills(self, timeout: float | None, most: int) -> list[Any]:
+        first = len(self.memory) - self.fills_left
+        lent = range(first, min(first + most, len(self.memory)))
+        self.fills_left -= len(lent)
+        return [
+            SimpleNamespace(
+                view=memoryview(self.memory[index]),
+                pieces=[(1, index * self._nbytes, 0, self._nbytes)],
+            )
+            for index in lent
+        ]
+
+    def filled_all(self, fills: Any) -> None:
+        self.given_back += len(fills)
+
+    def wait_eager(self, timeout: float | None) -> bool:
+        return True
+
+
+def test_large_parts_of_many_buffers_are_copied_by_one_call(machine: Machine) -> None:
+    """Each call of torch would take the interpreter lock from a program that launches kernels."""
+    count, nbytes = 40, SMALL_BYTES
+    source = torch.arange(count * nbytes // 8)
+    captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
+    job, calls = ManyBuffers(count, nbytes), []
+
+    def call(function: int, **copies: Any) -> int:
+        calls.append(len(copies["sizes"]))
+        return _core.call_copies(function, **copies)
+
+    copies = Devices(call).copies([Source(job, captured.tensors)], captured)
+    assert copies is not None
+    before = machine.timeline.launches
+    copies.run()
+    assert calls == [AT_ONCE, AT_ONCE, count - 2 * AT_ONCE]
+    assert machine.timeline.launches - before == machine.copies == count
+    assert job.given_back == count
+    assert b"".join(job.memory) == source.numpy().tobytes()
+
+
+def test_a_copy_that_is_refused_fails_the_save_and_gives_the_buffers_back(
+    machine: Machine,
+) -> None:
+    source = machine.put(torch.arange(16 * SMALL_BYTES // 8))
+    captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
+    job = ManyBuffers(16, SMALL_BYTES)
+    copies = Devices(_core.call_copies).copies([Source(job, captured.tensors)], captured)
+    assert copies is not None
+    machine.fails_at = lambda operation: operation == "a launch"
+    with pytest.raises(DeviceError):
+        copies.run()
+    assert machine.failure
+    assert job.given_back == 16
 
 
 def test_a_failing_copy_gives_its_buffer_back(machine: Machine) -> None:

@@ -27,10 +27,10 @@ class NoFills:
 
     fills_left = 0
 
-    def next_fill(self, timeout: float | None) -> None:
-        return None
+    def next_fills(self, timeout: float | None, most: int) -> list[None]:
+        return []
 
-    def filled(self, fill: None) -> None:
+    def filled_all(self, fills: list[None]) -> None:
         raise AssertionError("nothing was lent")
 
     def wait_eager(self, timeout: float | None) -> bool:
@@ -40,7 +40,7 @@ class NoFills:
 class Cancelled(NoFills):
     """A job that was cancelled once the fingerprints were under way."""
 
-    def next_fill(self, timeout: float | None) -> None:
+    def next_fills(self, timeout: float | None, most: int) -> list[None]:
         raise ClosedError("cancelled")
 
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import statehold
 from statehold.tensors.devices import elements
-from statehold.tensors.devices.gathering import gatherer
+from statehold.tensors.devices.gathering import Gathering
+from statehold.tensors.devices.jobs import Piece
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.seeds import SEED
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.complex64,
           torch.float8_e4m3fn, torch.int16]  # fmt: skip
+
+
+def gather(
+    tensors: Mapping[int, torch.Tensor], host: torch.Tensor, pieces: Sequence[Piece]
+) -> None:
+    """By torch, on the current stream."""
+    mover: Any = SimpleNamespace(call=None, backend=None)
+    Gathering(tensors, mover).enqueue(None, [(host, pieces)])
 
 
 def random_tensor(chance: random.Random) -> torch.Tensor:
@@ -55,7 +67,7 @@ def test_any_pieces_of_any_tensors(number: int) -> None:
         expected += bytes(left)
         at += left
     host = torch.zeros(at, dtype=torch.uint8)
-    gatherer(dict(enumerate(tensors)))(host, pieces)
+    gather(dict(enumerate(tensors)), host, pieces)
     assert bytes(host.tolist()) == bytes(expected)
 
 
@@ -64,7 +76,7 @@ def test_strides_of_dims_with_one_element_mean_nothing(count: int) -> None:
     one = torch.arange(8.0).reshape(2, 4)[:1, 1::2][:, :1].as_strided((1, 1), (7, 3), 5)
     assert one.is_contiguous()
     host = torch.zeros(4 * count, dtype=torch.uint8)
-    gatherer(dict.fromkeys(range(count), one))(host, [(i, 0, 4 * i, 4) for i in range(count)])
+    gather(dict.fromkeys(range(count), one), host, [(i, 0, 4 * i, 4) for i in range(count)])
     assert host.view(torch.float32).tolist() == [5.0] * count
 
 
@@ -79,7 +91,7 @@ def test_large_pieces_go_alone_and_small_ones_together(machine: Machine) -> None
     host = torch.zeros(sum(counts), dtype=torch.uint8)
     before = machine.timeline.launches
     machine.pins.add(host.data_ptr(), host.nbytes)
-    gatherer(tensors)(host, pieces)
+    gather(tensors, host, pieces)
     assert machine.timeline.launches - before == 2 + 2 + 2  # each run: together, then to the host
     machine.finish()
     machine.pins.remove(host.data_ptr())

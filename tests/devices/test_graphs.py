@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import statehold
 from checkpointer.test_torn import releasing
 from devices.conftest import bits_on, restored_on, trained_on
 from statehold.errors import UsageError
+from statehold.observe import once
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.training import Training
@@ -93,9 +95,36 @@ def graphed(ckpt: statehold.Checkpointer, machine: Machine) -> Graphed:
     return Graphed(machine)
 
 
-def test_the_replay_of_an_update_waits(ckpt: statehold.Checkpointer, graphed: Graphed) -> None:
-    graphed.check_waits(ckpt, graphed.update)
-    graphed.check_waits(ckpt, graphed.update, 2)
+@pytest.mark.parametrize("of", [attrgetter("cuda.CUDAGraph"), attrgetter("accelerator.Graph")])
+def test_the_replay_of_an_update_waits(
+    ckpt: statehold.Checkpointer, graphed: Graphed, of: Any
+) -> None:
+    graph = graphed.capture(graphed.training.optimizer.step, of(graphed.machine)())
+    graphed.check_waits(ckpt, graph)
+    graphed.check_waits(ckpt, graph, 2)
+    graphed.check_passes(ckpt, graphed.capture(graphed.make_noise, of(graphed.machine)()), 3)
+
+
+def test_a_save_waits_where_a_graph_of_another_library_holds_an_update(
+    ckpt: statehold.Checkpointer,
+    graphed: Graphed,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(once, "_logged", set())
+    foreign = graphed.machine.cuda.ForeignGraph
+    graphed.capture(graphed.make_noise, foreign())
+    graphed.check_passes(ckpt, graphed.other)
+    graph = graphed.capture(graphed.training.optimizer.step, foreign())
+    for step in (2, 3):
+        expected = graphed.bits()
+        save = ckpt.save(step, graphed.training.state)
+        assert save.done("staged")
+        graph.replay()
+        save.wait("committed", DEADLINE_S)
+        assert graphed.bits()["hidden.weight"] != expected["hidden.weight"]
+        assert graphed.restored(ckpt, step) == expected
+    assert caplog.text.count("a CUDA graph that holds an update was captured by other means") == 1
 
 
 def test_a_stream_waits_instead_of_the_host(ckpt: statehold.Checkpointer, machine: Machine) -> None:

@@ -316,11 +316,11 @@ class OneReady:
     def __init__(self, content: bytes, pieces: list[tuple[int, int, int, int]]) -> None:
         self._ready: Any = SimpleNamespace(view=memoryview(bytearray(content)), pieces=pieces)
 
-    def next_ready(self, timeout: float | None) -> Any:
+    def next_readies(self, timeout: float | None, most: int) -> list[Any]:
         ready, self._ready = self._ready, None
-        return ready
+        return [] if ready is None else [ready]
 
-    def release(self, ready: Any) -> None:
+    def release_all(self, readies: Any) -> None:
         pass
 
 

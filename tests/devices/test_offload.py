@@ -158,6 +158,15 @@ def test_gradients_give_their_memory_back_in_backward(
     assert machine.peak_on() >= before + 9 * 4096
 
 
+def test_no_forked_child_has_memory_that_a_device_reaches(machine: Machine) -> None:
+    """A fork copies pinned pages at once, or takes them from the device's sight."""
+    params = [torch.nn.Parameter(machine.put(torch.ones(1024))) for _ in range(3)]
+    options: dict[str, Any] = {"tiers": [offload.Host("1MiB")], "device_every": 1}
+    with closing(offload.AdamW(params, **options)):
+        assert len(machine.pins.ranges) == 2  # weights and gradients, and the state
+        assert not machine.pins.forked()
+
+
 @MODES
 def test_the_host_does_not_wait_for_weights(machine: Machine, drains: bool) -> None:
     twins = DeviceTwins(machine, [BF16], drain_gradients=drains)

@@ -36,8 +36,12 @@ def keep_busy() -> torch.cuda.Event:
 def pinned_buffers(ckpt: statehold.Checkpointer) -> list[bool]:
     """Whether CUDA has each buffer of the staging memory as pinned."""
     engine = inside(ckpt).runtime.engine
-    staging = torch.frombuffer(engine.staging, dtype=torch.uint8)
-    return [buffer.is_pinned() for buffer in staging.split(engine.buffer_bytes)]
+    nbytes, staging = engine.buffer_bytes, engine.staging
+    # Each in a storage of its own: of a view, torch looks at the beginning of its storage.
+    return [
+        torch.frombuffer(staging, dtype=torch.uint8, offset=begin, count=nbytes).is_pinned()
+        for begin in range(0, nbytes * engine.buffer_count, nbytes)
+    ]
 
 
 def pin_everything(ckpt: statehold.Checkpointer, step: int) -> None:

@@ -29,7 +29,7 @@ from support.scheduler import Scheduler
 from support.turns import replaced
 
 _WAITS = ("wait", "wait_eager", "wait_copied", "wait_compared", "wait_written")
-_STIRS = ("attach", "filled", "release", "cancel")
+_STIRS = ("attach", "filled", "filled_all", "release", "release_all", "cancel")
 
 
 @contextlib.contextmanager
@@ -136,6 +136,14 @@ class SteppedJob:
 
     def next_ready(self, timeout: float | None) -> Any:
         return self._next("ready", timeout)
+
+    def next_fills(self, timeout: float | None, most: int) -> Any:
+        fill = self.next_fill(timeout)
+        return [] if fill is None else [fill]
+
+    def next_readies(self, timeout: float | None, most: int) -> Any:
+        ready = self.next_ready(timeout)
+        return [] if ready is None else [ready]
 
     def _next(self, what: str, timeout: float | None) -> Any:
         take = getattr(self._job, f"next_{what}")

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from statehold import _core
 from statehold.errors import StorageError
 from statehold.io.clients import open_engine
 from statehold.process import host_memory as memory
@@ -100,7 +101,7 @@ class Staging:
         whole = max(2, size // buffer) * buffer
         self.engine = open_engine(self._fs, whole, buffer, self._options.io.copy_thread_count)
         self.nbytes = whole
-        self.devices = Devices()
+        self.devices = Devices(_core.call_copies)
 
     def _log_size(self, step_bytes: int, room: Room) -> None:
         size = self.nbytes

@@ -6,11 +6,10 @@ page, so that transfers go straight between it and a file. The size is exact.
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 from statehold.offload.subgroups import ITEM_BYTES
+from statehold.tensors.devices.pinning import mapped
 
 __all__ = ["Buffers"]
 
@@ -20,17 +19,8 @@ class Buffers:
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.count = count
-        # Private: by default, the kernel makes no huge pages of shared memory.
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, max(count * nbytes, mmap.PAGESIZE), flags=kind)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._items = torch.frombuffer(memory, dtype=torch.float32)  # keeps the memory
+        self._items = mapped(count * nbytes).view(torch.float32)
         self._each = nbytes // ITEM_BYTES
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """The memory of all buffers."""
-        return self._items
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._items[index * self._each : (index + 1) * self._each]

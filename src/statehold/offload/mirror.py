@@ -30,12 +30,11 @@ from torch.utils.hooks import RemovableHandle
 
 from statehold.errors import DeviceError, UsageError
 from statehold.offload.lanes import Lanes
-from statehold.offload.memory import Buffers
 from statehold.offload.parameters import Parameter, flat
 from statehold.offload.subgroups import PAGE_BYTES, Span
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.devices import backend_for
-from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.devices.pinning import Pinning, mapped
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB
 
@@ -184,7 +183,7 @@ class Mirror:
         self._moving_bytes = 0
 
     def _map(self) -> None:
-        memory = Buffers(1, pinned_bytes(self._parameters.values()))[0].view(torch.uint8)
+        memory = mapped(pinned_bytes(self._parameters.values()))
         self._pinning.pin(memory)
         begin = 0
         for index, parameter in self._parameters.items():

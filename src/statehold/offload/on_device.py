@@ -24,6 +24,7 @@ import torch
 
 from statehold.errors import DeviceError, UsageError
 from statehold.offload.lanes import Lanes
+from statehold.offload.memory import Buffers
 from statehold.offload.parameters import Parameter, flat
 from statehold.offload.stats import Timeline
 from statehold.offload.subgroups import ITEM_BYTES, Span, Subgroup, strips
@@ -89,7 +90,7 @@ class OnDevice:
         self,
         places: Mapping[int, torch.device],
         subgroups: Sequence[Subgroup],
-        memory: torch.Tensor,
+        buffers: Buffers,
         timeline: Timeline,
     ) -> None:
         self.places, self.updates = dict(places), 0
@@ -104,7 +105,8 @@ class OnDevice:
         self._pinnings: list[Pinning] = []
         for device in itertools.islice(self.lanes, 1):
             self._pinnings.append(Pinning(backend_for(device), device))
-            self._pinnings[0].pin(memory)
+            for index in range(buffers.count):  # one by one: no copy goes beyond a buffer
+                self._pinnings[0].pin(buffers[index])
 
     def choose(self, every: int | None) -> None:
         """Have devices update every k-th of the subgroups; None: none."""

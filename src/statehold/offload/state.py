@@ -325,7 +325,7 @@ class OffloadedState:
             self._workers = Workers()
             undo.callback(self._workers.close)
             places = candidates(subgroups, self.parameters) if every is not None else {}
-            self._on_device = OnDevice(places, subgroups, buffers.whole, self.timeline)
+            self._on_device = OnDevice(places, subgroups, buffers, self.timeline)
             undo.callback(self._on_device.close)
             alternate(
                 every, self._on_device, self.parameters, buffers[0], self._rule, groups,

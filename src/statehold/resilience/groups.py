@@ -11,7 +11,8 @@ Invariants:
 - When `revoked` is set, every wait here raises GroupLostError within milliseconds. The peers get it
   too, because the connections are broken.
 - What runs keeps its tensor alive until it has ended. A tensor whose operation has raised may still
-  be written into, so its owner must not use it again.
+  be written into, so its owner must not use it again. It is kept until the groups are given up.
+- Nobody but the thread of the groups waits for NCCL to connect.
 - The default group of torch.distributed is neither used nor needed.
 Not here: who belongs to an epoch (protocol), how gloo is made to give up (gloo).
 """
@@ -31,6 +32,8 @@ from torch import Tensor
 from statehold.resilience import gloo, nccl
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import meet
+from statehold.tensors.devices.devices import backend_for
+from statehold.tensors.storable import empty_on
 
 __all__ = ["GroupLostError", "Groups", "Pending"]
 
@@ -67,8 +70,9 @@ class Pending:
             return
         try:
             self._groups.finish(running[0])
-        except (RuntimeError, GroupLostError) as error:
+        except RuntimeError as error:
             self._failure = _first_line(error)
+            self._groups.keep(running)
         self._running = None
         self._groups.ended(self)
 
@@ -118,6 +122,7 @@ class Groups:
         self._sums: Any = None
         self._lock = threading.Lock()
         self._running: set[Pending] = set()
+        self._kept: list[object] = []
         self._thread = threading.Thread(target=self._live, name="statehold-groups", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -177,8 +182,13 @@ class Groups:
     def finish(self, work: Any) -> None:
         """Wait for an operation. On a device: until it has run there."""
         if self._device.type != "cpu":
-            nccl.poll(work, self._revoked)
+            nccl.poll(work)
         work.wait()
+
+    def keep(self, running: object) -> None:
+        """Of an operation that has failed. A kernel may still write into its tensors."""
+        with self._lock:
+            self._kept.append(running)
 
     def lost(self, what: str, reason: str) -> GroupLostError:
         return GroupLostError(
@@ -254,6 +264,14 @@ class Groups:
             self._sums = nccl.build(
                 self._meeting(f"device{j}", i, replicas), i, replicas, self._host, self._device
             )
+            self._connect()
+
+    def _connect(self) -> None:
+        """Make the first sum, in which NCCL connects: an abort waits for that, and so would the
+        trainer. On a side stream, on which nothing of the trainer waits behind it."""
+        backend = backend_for(self._device)
+        with backend.using(self._device), backend.on(backend.fork(self._device, "replicas")):
+            self.start(empty_on(self._device, (1,), torch.float32)).wait()
 
     def _meeting(self, group: str, rank: int, size: int) -> gloo.Meeting:
         name = f"{self._epoch}/{group}"
@@ -268,6 +286,7 @@ class Groups:
             running, self._running = self._running, set()
         for pending in running:
             pending.settle()
+        self._kept.clear()
         self._sums = self._column = self._row = self._line = None
         _alive.discard(self)
 

@@ -3,7 +3,7 @@
 A fused optimizer changes parameters and moves no version counter, so only its step() tells.
 
 Invariants: what an optimizer may have changed since forget() is known to have nothing of a step.
-After a step() that was compiled in one graph, which nobody sees, that is every tensor.
+After an update that nobody sees (updates.why_unseen), that is every tensor.
 Not here: tensors that were replaced, or whose version counter has moved (preparing).
 """
 
@@ -33,7 +33,7 @@ class Changes:
 
     def without(self, filled: Mapping[str, Filled]) -> Mapping[str, Filled]:
         """What is still known of tensors."""
-        if self._has_unknown or updates.come_unseen():
+        if self._has_unknown or updates.why_unseen():
             return {}
         if not self._updated:
             return filled

@@ -21,7 +21,7 @@ from statehold.errors import ChecksumError, CorruptionError
 from statehold.format.entries import sums_to_bytes
 from statehold.io.clients import Client, open_engine
 from statehold.tensors.devices.devices import backend_for
-from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.devices.pinning import Pinning, mapped
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class Spare:
     def _make_room(self, nbytes: int, device: torch.device | None) -> None:
         if not nbytes <= self._memory.numel() <= max(_LEAST_PART * nbytes, BUFFER_BYTES):
             self.drop()
-            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
-            self._memory = whole[-whole.data_ptr() % PAGE :][:nbytes]
+            self._memory = mapped(nbytes)
         if device is not None and nbytes:
             self._pinning = self._pinning or Pinning(backend_for(device), device)
             self._pinning.pin(self._memory)

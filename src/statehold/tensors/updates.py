@@ -4,7 +4,8 @@ and the replay of a CUDA graph that holds one; and what takes memory away (memor
 Watchers are held weakly, and asked in the order in which they came. The first watcher puts the
 hooks on, and the last one takes them off. While a graph is captured an update does not run, and yet
 torch moves the version counters: watchers are asked to let that happen (`before_capture`).
-Not seen: a step() that was compiled in one graph (`come_unseen`), and updates that are no step().
+Not seen: a step() that was compiled in one graph, a CUDA graph of another library than torch (both:
+`why_unseen`), and updates that are no step().
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
     from torch.optim import Optimizer
 
-__all__ = ["Watcher", "capture", "come_unseen", "unwatch", "unwatch_later", "watch"]
+__all__ = ["Watcher", "capture", "unwatch", "unwatch_later", "watch", "why_unseen"]
 
-come_unseen = step_hook.runs_blind
+_COMPILED = (
+    "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
+    "update: from now on save() returns only when everything is copied. To let it return early, "
+    "compile step() without fullgraph=True, or compile only what step() calls"
+)
+_CAPTURED = (
+    "a CUDA graph that holds an update was captured by other means than torch's classes, so no "
+    "code runs before its replays: from now on save() returns only when everything is copied. To "
+    "let it return early, capture the update with torch.cuda.CUDAGraph or torch.accelerator.Graph"
+)
 
 
 class Watcher(Protocol):
@@ -52,6 +62,12 @@ def watch(watcher: Watcher) -> None:
     step_hook.put_on(_before_step)
     graphs.put_on(_ask)
     memory_moves.put_on(_before_memory_goes)
+
+
+def why_unseen() -> list[str]:
+    """Why updates may come that no watcher is asked about, and the way out. Empty: none may."""
+    blind = ((_COMPILED, step_hook.runs_blind()), (_CAPTURED, graphs.runs_blind()))
+    return [why for why, holds in blind if holds]
 
 
 def unwatch(watcher: Watcher) -> None:

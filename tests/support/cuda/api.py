@@ -9,6 +9,7 @@ threads may not call what is unsafe, unless they have said that they know.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,19 @@ class Graph:
         return (0, id(self))
 
 
+class AcceleratorGraph(Graph):
+    """torch.accelerator.Graph: the same with settings of its own. It is no CUDAGraph."""
+
+    def capture_begin(self) -> None:
+        super().capture_begin()
+
+    def __enter__(self) -> None:
+        self.capture_begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.capture_end()
+
+
 class Cuda:
     """In the place of the module torch.cuda."""
 
@@ -60,6 +74,8 @@ class Cuda:
         self._machine = machine
         self.Event = Event
         self.CUDAGraph = type("CUDAGraph", (Graph,), {"machine": machine})
+        # A library's own, such as CuPy's: torch knows nothing of it.
+        self.ForeignGraph = type("ForeignGraph", (Graph,), {"machine": machine})
 
     def Stream(self, device: Any = None) -> Stream:
         return self._machine.pooled_stream(self._machine.device(device))
@@ -162,6 +178,11 @@ class Runtime:
             return 700
         return self._machine.unpin(address)
 
+    @property
+    def cudaMemcpyAsync(self) -> Any:
+        """A function for C; statehold has the engine call it."""
+        return self._machine.copy_async
+
     def cudaStreamCreateWithFlags(self, stream: Any, flags: int) -> int:
         assert flags == 1, "a stream that waits for the default stream"
         if not self._machine.answers("cudaStreamCreateWithFlags"):
@@ -179,6 +200,21 @@ class Runtime:
         before = 2 if self._machine.local.is_relaxed else 0
         self._machine.local.is_relaxed = mode._obj.value == 2
         mode._obj.value = before
+
+
+def copy_async(machine: Machine) -> Any:
+    """cudaMemcpyAsync from a device to the host. Errors are returned, as those of the runtime."""
+
+    def copy(to: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        assert kind == 2, "not a copy to the host"
+        try:
+            machine.copy_to_host(to, source, nbytes, machine.timeline.by_number[stream])
+        except torch.AcceleratorError:
+            return 700
+        return 0
+
+    size, address = ctypes.c_size_t, ctypes.c_size_t
+    return ctypes.CFUNCTYPE(ctypes.c_int, address, address, size, ctypes.c_int, address)(copy)
 
 
 class Local(threading.local):

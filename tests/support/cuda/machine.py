@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
-from support.cuda.api import Cuda, Local, Runtime, device_of
+from support.cuda.api import AcceleratorGraph, Cuda, Local, Runtime, copy_async, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
 from support.cuda.streams import Stream, Timeline
@@ -56,6 +56,11 @@ class Machine:
         self.fails_at: Callable[[str], bool] = lambda operation: False
         self.operations = Operations(self)
         self.cuda = Cuda(self)
+        self.copy_async = copy_async(self)
+        self.copies = 0  # by it
+        self.accelerator = SimpleNamespace(
+            Graph=type("Graph", (AcceleratorGraph,), {"machine": self})
+        )
         self._captures: dict[Any, str] = {}
         self.may_create_streams = True
         self.created: dict[int, Stream] = {}  # not by torch, by their addresses
@@ -168,6 +173,18 @@ class Machine:
         strides = torch.empty(tuple(shape), device="meta").stride() if strides is None else strides
         return self.memory.empty(device.index, self.current(device.index), shape, strides, dtype)
 
+    def copy_to_host(self, to: int, source: int, nbytes: int, stream: Stream) -> None:
+        """As the copy engine does it; one that goes to memory that is not pinned is waited for."""
+        block, begin = self.memory.block_at(source, nbytes)
+        self.copies += 1
+
+        def work() -> None:
+            ctypes.memmove(to, block.bytes[begin : begin + nbytes].tobytes(), nbytes)
+
+        self.timeline.give(stream, work)
+        if not self.pins.hold_bytes(to, nbytes):
+            stream.synchronize()
+
     def set_device(self, index: int) -> None:
         if index != self.local.device and self.failure is not None:
             raise torch.AcceleratorError(self.failure)  # the runtime enters the context
@@ -248,10 +265,12 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     _replace(patch, tensors.empty_on, machine.empty_on)
     for module in (cuda, graphs, update_streams):
         patch.setattr(module, "cuda", machine.cuda)
+    patch.setattr(graphs, "accelerator", machine.accelerator)
     patch.setattr(cuda, "_SIDE_STREAMS", {})
     patch.setattr(cuda.numa, "node_of", lambda _: None)
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
     _replace(patch, devices.backend_for, lambda _: cuda.CudaBackend())
+    patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: machine.pins.begin(tensor))
     patch.setattr(
         pipeline, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=machine.enter)
     )

@@ -62,6 +62,13 @@ class Memory:
             return None
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
+    def block_at(self, address: int, nbytes: int) -> tuple[Block, int]:
+        """The block that holds these bytes, and where they begin in it."""
+        for block in list(self._blocks.values()):
+            if block.address <= address and address + nbytes <= block.address + block.nbytes:
+                return block, address - block.address
+        raise AssertionError("a copy reads memory that is no device's, or is given back")
+
     def empty(
         self,
         device: int,
@@ -120,7 +127,10 @@ class Pins:
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether a copy may go to or from this host memory by itself."""
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        return self.hold_bytes(tensor.data_ptr(), tensor.nbytes)
+
+    def hold_bytes(self, address: int, nbytes: int) -> bool:
+        """The same, by address."""
         inside = [
             a <= address and address + nbytes <= a + n
             for a, n in self.ranges.items()
@@ -129,3 +139,20 @@ class Pins:
         if len(inside) > 1:
             raise RuntimeError("CUDA error: invalid argument: a copy spans two pinned ranges")
         return inside == [True]
+
+    def begin(self, tensor: torch.Tensor) -> bool:
+        """What is_pinned() says: whether the storage of a tensor begins in pinned memory."""
+        at = tensor.untyped_storage().data_ptr()
+        return any(a <= at < a + n for a, n in self.ranges.items())
+
+    def forked(self) -> list[int]:
+        """The addresses of ranges that a child would have, too, as the kernel sees it (proc(5))."""
+        found, begin, end = [], 0, 0
+        with open("/proc/self/smaps", encoding="utf-8") as mappings:
+            for line in mappings:
+                first, *rest = line.split()
+                if first == "VmFlags:" and "dc" not in rest:
+                    found += [a for a, n in self.ranges.items() if a < end and begin < a + n]
+                elif not first.endswith(":"):
+                    begin, end = (int(each, 16) for each in first.split("-"))
+        return found

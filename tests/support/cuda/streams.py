@@ -29,6 +29,7 @@ class Stream:
     given: int = 0
     done: int = 0
     capture: Any = None  # the graph that takes the work instead
+    cuda_stream: int = 0  # its address
 
     def wait_event(self, event: Event) -> None:
         self.timeline.give(self, event)
@@ -87,6 +88,7 @@ class Timeline:
     def __init__(self, seed: int | None, check: Callable[[str], None]) -> None:
         self.check = check
         self.streams: list[Stream] = []
+        self.by_number: dict[int, Stream] = {}
         self.may_finish = threading.Event()  # cleared: nothing that a host waits for completes
         self.may_finish.set()
         self.host_waits: list[str] = []  # names of the threads that waited, once a wait
@@ -98,6 +100,8 @@ class Timeline:
         stream = Stream(device, self)
         with self._guard:
             self.streams.append(stream)
+            stream.cuda_stream = len(self.streams)
+            self.by_number[stream.cuda_stream] = stream
         return stream
 
     def give(self, stream: Stream, work: Work | Event) -> None:

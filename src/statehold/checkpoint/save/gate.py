@@ -7,8 +7,9 @@ optimizers, not only those in the state. A fused optimizer that the state does n
 parameters without moving a version counter, so nothing else would notice. Loops whose update is not
 a torch optimizer call Checkpointer.gate() themselves.
 
-A step() that was compiled in one graph runs past the gate. Once there is such a step(), save()
-returns only after its copies are made, and logs what to do about it.
+A step() that was compiled in one graph runs past the gate, and the replay of a CUDA graph of
+another library than torch does too. Once there is such an update, save() returns only after its
+copies are made, and logs what to do about it.
 
 Nothing takes the memory away either, from which a save still copies: a storage that is resized or
 shared waits, too (tensors/memory_moves).
@@ -53,13 +54,6 @@ class Pass(Protocol):
     def __call__(self, timeout: float | None = 0) -> bool:
         """Order later work after the copies. False if that cannot be done, or if not all copies
         are enqueued in time."""
-
-
-_UNSEEN = (
-    "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
-    "update: from now on save() returns only when everything is copied. To let it return early, "
-    "compile step() without fullgraph=True, or compile only what step() calls"
-)
 
 
 @dataclass(eq=False)
@@ -202,8 +196,10 @@ class Gate:
     def wait_if_unseen(self, save: Save) -> None:
         """If an update may come that the gate does not see: return once `save` is staged or has
         failed."""
-        if updates.come_unseen():
-            log_once(_UNSEEN)
+        reasons = updates.why_unseen()
+        for why in reasons:
+            log_once(why)
+        if reasons:
             save._wait_ended("staged")
 
     def remove(self) -> None:

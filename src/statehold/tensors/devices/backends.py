@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from statehold.tensors.devices.jobs import CallCopies, Copies
+
 __all__ = ["CHECKPOINTS", "BlockingBackend", "Event", "Stream", "StreamBackend"]
 
 Event = Any
@@ -24,7 +26,8 @@ class StreamBackend(Protocol):
     """The devices of one kind in this process."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Let the devices reach this host memory themselves; False when they cannot."""
+        """Let the devices reach this host memory themselves; False when they cannot. From then on
+        no forked child has it: it is whole pages, which were mapped for nothing else."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`; no copy is under way."""
@@ -53,6 +56,12 @@ class StreamBackend(Protocol):
 
     def make_current_wait(self, event: Event) -> None:
         """Order what the current stream of the event's device is given from now on after it."""
+
+    def copies_by_address(self) -> bool:
+        """Whether there is copy_to_host()."""
+
+    def copy_to_host(self, stream: Stream, copies: Copies, call: CallCopies) -> None:
+        """Enqueue copies on a stream by one call, without the interpreter lock. Inside on()."""
 
 
 class BlockingBackend:
@@ -88,3 +97,9 @@ class BlockingBackend:
 
     def make_current_wait(self, event: None) -> None:
         pass
+
+    def copies_by_address(self) -> bool:
+        return False
+
+    def copy_to_host(self, stream: torch.device, copies: Copies, call: CallCopies) -> None:
+        raise NotImplementedError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 
@@ -18,7 +18,7 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.columns import CapturedTensor
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.fingerprinting import Fingerprinting
-from statehold.tensors.devices.gathering import gatherer
+from statehold.tensors.devices.gathering import Gathering
 from statehold.tensors.devices.jobs import Fills, Lent, Source
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.relay import named_failures, relay
@@ -63,19 +63,19 @@ class DeviceCopies:
         the side streams were given has completed, also where this raises."""
         captured = self._captured
         mover, job = self._mover, self._job
-        gather = gatherer(self._external())  # alive until then, also when the save fails
+        gathering = Gathering(self._external(), mover)  # alive until then, also if the save fails
         compared = self._compared
 
-        def fill(lent: Lent) -> list[Event]:
-            events = mover.move(lent, gather)
+        def fill(lent: Sequence[Lent]) -> list[Event]:
+            events = mover.move(lent, gathering.enqueue)
             self._note_eager(lent, compared)
             self._note_progress(compared)
             return events
 
         with named_failures(), mover.using(), mover.finishing():
-            self._note_eager(None, compared)
+            self._note_eager((), compared)
             self._note_progress(compared)
-            relay(mover, job.next_fill, fill, job.filled, lambda: job.fills_left)
+            relay(mover, job.next_fills, fill, job.filled_all, lambda: job.fills_left)
             if captured is not None:
                 mover.read(captured.numbers)
             self.fingerprints = self._fingerprinting.read()
@@ -125,11 +125,11 @@ class DeviceCopies:
             found |= zip(segments, tensors.aliases(indices), strict=True)
         return found
 
-    def _note_eager(self, lent: Lent | None, compared: Sequence[CapturedTensor]) -> None:
+    def _note_eager(self, lent: Sequence[Lent], compared: Sequence[CapturedTensor]) -> None:
         """Let save() go on if this was the last of eager tensors."""
         if self._eager_under_way.is_set():
             return
-        pieces = lent.pieces if lent else []
+        pieces = chain.from_iterable(buffer.pieces for buffer in lent)
         moved = (nbytes for segment, _, _, nbytes in pieces if segment in self._eager)
         self._eager_bytes_left -= sum(moved)
         if not self._eager_bytes_left:

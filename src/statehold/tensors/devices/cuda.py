@@ -11,6 +11,8 @@ which takes half a gigabyte, on whatever device is current: for a new thread tha
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from torch import cuda
 
 from statehold.tensors.devices import cuda_runtime, numa
 from statehold.tensors.devices.backends import CHECKPOINTS
+from statehold.tensors.devices.jobs import CallCopies, Copies
 
 __all__ = ["CudaBackend"]
 
@@ -36,6 +39,7 @@ class CudaBackend:
         node = self._current_node()
         if node is not None:
             numa.bring(address, nbytes, node)
+        _keep_from_children(address, nbytes)
         portable = 1  # for every device, not only the current one
         failed = int(_cudart().cudaHostRegister(address, nbytes, portable))
         if failed:
@@ -82,6 +86,19 @@ class CudaBackend:
 
     def make_current_wait(self, event: cuda.Event) -> None:
         cuda.current_stream(event.device).wait_event(event)
+
+    def copies_by_address(self) -> bool:
+        return cuda_runtime.has_copies()
+
+    def copy_to_host(self, stream: cuda.Stream, copies: Copies, call: CallCopies) -> None:
+        cuda_runtime.copy_to_host(copies, stream.cuda_stream, call)
+
+
+def _keep_from_children(address: int, nbytes: int) -> None:
+    """A fork shares no page that a device reaches: the kernel copies it there and then, or, before
+    Linux 5.12, the parent's next write moves the parent to another page than the device's."""
+    libc: Any = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_DONTFORK)
 
 
 def _cudart() -> Any:

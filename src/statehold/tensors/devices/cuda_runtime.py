@@ -1,7 +1,8 @@
 """The CUDA runtime that torch has loaded, for the few functions that torch does not show.
 
-Source: CUDA Runtime API, "Error Handling" and "Stream Management" (cudaGetLastError,
-cudaStreamCreateWithFlags, cudaThreadExchangeStreamCaptureMode). HIP has the same functions under
+Source: CUDA Runtime API, "Error Handling", "Stream Management" and "Memory Management"
+(cudaGetLastError, cudaStreamCreateWithFlags, cudaThreadExchangeStreamCaptureMode, cudaMemcpyAsync).
+HIP has the same functions under
 its own names.
 Invariants: where no runtime is found, every function does nothing.
 """
@@ -15,9 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["clear_error", "new_stream", "relaxed_captures"]
+from statehold.tensors.devices.jobs import CallCopies, Copies
+
+__all__ = ["clear_error", "copy_to_host", "has_copies", "new_stream", "relaxed_captures"]
 
 _RELAXED = 2
+_DEVICE_TO_HOST = 2
 _NON_BLOCKING = 1  # it does not wait for the default stream
 # Torch's own library finds the functions of the runtime that it is linked to. A process may have
 # another runtime besides, which knows nothing of the errors of torch's.
@@ -77,6 +81,21 @@ def relaxed_captures() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+def has_copies() -> bool:
+    """Whether the runtime's own function for copies is found."""
+    return _function("MemcpyAsync") is not None
+
+
+def copy_to_host(copies: Copies, stream: int, call: CallCopies) -> None:
+    """Enqueue copies on the stream with this address. Raises RuntimeError as torch does."""
+    function = ctypes.cast(_function("MemcpyAsync"), ctypes.c_void_p).value
+    assert function is not None
+    error = call(function, **copies._asdict(), kind=_DEVICE_TO_HOST, stream=stream)
+    if error:
+        clear_error()
+        raise RuntimeError(f"CUDA error: a copy to the host was refused with error {error}")
 
 
 def _function(name: str) -> Any:

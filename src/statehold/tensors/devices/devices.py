@@ -12,7 +12,7 @@ from statehold.tensors.columns import CapturedTensor, Structure
 from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.cuda import CudaBackend
-from statehold.tensors.devices.jobs import Fills, LentT, ReadyJob, Source
+from statehold.tensors.devices.jobs import CallCopies, Fills, LentT, ReadyJob, Source
 from statehold.tensors.devices.loading import load
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.pinning import Pinning
@@ -38,7 +38,9 @@ class _Devices:
 class Devices:
     """What copies between devices and the buffers of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: CallCopies | None = None) -> None:
+        """call: the engine's; without it, torch makes every copy."""
+        self._call = call
         self._backend: StreamBackend | None = None
         self._pinning: Pinning | None = None
         self._known: tuple[list[Structure], _Devices] | None = None
@@ -91,4 +93,4 @@ class Devices:
             self._backend = backend_for(device)
             self._pinning = Pinning(self._backend, device)
         with named_failures():
-            return Mover(self._backend, devices.of, self._pinning, distinct)
+            return Mover(self._backend, devices.of, self._pinning, distinct, self._call)

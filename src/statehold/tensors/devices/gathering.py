@@ -10,88 +10,119 @@ Not here: which pieces a buffer has (the engine), streams (mover).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from statehold.layout.flat import boxes_of_run
+from statehold.tensors.devices.backends import Stream
 from statehold.tensors.devices.elements import SCRATCH_BYTES_MIN, SMALL_BYTES, as_moved, flat
-from statehold.tensors.devices.jobs import Piece
-from statehold.tensors.devices.mover import Enqueue
+from statehold.tensors.devices.jobs import Copies, Piece
+from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import part_of
 
-__all__ = ["bring", "gatherer"]
+__all__ = ["Gathering", "bring"]
 
 
-def gatherer(tensors: Mapping[int, torch.Tensor]) -> Enqueue:
-    """What enqueues the copies of pieces of `tensors`, which go by segment, into a buffer."""
-    return partial(_gather, tensors)
+class Gathering:
+    """Copies pieces of `tensors`, which go by segment, into buffers. What lies in a buffer as it
+    does on the device is copied last, by one call for all of it where the device allows that:
+    each call of torch takes the interpreter lock from a program that launches kernels."""
 
+    def __init__(self, tensors: Mapping[int, torch.Tensor], mover: Mover) -> None:
+        self._tensors = tensors
+        self._mover = mover
+        self._alone: list[_Alone] = []
 
-def _gather(
-    tensors: Mapping[int, torch.Tensor], host: torch.Tensor, pieces: Sequence[Piece]
-) -> None:
-    run: list[Piece] = []  # without gaps in the buffer
-    end = 0
-    for piece in pieces:
-        segment, offset, at, nbytes = piece
-        is_alone = nbytes >= SMALL_BYTES and tensors[segment].is_contiguous()
-        if run and (is_alone or end != at):
-            _copy_run(tensors, host, run)
-            run = []
-        if is_alone:
-            _copy_alone(tensors[segment], host, offset, at, nbytes)
+    def enqueue(
+        self, stream: Stream, parts: Sequence[tuple[torch.Tensor, Sequence[Piece]]]
+    ) -> None:
+        """Enqueue the copies into some buffers, on the stream, which is current."""
+        self._alone = []
+        for host, pieces in parts:
+            self._gather(host, pieces)
+        backend, call = self._mover.backend, self._mover.call
+        if self._alone and call is not None and backend.copies_by_address():
+            backend.copy_to_host(stream, _by_address(self._alone), call)
         else:
-            run.append(piece)
-        end = at + nbytes
-    if run:
-        _copy_run(tensors, host, run)
+            for each in self._alone:
+                _copy_alone(each)
+
+    def _gather(self, host: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        run: list[Piece] = []  # without gaps in the buffer
+        end = 0
+        for piece in pieces:
+            segment, offset, at, nbytes = piece
+            tensor = self._tensors[segment]
+            is_alone = nbytes >= SMALL_BYTES and tensor.is_contiguous()
+            if run and (is_alone or end != at):
+                self._copy_run(host, run)
+                run = []
+            if is_alone:
+                self._alone.append(_Alone(tensor, host, offset, at, nbytes))
+            else:
+                run.append(piece)
+            end = at + nbytes
+        if run:
+            self._copy_run(host, run)
+
+    def _copy_run(self, host: torch.Tensor, run: Sequence[Piece]) -> None:
+        """Copy pieces that follow each other in the buffer."""
+        segment, offset, begin, nbytes = run[0]
+        first = self._tensors[segment]
+        if len(run) == 1 and first.is_contiguous():
+            self._alone.append(_Alone(first, host, offset, begin, nbytes))
+            return
+        end = run[-1][2] + run[-1][3]
+        try:
+            scratch = first.new_empty(end - begin, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            self._copy_apart(host, run)
+            return
+        packed = _Packed(scratch)
+        for segment, offset, at, nbytes in run:
+            packed.add(self._tensors[segment], offset, at - begin, nbytes)
+        packed.end()
+        host[begin:end].copy_(scratch, non_blocking=True)
+
+    def _copy_apart(self, host: torch.Tensor, run: Sequence[Piece]) -> None:
+        """Copy pieces with less scratch, or none. Inside the handler of the error that said so."""
+        for piece in run:
+            segment, offset, at, nbytes = piece
+            tensor = self._tensors[segment]
+            if tensor.is_contiguous() or len(run) > 1:
+                self._copy_run(host, [piece])
+            elif nbytes < SCRATCH_BYTES_MIN:
+                raise
+            else:
+                half = nbytes // 2 // tensor.element_size() * tensor.element_size()
+                self._copy_run(host, [(segment, offset, at, half)])
+                self._copy_run(host, [(segment, offset + half, at + half, nbytes - half)])
 
 
-def _copy_alone(
-    tensor: torch.Tensor, host: torch.Tensor, offset: int, at: int, nbytes: int
-) -> None:
+class _Alone(NamedTuple):
+    """A contiguous part of a tensor, and its place in a buffer."""
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    offset: int
+    at: int
+    nbytes: int
+
+
+def _by_address(alone: Sequence[_Alone]) -> Copies:
+    return Copies(
+        array("Q", [each.host.data_ptr() + each.at for each in alone]),
+        array("Q", [each.tensor.data_ptr() + each.offset for each in alone]),
+        array("Q", [each.nbytes for each in alone]),
+    )
+
+
+def _copy_alone(each: _Alone) -> None:
+    tensor, host, offset, at, nbytes = each
     host[at : at + nbytes].copy_(flat(tensor, offset, nbytes), non_blocking=True)
-
-
-def _copy_run(
-    tensors: Mapping[int, torch.Tensor], host: torch.Tensor, run: Sequence[Piece]
-) -> None:
-    """Copy pieces that follow each other in the buffer."""
-    segment, offset, begin, nbytes = run[0]
-    first = tensors[segment]
-    if len(run) == 1 and first.is_contiguous():
-        _copy_alone(first, host, offset, begin, nbytes)
-        return
-    end = run[-1][2] + run[-1][3]
-    try:
-        scratch = first.new_empty(end - begin, dtype=torch.uint8)
-    except torch.OutOfMemoryError:
-        _copy_apart(tensors, host, run)
-        return
-    packed = _Packed(scratch)
-    for segment, offset, at, nbytes in run:
-        packed.add(tensors[segment], offset, at - begin, nbytes)
-    packed.end()
-    host[begin:end].copy_(scratch, non_blocking=True)
-
-
-def _copy_apart(
-    tensors: Mapping[int, torch.Tensor], host: torch.Tensor, run: Sequence[Piece]
-) -> None:
-    """Copy pieces with less scratch, or none. Inside the handler of the error that said so."""
-    for piece in run:
-        segment, offset, at, nbytes = piece
-        tensor = tensors[segment]
-        if tensor.is_contiguous() or len(run) > 1:
-            _copy_run(tensors, host, [piece])
-        elif nbytes < SCRATCH_BYTES_MIN:
-            raise
-        else:
-            half = nbytes // 2 // tensor.element_size() * tensor.element_size()
-            _copy_run(tensors, host, [(segment, offset, at, half)])
-            _copy_run(tensors, host, [(segment, offset + half, at + half, nbytes - half)])
 
 
 class _Packed:

@@ -2,13 +2,15 @@
 
 A capture executes nothing: it writes down what a stream is given. A replay executes that, calls no
 hook of an optimizer, and moves no version counter. So `note_update` says during a capture that the
-graph holds an update, and the methods of torch.cuda.CUDAGraph are wrapped: an action runs ahead of
-the replay of each graph that holds an update.
+graph holds an update, and the methods of torch's classes of graphs are wrapped: an action runs
+ahead of the replay of each graph that holds an update.
 A graph whose capture was not watched from its begin to its end counts as one that holds an update,
 for that cannot be ruled out. Nothing runs ahead of other graphs, such as forward and backward.
+Other libraries capture graphs, too, and their replays come unseen. Once an update was captured
+while no graph of torch was, `runs_blind()` is true.
 
 Invariants: no graph and no optimizer is kept alive. Nothing here initializes CUDA.
-Not seen: graphs that are launched by other means than CUDAGraph.replay().
+Not seen: graphs of other libraries that were captured before there was an action.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torch import cuda
+from torch import accelerator, cuda
 
 from statehold.errors import UsageError
 from statehold.tensors.wrapping import Wrapping
@@ -26,7 +28,7 @@ from statehold.tensors.wrapping import Wrapping
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["is_capturing", "note_update", "put_on", "refuse_in_capture", "take_off"]
+__all__ = ["is_capturing", "note_update", "put_on", "refuse_in_capture", "runs_blind", "take_off"]
 
 # Called with the optimizers whose steps are in the graph, as far as they are known.
 Action = Callable[[Iterable[Any]], None]
@@ -63,12 +65,19 @@ class _Content:
         self.optimizers.update(optimizers)
 
 
-class _Graphs:
-    """The graphs of one class, whose methods are wrapped as long as there is an action."""
+def _kinds() -> list[Any]:
+    """Torch's classes of graphs. torch 2.9 has one."""
+    both = cuda.CUDAGraph, getattr(accelerator, "Graph", None)
+    return [each for each in both if each is not None]
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
+
+class _Graphs:
+    """The graphs of torch, whose methods are wrapped as long as there is an action."""
+
+    def __init__(self, kinds: list[Any]) -> None:
+        self.kinds = kinds
         self.action: Action | None = None
+        self.has_missed_one = False  # that holds an update
         self._guard = threading.Lock()
         self._open: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Any, _Content] = weakref.WeakKeyDictionary()
@@ -77,14 +86,16 @@ class _Graphs:
             "capture_end": self._capture_end,
             "replay": self._replay,
         }
-        self._wrapping = Wrapping(kind, around)
+        self._wrappings = [Wrapping(kind, around) for kind in kinds]
 
     def wrap(self) -> None:
-        self._wrapping.put_on()
+        for each in self._wrappings:
+            each.put_on()
 
     def unwrap(self) -> None:
         self.action = None
-        self._wrapping.take_off()
+        for each in self._wrappings:
+            each.take_off()
         with self._guard:  # what is captured from now on is not watched
             self._open.clear()
             self._known.clear()
@@ -92,6 +103,7 @@ class _Graphs:
     def note_update(self, optimizers: Iterable[Optimizer]) -> None:
         """An update is captured. Into every graph that is open: which one is not told."""
         with self._guard:
+            self.has_missed_one |= not self._open
             for content in self._open.values():
                 content.add(optimizers)
 
@@ -135,8 +147,9 @@ _graphs: _Graphs | None = None
 def put_on(action: Action) -> None:
     """Call `action` before each replay of a graph that holds an update."""
     global _graphs
-    if _graphs is None or _graphs.kind is not cuda.CUDAGraph:
-        _graphs = _Graphs(cuda.CUDAGraph)
+    kinds = _kinds()
+    if _graphs is None or _graphs.kinds != kinds:
+        _graphs = _Graphs(kinds)
     _graphs.wrap()
     _graphs.action = action
 
@@ -145,6 +158,11 @@ def take_off() -> None:
     """Call nothing any more, and forget what is known of graphs."""
     if _graphs is not None:
         _graphs.unwrap()
+
+
+def runs_blind() -> bool:
+    """Whether a graph was captured that holds an update, and whose replays call no action."""
+    return _graphs is not None and _graphs.has_missed_one
 
 
 def note_update(optimizers: Iterable[Optimizer]) -> None:

@@ -5,6 +5,7 @@ A save has a job for each file that it writes or proves. Fills is all of them as
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -12,7 +13,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     from statehold.tensors.columns import Tensors
 
-__all__ = ["FillJob", "Fills", "Lent", "LentT", "Piece", "ReadyJob", "Source"]
+__all__ = [
+    "CallCopies",
+    "Copies",
+    "FillJob",
+    "Fills",
+    "Lent",
+    "LentT",
+    "Piece",
+    "ReadyJob",
+    "Source",
+]
 
 Piece = tuple[int, int, int, int]  # segment, offset in it, offset in the buffer, bytes
 
@@ -29,11 +40,35 @@ class Lent(Protocol):
 LentT = TypeVar("LentT", bound=Lent)
 
 
+class Copies(NamedTuple):
+    """Copies from a device to the host of memory that is the same there, by addresses."""
+
+    to: array[int]
+    source: array[int]
+    sizes: array[int]
+
+
+class CallCopies(Protocol):
+    """The engine's call_copies: calls a function of a device's runtime for each copy, without the
+    interpreter lock. 0, or the error of the first call that failed."""
+
+    def __call__(
+        self,
+        function: int,
+        *,
+        to: array[int],
+        source: array[int],
+        sizes: array[int],
+        kind: int,
+        stream: int,
+    ) -> int: ...
+
+
 class FillJob(Protocol[LentT]):
     """The side of the engine's WriteJob that is used here."""
 
-    def next_fill(self, timeout: float | None) -> LentT | None: ...
-    def filled(self, fill: LentT) -> None: ...
+    def next_fills(self, timeout: float | None, most: int) -> Sequence[LentT]: ...
+    def filled_all(self, fills: Sequence[LentT]) -> None: ...
     def wait_eager(self, timeout: float | None) -> bool: ...
     @property
     def fills_left(self) -> int: ...
@@ -42,8 +77,8 @@ class FillJob(Protocol[LentT]):
 class ReadyJob(Protocol[LentT]):
     """The side of the engine's ReadJob that is used here."""
 
-    def next_ready(self, timeout: float | None) -> LentT | None: ...
-    def release(self, ready: LentT) -> None: ...
+    def next_readies(self, timeout: float | None, most: int) -> Sequence[LentT]: ...
+    def release_all(self, readies: Sequence[LentT]) -> None: ...
     @property
     def ready_left(self) -> int: ...
 
@@ -91,20 +126,20 @@ class Fills:
         for first, (_, tensors) in zip(self._firsts, sources, strict=True):
             yield first + 1, tensors
 
-    def next_fill(self, timeout: float | None) -> OfOne | None:
-        """The next buffer. None: the time is over, or fills_left is 0."""
+    def next_fills(self, timeout: float | None, most: int) -> list[OfOne]:
+        """The next buffers, those of one job. None: the time is over, or fills_left is 0."""
         while True:
             job = self._jobs[self._at]
-            fill = job.next_fill(timeout)
-            if fill is not None:
-                return OfOne(job, fill, self._firsts[self._at])
+            fills = job.next_fills(timeout, most)
+            if fills:
+                return [OfOne(job, fill, self._firsts[self._at]) for fill in fills]
             if job.fills_left or self._at == len(self._jobs) - 1:
-                return None
+                return []
             self._at += 1
 
-    def filled(self, fill: OfOne) -> None:
-        """Give a buffer back."""
-        fill.job.filled(fill.fill)
+    def filled_all(self, fills: Sequence[OfOne]) -> None:
+        """Give buffers back that were handed out together."""
+        fills[0].job.filled_all([each.fill for each in fills])
 
     def wait_eager(self, timeout: float | None) -> bool:
         """Whether the engine has copied every eager byte that it copies itself."""
@@ -112,5 +147,5 @@ class Fills:
 
     @property
     def fills_left(self) -> int:
-        """Buffers that next_fill has not handed out yet."""
+        """Buffers that next_fills has not handed out yet."""
         return sum(job.fills_left for job in self._jobs[self._at :])

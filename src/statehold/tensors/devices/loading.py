@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from statehold.tensors.devices.backends import Stream
 from statehold.tensors.devices.elements import SCRATCH_BYTES_MIN, SMALL_BYTES
 from statehold.tensors.devices.jobs import LentT, Piece, ReadyJob
 from statehold.tensors.devices.mover import Mover
@@ -54,9 +55,9 @@ def load(job: ReadyJob[LentT], places: Mapping[int, Place], mover: Mover) -> Non
     loading = _Loading(places)
     relay(
         mover,
-        job.next_ready,
+        job.next_readies,
         lambda ready: mover.move(ready, loading.scatter),
-        job.release,
+        job.release_all,
         lambda: job.ready_left,
     )
     mover.make_current_wait()
@@ -70,8 +71,15 @@ class _Loading:
         self._scratch: dict[torch.device, torch.Tensor] = {}
 
     @torch.inference_mode()  # without it, torch refuses to change inference tensors
-    def scatter(self, host: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        """Enqueue the copies of some pieces of a buffer, all to one device."""
+    def scatter(
+        self, stream: Stream, parts: Sequence[tuple[torch.Tensor, Sequence[Piece]]]
+    ) -> None:
+        """Enqueue the copies of some pieces of buffers, all to one device, whose stream is
+        current."""
+        for host, pieces in parts:
+            self._scatter(host, pieces)
+
+    def _scatter(self, host: torch.Tensor, pieces: Sequence[Piece]) -> None:
         together: list[_Part] = []
         for part in self._parts(pieces):
             if part.place.is_plain and part.nbytes >= SMALL_BYTES:

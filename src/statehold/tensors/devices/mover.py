@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 import torch
 
 from statehold.tensors.devices.backends import Event, Stream, StreamBackend
-from statehold.tensors.devices.jobs import Lent, Piece
+from statehold.tensors.devices.jobs import CallCopies, Lent, Piece
 from statehold.tensors.devices.pinning import Pinning
 from statehold.tensors.scalers import Number
 from statehold.tensors.storable import device_of
 
 __all__ = ["Mover"]
 
-# Enqueues the work between a buffer and tensors of one device, on its stream.
-Enqueue = Callable[[torch.Tensor, Sequence[Piece]], object]
+# Enqueues the work between buffers and tensors of one device, on its stream.
+Enqueue = Callable[[Stream, Sequence[tuple[torch.Tensor, Sequence[Piece]]]], object]
 
 
 class Mover:
@@ -29,8 +29,10 @@ class Mover:
         device_of: Mapping[int, torch.device],
         pinning: Pinning,
         distinct: Iterable[torch.device],
+        call: CallCopies | None = None,
     ) -> None:
         self.backend = backend
+        self.call = call
         self._pinning = pinning
         self._device_of = device_of
         self._streams: dict[torch.device, Stream] = dict.fromkeys(distinct)
@@ -68,15 +70,22 @@ class Mover:
             for event in self.newest() if events is None else events:
                 self.backend.make_current_wait(event)
 
-    def move(self, lent: Lent, enqueue: Enqueue) -> list[Event]:
-        """Enqueue the work on a buffer: for each device on its stream. The events that complete
+    def move(self, lent: Iterable[Lent], enqueue: Enqueue) -> list[Event]:
+        """Enqueue the work on buffers: for each device on its stream. The events that complete
         with it."""
-        host = torch.frombuffer(lent.view, dtype=torch.uint8)
-        self._pinning.pin(host)
-        by_device: dict[torch.device, list[Piece]] = {}
-        for piece in lent.pieces:
-            by_device.setdefault(self._device_of[piece[0]], []).append(piece)
-        return [self._enqueue(device, host, by_device[device], enqueue) for device in by_device]
+        parts: dict[torch.device, list[tuple[torch.Tensor, list[Piece]]]] = {}
+        for buffer in lent:
+            host = torch.frombuffer(buffer.view, dtype=torch.uint8)
+            self._pinning.pin(host)
+            by_device: dict[torch.device, list[Piece]] = {}
+            for piece in buffer.pieces:
+                by_device.setdefault(self._device_of[piece[0]], []).append(piece)
+            for device, pieces in by_device.items():
+                parts.setdefault(device, []).append((host, pieces))
+        for device, each in parts.items():
+            with self.on(device):
+                enqueue(self._streams[device], each)
+        return [self._newest[device] for device in parts]
 
     def read(self, numbers: Iterable[Number]) -> None:
         """Fill in what these tensors hold; returns when that is done."""
@@ -84,13 +93,6 @@ class Mover:
             for number in numbers:
                 with self.on(device_of(number.tensor)):
                     number.fill_in(number.tensor.item())
-
-    def _enqueue(
-        self, device: torch.device, host: torch.Tensor, pieces: list[Piece], enqueue: Enqueue
-    ) -> Event:
-        with self.on(device):
-            enqueue(host, pieces)
-        return self._newest[device]
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

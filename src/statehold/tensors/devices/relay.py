@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,42 +18,52 @@ from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.jobs import LentT
 from statehold.tensors.devices.mover import Mover
 
-__all__ = ["named_failures", "relay"]
+__all__ = ["AT_ONCE", "named_failures", "relay"]
 
-PATIENCE_S = 0.001  # for the engine's next buffer, before the device is asked again
+# For the engine's next buffer, before the device is asked again: at first, and after some vain
+# questions. Each takes the interpreter lock from a program that launches kernels.
+PATIENCE_S, PATIENCE_MAX_S = 0.001, 0.016
+# Buffers that are moved by one call. A device copies them for a few milliseconds; a save of
+# gigabytes takes the interpreter lock a few times, and not for each buffer.
+AT_ONCE = 16
 _SAID_BY_A_DEVICE = re.compile(r"\b(CUDA|HIP|cuda\w+|driver) (error|failed)")
 
 
 def relay(
     mover: Mover,
-    take: Callable[[float | None], LentT | None],
-    move: Callable[[LentT], list[Event]],
-    give_back: Callable[[LentT], None],
+    take: Callable[[float | None, int], Sequence[LentT]],
+    move: Callable[[Sequence[LentT]], list[Event]],
+    give_back: Callable[[Sequence[LentT]], None],
     left: Callable[[], int],
 ) -> None:
-    """Move every buffer that `take` lends; several are under way at once. move: enqueues the work
-    on a buffer, and returns the events that complete with it. left: buffers still to be lent.
+    """Move every buffer that `take` lends; several are under way at once. take: waits for the next
+    one, and lends at most so many. move: enqueues the work on these, and returns the events that
+    complete with it. give_back: has no effect on buffers that are back. left: still to be lent.
 
     The engine may have no buffer to lend before it gets one back, so this never waits long for the
     next one while it holds any. Nor does it wait for the device while there may be a next one: what
     is enqueued late keeps an update waiting. Raises DeviceError.
     """
-    moving: deque[tuple[LentT, list[Event]]] = deque()
-    lent: LentT | None = None
+    moving: deque[tuple[Sequence[LentT], list[Event]]] = deque()
+    lent: Sequence[LentT] = ()
+    patience_s = PATIENCE_S
     with named_failures(), mover.using():
         try:
             with mover.finishing():
                 while True:
-                    lent = take(PATIENCE_S if moving else None)
-                    if lent is not None:
+                    lent = take(patience_s if moving else None, AT_ONCE)
+                    patience_s = min(2 * patience_s, PATIENCE_MAX_S)
+                    if lent:
                         moving.append((lent, []))  # before anything can fail: it is given back
                         moving[-1][1].extend(move(lent))
                     elif not moving:
                         return
                     while moving and _is_there(mover, moving[0][1], wait=left() == 0):
-                        give_back(moving.popleft()[0])  # Ctrl-C in between gives it back, too
+                        give_back(moving[0][0])
+                        moving.popleft()  # Ctrl-C before it: they are given back again
+                        patience_s = PATIENCE_S
         finally:
-            lent = None  # an error keeps this frame: it must not keep a buffer
+            lent = ()  # an error keeps this frame: it must not keep a buffer
             while moving:
                 give_back(moving.popleft()[0])
 

@@ -1,0 +1,67 @@
+"""How copies from a device are scheduled: the product's loop over buffers, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from support.benches import ROOT
+
+WHOLE = 12e9
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        import bench.gpu.schedule
+
+        yield bench.gpu.schedule
+
+
+def test_the_model_has_the_figures_of_the_device(schedule: Any) -> None:
+    """An H200 at 2c8b861: 19.13 GB/s, 122.8 ms, and 1.527."""
+    found = schedule.saved(WHOLE, 1.01 * WHOLE, plan=schedule.BEFORE)
+    assert WHOLE / found.staged == pytest.approx(19.13e9, rel=0.05)
+    assert found.gate(0.5) == pytest.approx(0.1228, rel=0.1)
+    bound = schedule.saved(4e9, 4.1e9, plan=schedule.BEFORE)
+    assert 1 + bound.takes * schedule.Costs().lock == pytest.approx(1.527, rel=0.05)
+
+
+def test_a_state_is_staged_at_the_rate_of_the_device(schedule: Any) -> None:
+    costs = schedule.Costs()
+    found = schedule.saved(WHOLE, 1.01 * WHOLE)
+    assert WHOLE / found.staged > 0.9 * costs.d2h
+    assert found.gate(0.5) == 0
+    assert found.gate(0) < WHOLE / costs.d2h + 0.01
+
+
+def test_checksums_are_why_it_was_slow(schedule: Any) -> None:
+    hashed = schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(schedule.NOW, staged_hashed=True))
+    assert WHOLE / hashed.staged < 0.5 * schedule.Costs().d2h
+    late, first = (
+        schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(schedule.NOW, at_once=1, lends_first=way))
+        for way in (False, True)
+    )
+    assert late.gate(0) > 2 * first.gate(0)
+
+
+@pytest.mark.parametrize("buffers", [2, 4, 64])
+def test_with_less_staging_memory_the_disk_sets_the_rate(schedule: Any, buffers: int) -> None:
+    found = schedule.saved(WHOLE, buffers * schedule.BUFFER)
+    assert WHOLE / found.written > 0.9 * schedule.Costs().disk
+
+
+def test_a_program_that_launches_kernels_keeps_its_lock(schedule: Any) -> None:
+    lock = schedule.Costs().lock
+    now, each = (
+        schedule.saved(4e9, 4.1e9, plan=plan)
+        for plan in (schedule.NOW, replace(schedule.NOW, at_once=1))
+    )
+    assert now.takes * lock < 0.05
+    assert each.takes * lock > 0.05
