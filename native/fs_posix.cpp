@@ -65,8 +65,8 @@ class Descriptor {
   int fd_;
 };
 
-// The name of a file that is being made. Until keep(), it goes again, and the file's blocks with
-// it: who is told of a failure does not know that there is a file.
+// The name of a file that is being made. Without keep(), the destructor removes the name, and the
+// file's blocks with it: a caller that gets an error does not know that there is a file.
 class NewName {
  public:
   NewName(const std::string& path, bool made) : path_(path), made_(made) {}

@@ -16,6 +16,7 @@ import statehold
 from statehold.checkpoint.save.gate import Gate
 from statehold.tensors import step_hook
 from statehold.tensors.gradients import Gradients
+from support.faults import must
 
 SMALL = {"staging_bytes": "32MiB"}
 
@@ -74,7 +75,7 @@ def test_close_while_another_thread_goes_through_the_hooks(tmp_path: Any) -> Non
 
     def block(*_: Any) -> None:
         inside.set()
-        assert closed.wait(60)
+        must(closed.wait(60))
 
     errors: list[BaseException] = []
 
@@ -89,7 +90,7 @@ def test_close_while_another_thread_goes_through_the_hooks(tmp_path: Any) -> Non
         hook = register_optimizer_step_pre_hook(block)
         thread = threading.Thread(target=step)
         thread.start()
-        assert inside.wait(60)
+        must(inside.wait(60))
     closed.set()
     thread.join(60)
     hook.remove()

@@ -68,7 +68,8 @@ def test_a_shell_that_is_warned_waits_for_the_trainer(
             assert (there / "ready").read_text() == "warned\n"
         assert shell.poll() is None
         (there / "ended").write_text("\n")
-        assert shell.wait(DEADLINE_S) == 75
+        code = shell.wait(DEADLINE_S)
+        assert code == 75
     finally:
         if shell.poll() is None:
             os.killpg(shell.pid, signal.SIGKILL)

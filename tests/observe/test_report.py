@@ -111,7 +111,7 @@ def test_verify_says_intact_and_where_not(
 
 
 def test_metrics_have_columns_and_lines(tmp_path: Path) -> None:
-    """At any finite value, and with a name that is none of a column."""
+    """The values are the largest that are finite. The names include one that is also a column."""
     values = {"loss": (3.0, 1.5, 2.0), "step": (-1e308, 0.0, 1e308), "<b>": (7.0, 7.0, 7.0)}
     for number in range(3):
         about = About({name: of[number] for name, of in values.items()})

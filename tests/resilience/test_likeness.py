@@ -117,7 +117,7 @@ def test_every_byte_is_seen_within_so_many_steps(
 
 
 class Observed(nn.Module):
-    """Changes a buffer in forward, in the way that it is told."""
+    """Calls `change` in forward, which changes a buffer."""
 
     def __init__(self, change: Callable[[Observed], object], *, persistent: bool = True) -> None:
         super().__init__()

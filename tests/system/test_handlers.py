@@ -1,4 +1,4 @@
-"""A signal's handler that calls statehold: it works, or it is told why not. It never hangs.
+"""A signal's handler calls statehold: the call works, or raises UsageError. It never hangs.
 
 The signal comes where a call of statehold calls a Python function, or returns from it.
 """
