@@ -14,8 +14,12 @@ from bench.gpu.figures import Figure
 from bench.gpu.model import Trained
 from bench.gpu.task import Task
 from statehold import _core
-from statehold.tensors import fingerprints
+from statehold.tensors import fingerprints, storable
 from statehold.tensors.capture import capture
+from statehold.tensors.devices import devices
+from statehold.tensors.devices.fingerprinting import Fingerprinting
+from statehold.tensors.devices.mover import Mover
+from statehold.tensors.devices.pinning import Pinning
 from statehold.units import MiB
 
 __all__ = ["fingerprints_on_a_side_stream", "save_with_a_scaler", "two_optimizers_on_two_streams"]
@@ -43,7 +47,20 @@ def fingerprints_on_a_side_stream(task: Task) -> Iterator[Figure]:
 
 def _begun(tensor: torch.Tensor) -> Callable[[], int]:
     captured = capture({"t": statehold.Gated(tensor)})
-    return fingerprints.begin(captured.tensors, _core.hash_memory)["t"]
+    on_host = fingerprints.begin(captured.tensors, _core.hash_memory)
+    if on_host:
+        return on_host["t"]
+    device = storable.device_of(tensor)
+    backend = devices.backend_for(device)
+    mover = Mover(backend, {}, Pinning(backend, device), [device])  # follows what is queued now
+
+    def read() -> int:
+        with mover.using(), mover.finishing():
+            fingerprinting = Fingerprinting(mover)
+            fingerprinting.enqueue(captured.tensors)
+            return fingerprinting.read()["t"]
+
+    return read
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from bench.gpu import order
 
 import statehold
 from statehold.errors import ClosedError
@@ -218,3 +219,13 @@ def test_updates_pass_only_after_the_fingerprints_of_lazy_tensors(
 
     first, second = job.each(train)
     assert abs(first - second) == 1000 * 4  # one of them wrote it
+
+
+def test_the_check_of_the_benchmark_reads_them_behind_queued_work(machine: Machine) -> None:
+    """The benchmark runs on devices only, which these tests do not have."""
+    tensor = machine.put(torch.ones(64, dtype=torch.int64))
+    one = order._begun(tensor)()
+    with machine.cuda.stream(machine.cuda.Stream()):
+        pending = order._begun(tensor.fill_(2))
+    two = pending()
+    assert one != two == order._begun(machine.put(torch.full((64,), 2)))()
