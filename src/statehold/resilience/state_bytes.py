@@ -27,18 +27,26 @@ from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
 from statehold.layout.layout import Box
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
+from statehold.tensors.devices.backends import Stream, StreamBackend
+from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.recognition import Seen
 from statehold.tensors.restore import prepare
+from statehold.tensors.storable import device_of, is_external
 
 # (rank, number of ranks) in torch's job.
 Among = tuple[int, int]
 
 
 class Run:
-    """The bytes of tensors, one after another. None: bytes that nobody wants."""
+    """The bytes of tensors, one after another. None: bytes that nobody wants.
+
+    Made by the trainer: copies of other threads follow what its streams have been given by then.
+    """
 
     def __init__(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         self._tensors = [None if each is None else bytes_of(each) for each in tensors]
+        there = [each for each in self._tensors if each is not None and is_external(each)]
+        self._lanes = {each: _lane(each) for each in set(map(device_of, there))}
         self._ends = list(accumulate(sizes))
 
     @property
@@ -48,11 +56,22 @@ class Run:
     def read(self, begin: int, into: Tensor) -> None:
         """Copy the bytes from `begin` on, as many as `into` has."""
         for live, part in self._parts(begin, into):
-            _move(live, part)
+            self._move(live, live, part)
 
     def write(self, begin: int, data: Tensor) -> None:
         for live, part in self._parts(begin, data):
-            _move(part, live)
+            self._move(live, part, live)
+
+    def _move(self, live: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy bytes of `live`, which is one of both; returns when they are there."""
+        if is_external(live):
+            backend, stream = self._lanes[device_of(live)]
+            with backend.using(device_of(live)):
+                with backend.on(stream):
+                    target.copy_(source)
+                backend.synchronize(backend.record(stream))
+        else:  # without torch, which would use its threads for every piece
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
     def _parts(self, begin: int, piece: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         at, end = begin, begin + piece.numel()
@@ -175,12 +194,10 @@ def window(memory: Tensor) -> memoryview:
     return memoryview(content).cast("B")
 
 
-def _move(source: Tensor, target: Tensor) -> None:
-    """Copy bytes. On the host without torch, which would use its threads for every piece."""
-    if source.is_cpu and target.is_cpu:
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-    else:
-        target.copy_(source)
+def _lane(device: torch.device) -> tuple[StreamBackend, Stream]:
+    backend = backend_for(device)
+    with backend.using(device):
+        return backend, backend.fork(device, "replicas")
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
