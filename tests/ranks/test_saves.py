@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -205,16 +205,22 @@ def test_a_storage_error_of_one_rank_fails_all_with_its_reason(ranks: Ranks) -> 
     check_step(ranks, 4)
 
 
+def waits_for(event: threading.Event) -> Callable[[str, tuple[Any, ...]], None]:
+    """Holds a rank before it opens its file."""
+
+    def before(operation: str, _args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            must(event.wait(DEADLINE_S))
+
+    return before
+
+
 def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) -> None:
     """Rank 0 gives up and clears the directory while rank 1 has not opened its file."""
     saved(ranks, 1, 2)
     cleared = threading.Event()
 
-    def wait(operation: str, _args: tuple[Any, ...]) -> None:
-        if operation == "open_write":
-            must(cleared.wait(DEADLINE_S))
-
-    spy_on(ranks.ckpts[1], wait)
+    spy_on(ranks.ckpts[1], waits_for(cleared))
 
     def act(rank: int) -> Any:
         found = {**state(rank, 3), "step": object() if rank == 2 else 3}
@@ -239,16 +245,12 @@ def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> 
     saved(ranks, 1, 2)
     cleared = threading.Event()
 
-    def wait(operation: str, _args: tuple[Any, ...]) -> None:
-        if operation == "open_write":
-            must(cleared.wait(DEADLINE_S))
-
     def fail(operation: str, args: tuple[Any, ...]) -> None:
         if operation == "open_write":
             raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
 
     for rank in range(3):
-        spy_on(ranks.ckpts[rank], wait)
+        spy_on(ranks.ckpts[rank], waits_for(cleared))
     spy_on(ranks.ckpts[3], fail)
 
     def act(rank: int) -> Any:
