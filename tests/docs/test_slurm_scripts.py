@@ -43,7 +43,7 @@ def test_a_job_ends_as_its_trainer_and_is_requeued_after_75(
     assert (there / "requeued").exists() == (code == 75)
 
 
-@pytest.mark.parametrize(
+warned_shells = pytest.mark.parametrize(
     ("script", "name", "number"),
     [
         *((each, "python", signal.SIGUSR1) for each in TASK),
@@ -51,6 +51,9 @@ def test_a_job_ends_as_its_trainer_and_is_requeued_after_75(
         *((each, "srun", signal.SIGUSR1) for each in BATCH if "trap" in each),
     ],
 )
+
+
+@warned_shells
 def test_a_shell_that_is_warned_waits_for_the_trainer(
     there: Path, script: str, name: str, number: signal.Signals
 ) -> None:
@@ -68,6 +71,27 @@ def test_a_shell_that_is_warned_waits_for_the_trainer(
             assert (there / "ready").read_text() == "warned\n"
         assert shell.poll() is None
         (there / "ended").write_text("\n")
+        code = shell.wait(DEADLINE_S)
+        assert code == 75
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+
+
+@warned_shells
+def test_a_warning_that_comes_as_the_trainer_starts_is_passed_on(
+    there: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str, number: signal.Signals
+) -> None:
+    """The shell warns itself before the first command after it has started the trainer."""
+    os.mkfifo(there / "ready")
+    warns = f'[ -n "$!" ] && [ -z "$up" ] && read -r up < ready && kill -{number} $$'
+    (there / "warns").write_text(f"trap '{warns}' DEBUG\n")
+    monkeypatch.setenv("BASH_ENV", str(there / "warns"))
+    warned = f"trap 'exit 75' {number.name.removeprefix('SIG')}"
+    stub(there, name, f"{warned}; echo up > ready; while :; do :; done")
+    shell = subprocess.Popen(["bash", "-c", script], cwd=there, start_new_session=True)
+    try:
         code = shell.wait(DEADLINE_S)
         assert code == 75
     finally:
