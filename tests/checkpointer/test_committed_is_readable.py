@@ -5,8 +5,9 @@ The limits of the format hold for a whole state, however its levels come about.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import nn
 
 import statehold
+from statehold.encoding import values
 from statehold.encoding.values import DEPTH_MAX
 from statehold.errors import UnsupportedValueError, UsageError
-from statehold.testing import SimFs
+from statehold.format.entries import EntryReader
+from statehold.layout.share import PlanCache, RankPlan
+from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.quantized import Made
 from support.ranks import Ranks
@@ -154,14 +158,72 @@ def test_the_path_of_a_run_that_no_step_can_record(tmp_path: Path, name: str) ->
         assert ckpt.steps() == []
 
 
-@pytest.mark.parametrize("size", [1, 2])
+class Process(Ranks):
+    """A process that is alone."""
+
+    def _opened(self, options: dict[str, Any]) -> list[statehold.Checkpointer]:
+        return [checkpointer_on(self.fs, self.run, **options)]
+
+
+def own(rank: int) -> dict[str, Any]:
+    """A tensor that differs between the ranks."""
+    return {"own": torch.full((3,), float(rank)), "value": 1}
+
+
+def mixed(rank: int) -> dict[str, Any]:
+    """A tensor that the ranks have alike, too."""
+    return {**own(rank), "alike": torch.ones(3)}
+
+
+@pytest.fixture(params=[1, 2])
+def steady(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A job that has saved the same tensors until it plans each save like the one before it."""
+    size = request.param
+    with (Ranks if size > 1 else Process)(SimFs(seed=1), size) as ranks:
+        for step in (1, 2, 3):  # the third is planned with what the first has taught the ranks
+            ranks.save(step, mixed)
+        yield ranks
+
+
+def assert_no_reader(steady: Ranks, state_of: Callable[[int], dict[str, Any]]) -> None:
+    for error in steady.failures(4, state_of):
+        assert "no reader would accept" in str(error)
+    assert steady.ckpts[0].steps() == [1, 2, 3]
+
+
 def test_a_document_that_no_reader_accepts_is_not_committed(
-    monkeypatch: pytest.MonkeyPatch, size: int
+    monkeypatch: pytest.MonkeyPatch, steady: Ranks
 ) -> None:
     """Whatever the checks of save() may have missed."""
-    with Ranks(SimFs(seed=1), size) as ranks:
-        ranks.save(1, lambda _: {"w": torch.ones(3), "value": 1})
-        monkeypatch.setattr("statehold.encoding.values._scalar", lambda _: {"$unknown": 1})
-        for error in ranks.failures(2, lambda _: {"w": torch.ones(3), "value": b"x"}):
-            assert "no reader would accept" in str(error)
-        assert ranks.ckpts[0].steps() == [1]
+    scalar = values._scalar
+    node = {"$unknown": 1}
+    monkeypatch.setattr(values, "_scalar", lambda it: node if type(it) is bytes else scalar(it))
+    assert_no_reader(steady, lambda rank: {**mixed(rank), "value": b"x"})
+
+
+def test_the_tensors_of_saves_that_are_alike_are_read_again_once(
+    monkeypatch: pytest.MonkeyPatch, steady: Ranks
+) -> None:
+    """To read thousands of them again would take most of the time of a commit."""
+    read = Counter[str]()
+    monkeypatch.setattr(EntryReader, "name", lambda _, name: read.update([name]))
+    steady.save(4, mixed)
+    assert not read
+    steady.save(5, lambda rank: {**mixed(rank), "own": torch.ones(4)})
+    assert read == {"own": steady.size, "alike": steady.size}
+
+
+@pytest.mark.parametrize("wrong", [{"shape": (2,)}, {"offsets": (1,)}])
+def test_the_tensors_of_another_plan_are_read_again(
+    monkeypatch: pytest.MonkeyPatch, steady: Ranks, wrong: dict[str, Any]
+) -> None:
+    """A plan cannot change, so a damaged one is another one, although it has the same share."""
+    plan_of = PlanCache.get
+
+    def damaged(self: PlanCache, *given: Any) -> RankPlan:
+        plan = plan_of(self, *given)
+        specs = (*plan.save.specs[:-1], replace(plan.save.specs[-1], **wrong))
+        return replace(plan, save=replace(plan.save, specs=specs))
+
+    monkeypatch.setattr(PlanCache, "get", damaged)
+    assert_no_reader(steady, mixed)

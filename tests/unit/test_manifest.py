@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from statehold.checkpoint.save.writes import Proof
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
+from statehold.format.about import About
 from statehold.format.entries import record_file
 from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import plan_save
+from statehold.layout.share import PlanCache
+from statehold.layout.stored import StoredPart
 from support.calls import calls_of
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 
@@ -169,6 +174,40 @@ def test_encoding_is_quick() -> None:
     manifest = manifest_of(specs)
     assert calls_of(manifest.encode) < 100 * len(specs)  # the proof, which reads all again: 80
     assert calls_of(manifest.sealed) < 12 * len(specs)
+
+
+def test_reading_again_costs_a_later_save_what_its_state_holds() -> None:
+    specs = [spec(f"layers.{i}.weight.exp_avg", "U8", 5 << 20) for i in range(1000)]
+    plans, proof = PlanCache(), Proof()
+
+    def calls(step: int, state: Any = None) -> int:
+        manifest, plan = manifest_of(specs, state, step), plans.get(specs, step)
+        encoding = calls_of(lambda: proof.encode(manifest, plan, StoredPart()))
+        return encoding - calls_of(manifest.sealed)
+
+    assert calls(1) > 50 * len(specs)
+    assert calls(2) < 20 * len(specs)
+    assert calls(3, state={"epoch": 3}) < len(specs)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": {"a": {"$unknown": 1}}},
+        {"state": {"a": {"$tensor": "elsewhere"}}},
+        {"state": {"a": 2**53}},
+        {"step": -1},
+        {"created": "today"},
+        {"about": About(tags=("",))},
+    ],
+    ids=str,
+)
+def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: bool) -> None:
+    manifest = manifest_of()
+    assert manifest.encode(is_known=is_known) == manifest.sealed()
+    with pytest.raises(InvariantError, match="no reader would accept"):
+        replace(manifest, **wrong).encode(is_known=is_known)
 
 
 @pytest.mark.parametrize("step", GOLDEN, ids=lambda path: path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,24 @@ def test_meshes_are_written_short() -> None:
     assert b'{"first":9,"strides":[]}' in meshes((), (9,))
     assert b'"ranks":[1,0]' in meshes((2,), (1, 0))
     assert b'"ranks":[0,1,3]' in meshes((3,), (0, 1, 3))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": {"a": {"$tensor": "elsewhere"}}},
+        {"state": 5},
+        {"attempt": "x"},
+        {"contents": {"sharded": "-1"}},
+    ],
+    ids=str,
+)
+def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: bool) -> None:
+    record = example().records[0]
+    assert record.encode(is_known=is_known) == record.sealed()
+    with pytest.raises(InvariantError, match="no reader would accept"):
+        replace(record, **wrong).encode(is_known=is_known)
 
 
 def test_a_record_costs_what_it_holds_not_how_many_ranks_there_are() -> None:

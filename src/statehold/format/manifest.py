@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -79,13 +79,26 @@ class Manifest:
             return 4
         return 3 if needs_version_3(self.state) else 1
 
-    def encode(self) -> bytes:
-        """The bytes of manifest.json, sealed by their own sha256, and read again."""
-        return proven(self.sealed(), Manifest.decode, "manifest")
+    def encode(self, *, is_known: bool = False) -> bytes:
+        """The bytes of manifest.json, sealed by their own sha256, and read again.
+
+        is_known: a manifest with these files and tensors, except for their checksums, was read
+            again before, so only the rest is.
+        """
+        document = self._document()
+        raw = seal(document, "manifest")
+        if is_known:
+            rest = seal({**document, "files": [], "tensors": {}}, "manifest")
+            proven(rest, lambda raw, path: Manifest.decode(raw, path, self.tensors), "manifest")
+            return raw
+        return proven(raw, Manifest.decode, "manifest")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
-        document = {
+        return seal(self._document(), "manifest")
+
+    def _document(self) -> dict[str, Any]:
+        return {
             **_head(self, self.version),
             "block_bytes": self.block_bytes,
             "files": [file_document(entry) for entry in self.files],
@@ -93,19 +106,19 @@ class Manifest:
             "state": self.state,
             **_about_member(self.about),
         }
-        return seal(document, "manifest")
 
     @staticmethod
-    def decode(raw: bytes, path: str) -> Manifest | Commit:
+    def decode(raw: bytes, path: str, names: Container[str] = ()) -> Manifest | Commit:
         """The manifest in `raw`, of either kind, validated in full. `path` is for messages.
 
+        names: tensors that the state may name although `raw` does not hold them.
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
         if _is_of_ranks(document, version):
             return _commit(check, document, version)
-        return _manifest(check, document, version)
+        return _manifest(check, document, version, names)
 
     @staticmethod
     def listed(raw: bytes, path: str) -> tuple[FileEntry, ...] | Commit:
@@ -282,13 +295,15 @@ def _entries(check: Checker, members: Mapping[str, Any], version: int) -> EntryR
     return reader
 
 
-def _manifest(check: Checker, document: dict[str, Any], version: int) -> Manifest:
+def _manifest(
+    check: Checker, document: dict[str, Any], version: int, names: Container[str]
+) -> Manifest:
     members = check.members(document, "manifest", _members(_MEMBERS, version))
     head, reader = _check_head(check, members), _entries(check, members, version)
     nodes = check.object(members["tensors"], "tensors")
     tensors = {name: _tensor(reader, name, node, version) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
-    check_state(check, members["state"], tensors, version)
+    check_state(check, members["state"], tensors or names, version)
     return Manifest(
         **head,
         block_bytes=reader.block_bytes,

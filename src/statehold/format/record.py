@@ -88,15 +88,28 @@ class Record:
             return 4
         return 3 if needs_version_3(self.state) else 2
 
-    def encode(self) -> bytes:
-        """The bytes of the record, sealed by their own sha256, and read again."""
-        return proven(self.sealed(), Record.decode, "record")
+    def encode(self, *, is_known: bool = False) -> bytes:
+        """The bytes of the record, sealed by their own sha256, and read again.
+
+        is_known: a record with these files and tensors, except for their checksums and contents,
+            was read again before, so only the rest is.
+        """
+        document = self._document()
+        raw = seal(document, "record")
+        if is_known:
+            rest = seal({**document, "files": [], "meshes": [], "tensors": {}}, "record")
+            proven(rest, lambda raw, path: _reader(raw, path).record(self), "record")
+            return raw
+        return proven(raw, Record.decode, "record")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
+        return seal(self._document(), "record")
+
+    def _document(self) -> dict[str, Any]:
         meshes = _MeshTable()
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
-        document = {
+        return {
             "format": FORMAT,
             "version": self.version,
             "step": self.step,
@@ -109,7 +122,6 @@ class Record:
             "tensors": tensors,
             "state": self.state,
         }
-        return seal(document, "record")
 
     def _tensor_document(self, held: Held, meshes: _MeshTable) -> dict[str, Any]:
         document = _held_document(held, meshes)
@@ -239,7 +251,8 @@ class _Reader:
         self.chunks: dict[str, tuple[Chunk, ...]] = {}
         self.contents: dict[str, str] = {}
 
-    def record(self) -> Record:
+    def record(self, of: Record | None = None) -> Record:
+        """of: the record that the document is the rest of, without its tensors."""
         check, members = self.check, self.members
         step = check.integer(members["step"], "step", high=STEP_MAX)
         attempt = check_attempt(check, members["attempt"])
@@ -250,7 +263,9 @@ class _Reader:
         self.entries.check_tiling(self.chunks.items())
         if members_of(members["state"]) is None:
             check.fail("state", "an object", show(members["state"]))
-        check_state(check, members["state"], nodes, self.version)
+        for name, content in of.contents.items() if of else ():
+            self._content(name, content)
+        check_state(check, members["state"], of.tensors if of else nodes, self.version)
         return Record(
             step=step,
             world_size=self.world_size,
@@ -328,9 +343,7 @@ class _Reader:
         replicas = layout.replica_count if isinstance(layout, Layout) else 1
         writer = check.integer(found["writer"], f"{where}.writer", high=replicas - 1)
         if "content" in found:
-            self.contents[name] = check.text(
-                found["content"], f"{where}.content", _CONTENT, "16 lower-case hex digits"
-            )
+            self.contents[name] = self._content(name, found["content"])
         held = Held(name, dtype, shape, layout, writer)
         boxes = self._written(held, present=found["chunks"] != [])
         if self._may_be_runs(layout, boxes):
@@ -340,6 +353,10 @@ class _Reader:
         if chunks:
             self.chunks[name] = chunks
         return held
+
+    def _content(self, name: str, value: Any) -> str:
+        where = f"tensors.{name}.content"
+        return self.check.text(value, where, _CONTENT, "16 lower-case hex digits")
 
     def _may_be_runs(self, layout: AnyLayout | None, boxes: list[Box]) -> bool:
         """Whether the only box may be in several chunks."""

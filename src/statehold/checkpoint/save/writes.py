@@ -218,6 +218,25 @@ def build_record(
     )
 
 
+class Proof:
+    """Encodes the documents of one save after another, if the reader's code accepts them.
+
+    Its verdict on files and tensors follows from the plan, and from the files that were on storage
+    before: record_file() refuses another number of checksums. While these stay equal, which is
+    usual, the reader's code decodes only the rest of a document, such as the state.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[object, ...] | None = None
+
+    def encode(self, document: Manifest | Record, plan: RankPlan, taken: StoredPart) -> bytes:
+        """The bytes of a document that was built from `plan` and `taken`."""
+        made_of = plan.save.at_step(0), plan.share, tuple(taken.files), tuple(taken.held)
+        raw = document.encode(is_known=made_of == self._known)
+        self._known = made_of
+        return raw
+
+
 def manifest_bytes(plan: SavePlan, tree: Any) -> int:
     """The bytes of the manifest of a single-rank step, before its checksums are known."""
     return len(build_manifest(plan, tree, _no_sums(plan)).sealed())
