@@ -296,7 +296,7 @@ class Rank:
         elif isinstance(action, actions.Reduce):
             self.meet("reduce", (member.step, dict(self.sums)))
         elif isinstance(action, actions.Vote):
-            self.vote = action
+            self.vote, self.newcomers = action, self.member.newcomers
             self.meet("vote", replace(action.ballot, digest=self.digest()))
         elif isinstance(action, actions.Part):
             self.world.parted(self)
@@ -337,7 +337,9 @@ class Rank:
         holders = [
             rank
             for rank in self.world.living()
-            if rank.replica in action.holders and rank.place == self.place
+            if rank.replica in action.holders
+            and rank.place == self.place
+            and rank.state_of <= self.member.step  # it gives none of what it has changed
         ]
         if any(rank.state_of < self.member.step for rank in holders):
             self.later(0.01, lambda: self.fetched(busy, action))  # it has to catch up

@@ -204,15 +204,14 @@ class World:
 
     def parted(self, rank: Rank) -> None:
         """The rank has left because of its state. Then it differs, or as many others do."""
-        member = rank.member
         flawed = {each.replica for each in self.ranks if each.flaw is not None}
-        holders = [name for name in rank.vote.members if name not in member.newcomers]
+        holders = [name for name in rank.vote.members if name not in rank.newcomers]
         odd = flawed & set(holders)
         if rank.replica not in flawed and 2 * len(odd) < len(holders):
             self.report.wrong(f"{rank.name} has left, though {odd} of {holders} differ")
         self.report.counts["parted"] += 1
         self.report.counts["all parted"] += 2 * len(odd) >= len(holders)
-        self.trace(f"{rank.name} parts in {member.step}")
+        self.trace(f"{rank.name} parts in {rank.member.step}")
         rank.die()
         self.start_again(rank, self.flaws.uniform(0.1, 1.0))
 
