@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def test_what_the_stream_of_the_updates_changes_next_comes_after_eager_copies(
     restored = machine.put(torch.zeros(1000))
     ckpt.restore({"statistics": restored}, 1, strict=False)
     assert torch.equal(machine.read(restored), torch.ones(1000))
+
+
+def test_a_stream_that_another_thread_captures_takes_no_part(
+    ckpt: statehold.Checkpointer, machine: Machine
+) -> None:
+    """Who waits for it would be captured, with all the copies of the save."""
+    training, own, graph = trained_on(machine), machine.cuda.Stream(), machine.cuda.CUDAGraph()
+
+    def save(step: int) -> None:
+        machine.enter()
+        ckpt.save(step, {"model": training.model}).wait("committed", DEADLINE_S)
+
+    save(1)  # from here on updates are seen
+    with machine.cuda.stream(own):
+        training.step()
+    machine.finish()
+    with machine.cuda.graph(graph, own), ThreadPoolExecutor(1) as other:
+        other.submit(save, 2).result(DEADLINE_S)
+    assert ckpt.steps() == [1, 2]
 
 
 def side_streams(machine: Machine) -> list[Stream]:

@@ -40,7 +40,10 @@ class Graph:
     def capture_end(self) -> None:
         assert self._stream is not None
         self._stream.capture = None
+        joined = [each for each in self.machine.timeline.streams if each.capture is self._work]
         self.machine.end_capture(self)
+        if joined:
+            raise torch.AcceleratorError("CUDA error: capturing stream has unjoined work")
 
     def replay(self) -> None:
         stream = self.machine.current()

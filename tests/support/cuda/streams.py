@@ -32,7 +32,17 @@ class Stream:
     cuda_stream: int = 0  # its address
 
     def wait_event(self, event: Event) -> None:
+        if event.capture is not self.capture:
+            self._join(event)
         self.timeline.give(self, event)
+
+    def _join(self, event: Event) -> None:
+        """Who waits for a stream that is captured is captured with it."""
+        if self.capture is not None:
+            raise torch.AcceleratorError(
+                "CUDA error: dependency created on uncaptured work in another stream"
+            )
+        self.capture = event.capture
 
     def wait_stream(self, other: Stream) -> None:
         event = Event()
@@ -58,6 +68,7 @@ class Event:
         self.stream: Stream | None = None
         self.place = 0
         self.asked = 0
+        self.capture: Any = None  # of its stream, when it was recorded
 
     @property
     def device(self) -> torch.device | None:
@@ -66,6 +77,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         stream.timeline.check("cudaEventRecord")
         self.stream, self.place, self.asked = stream, stream.given, 0
+        self.capture = stream.capture
 
     def query(self) -> bool:
         return self.stream is None or self.stream.timeline.query(self)

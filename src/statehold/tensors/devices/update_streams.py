@@ -46,9 +46,16 @@ class UpdateStreams:
 
 
 def _order(later: cuda.Stream, earlier: cuda.Stream) -> None:
-    """What `later` is given next comes after what `earlier` has been given."""
+    """What `later` is given next comes after what `earlier` has been given. A graph that is being
+    captured has no work yet to come after: who waits for its stream is captured, too."""
     if later != earlier:
         # A device that has failed keeps no order. Who needs the device will say so; states on the
         # host do not.
         with suppress(RuntimeError):
-            later.wait_stream(earlier)
+            if not (_is_captured(later) or _is_captured(earlier)):
+                later.wait_stream(earlier)
+
+
+def _is_captured(stream: cuda.Stream) -> bool:
+    with cuda.stream(stream):
+        return bool(cuda.is_current_stream_capturing())
