@@ -18,6 +18,7 @@ from statehold.offload import mirror
 from statehold.offload.lanes import Lanes
 from statehold.offload.mirror import Mirror
 from statehold.tensors.devices import cuda
+from statehold.units import KiB
 from support.cuda import Machine, install
 from support.device_twins import DeviceTwins
 from support.faults import SMALL
@@ -165,6 +166,23 @@ def test_no_forked_child_has_memory_that_a_device_reaches(machine: Machine) -> N
     with closing(offload.AdamW(params, **options)):
         assert len(machine.pins.ranges) == 2  # weights and gradients, and the state
         assert not machine.pins.forked()
+
+
+@MODES
+def test_weights_and_gradients_are_pinned_in_pieces(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    """Other threads launch nothing while one is pinned. A tensor is in one piece."""
+    monkeypatch.setattr(mirror, "PINNED_AT_ONCE_BYTES", 16 * KiB)
+    twins = DeviceTwins(machine, [BF16, F32], drain_gradients=drains)
+    sizes = sorted(machine.pins.ranges.values())
+    longest = max(each.nbytes for each in twins.params)
+    assert len(sizes) >= 4
+    assert sizes[-1] < longest + 16 * KiB + 2 * mirror.PAGE_BYTES
+    twins.train(2)
+    twins.check()
+    twins.ours.close()
+    assert not machine.pins.ranges
 
 
 @MODES

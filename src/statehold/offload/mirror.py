@@ -17,6 +17,7 @@ Not here: what is updated (update), streams (lanes), pinning (tensors/devices).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ __all__ = ["Mirror", "pinned_bytes"]
 
 DRAINING_BYTES_MAX = 512 * MiB
 ALIGNED_BYTES = 64
+# Or one larger tensor. Meanwhile no other thread launches (tensors/devices/pinning).
+PINNED_AT_ONCE_BYTES = 16 * MiB
 TO_HOST, TO_DEVICE = "offload to host", "offload to device"  # lanes of tensors/devices
 
 
@@ -56,8 +59,24 @@ class _Copy:
 
 def pinned_bytes(parameters: Iterable[Parameter]) -> int:
     """The memory for weights and gradients of those that are on a device."""
-    nbytes = sum(2 * _aligned(each.local.nbytes) for each in parameters if _is_mirrored(each))
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return _laid_out([each for each in parameters if _is_mirrored(each)])[1][-1]
+
+
+def _laid_out(parameters: Iterable[Parameter]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Where the weights and the gradient of each begin in memory; and the bounds of what is pinned
+    by one call: whole pages, and whole tensors, because no copy may go beyond what one call pins.
+    """
+    begins, bounds, end = list[tuple[int, int]](), [0], 0
+    for each in parameters:
+        both = []
+        for _ in ("weights", "gradient"):
+            if end - bounds[-1] >= PINNED_AT_ONCE_BYTES:
+                end = _aligned(end, PAGE_BYTES)
+                bounds.append(end)
+            both.append(end)
+            end += _aligned(each.local.nbytes, ALIGNED_BYTES)
+        begins.append((both[0], both[1]))
+    return begins, [*bounds, _aligned(end, PAGE_BYTES)]
 
 
 class Mirror:
@@ -183,16 +202,16 @@ class Mirror:
         self._moving_bytes = 0
 
     def _map(self) -> None:
-        memory = mapped(pinned_bytes(self._parameters.values()))
-        self._pinning.pin(memory)
-        begin = 0
-        for index, parameter in self._parameters.items():
-            step, nbytes = _aligned(parameter.local.nbytes), parameter.local.nbytes
-            weights, grad = (memory[at : at + nbytes].view(parameter.tensor.dtype)
-                             for at in (begin, begin + step))  # fmt: skip
+        begins, bounds = _laid_out(self._parameters.values())
+        memory = mapped(bounds[-1])
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                self._pinning.pin(memory[begin:end])
+        for (index, parameter), both in zip(self._parameters.items(), begins, strict=True):
+            nbytes, dtype = parameter.local.nbytes, parameter.tensor.dtype
+            weights, grad = (memory[begin : begin + nbytes].view(dtype) for begin in both)
             self._copies[index] = _Copy(weights, grad)
             parameter.mirrored = weights
-            begin += 2 * step
 
     def _drain(self, index: int, tensor: torch.Tensor) -> None:
         """A hook of autograd: take the gradient away from its parameter."""
@@ -273,8 +292,8 @@ def _is_mirrored(parameter: Parameter) -> bool:
     return is_external(parameter.local)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+def _aligned(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
 
 
 def _check_alone(parameter: Parameter) -> None:
