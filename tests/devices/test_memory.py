@@ -63,9 +63,7 @@ def test_device_memory_of_a_failed_save_is_given_back(
     assert machine.bytes_on() == before
 
 
-def test_no_event_outlives_a_save(
-    ckpt: statehold.Checkpointer, machine: Machine
-) -> None:
+def test_no_event_outlives_a_save(ckpt: statehold.Checkpointer, machine: Machine) -> None:
     """In a forked child, an event that is collected may end the process."""
     training = trained_on(machine)
     eager = {"eager": statehold.Volatile(machine.put(torch.ones(1000)))}

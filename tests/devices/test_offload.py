@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -183,6 +184,24 @@ def test_weights_and_gradients_are_pinned_in_pieces(
     twins.check()
     twins.ours.close()
     assert not machine.pins.ranges
+
+
+def test_a_step_enters_a_lane_once_and_not_for_each_parameter(machine: Machine) -> None:
+    """To enter one takes Python and the driver longer than a small copy."""
+
+    def entered(count: int) -> int:
+        shapes = [(8,)] * count
+        twins = DeviceTwins(machine, [F32], shapes=shapes, subgroup_bytes=1_000_000)  # in one
+        twins.train(2)
+        twins.backward()
+        seen = Counter[str]()
+        machine.fails_at = lambda operation: bool(seen.update([operation]))
+        twins.step()
+        machine.fails_at = lambda operation: False
+        twins.ours.close()
+        return seen["cudaEventRecord"]
+
+    assert 0 < entered(40) == entered(2)
 
 
 @MODES
