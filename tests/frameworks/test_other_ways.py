@@ -281,6 +281,29 @@ def test_a_callback_that_reads_the_folder_is_named_or_waited_for(
     assert folders(tmp_path / "slow") == ["checkpoint-5", "checkpoint-6"]
 
 
+@pytest.mark.parametrize("way", ["own function", "added later", "saves by itself"])
+def test_so_is_one_however_it_comes_to_read(
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Adds(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                found.add_callback(Reads())
+
+    class Saves(Reads):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    read = TrainerCallback()
+    read.on_save = Reads().on_save
+    ways = {"own function": read, "added later": Adds(), "saves by itself": Saves()}
+    name = {"own function": "TrainerCallback", "added later": "Reads", "saves by itself": "Saves"}
+    strategy = {"save_strategy": "no"} if way == "saves by itself" else {}
+    found = trainer(tmp_path, more=[ways[way]], max_steps=3, **strategy)
+    found.train()
+    assert told(caplog).count(f"{name[way]}: on_save() is called before") == 1
+
+
 def killed_in_a_save(out: Path, step: int) -> None:
     """As if the job had died before the commit: the folder is there, and its step is not."""
     stopped(out, step)
