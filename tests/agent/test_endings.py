@@ -62,30 +62,45 @@ def test_the_first_process_of_a_container_waits_for_its_agents(tmp_path: Path) -
     assert done.stdout == "1 []\n", done.stderr
 
 
-def processes(proc: Path, *names: str) -> Path:
-    """This process, called by the last name, and those that have started it."""
-    for number, name in enumerate(names, 1):
-        pid = "self" if number == len(names) else str(number)
-        (proc / pid).mkdir(parents=True)
-        (proc / pid / "stat").write_text(f"{number} ({name}) S {number - 1} 1 1 0")
+WAITS = 'while pgrep -f "[s]tatehold-agent $RUN" > /dev/null; do sleep 1; done'
+SCRIPTS = {"waits.sh": f"python train.py &\nwait $!\n{WAITS}\n", "plain.sh": "python train.py\n"}
+
+
+def processes(proc: Path, *commands: str) -> Path:
+    """This process, called by the last command, and those that have started it."""
+    (proc / "scripts").mkdir(parents=True)
+    for name, text in SCRIPTS.items():
+        (proc / "scripts" / name).write_text(text)
+    for number, command in enumerate(commands, 1):
+        name, *words = command.split("|")
+        entry = proc / ("self" if number == len(commands) else str(number))
+        entry.mkdir()
+        (entry / "stat").write_text(f"{number} ({name}) S {number - 1} 1 1 0")
+        (entry / "cmdline").write_text("".join(f"{word}\0" for word in (name, *words)))
+        (entry / "cwd").symlink_to(proc / "scripts")
     return proc
 
 
 @pytest.mark.parametrize(
-    ("names", "ends"),
+    ("commands", "ends"),
     [
         (("systemd", "slurmstepd", "python"), True),
         (("systemd", "slurmstepd", "pt) main", "python"), True),
-        (("systemd", "slurmstepd", "bash", "python"), False),
-        (("systemd", "slurmstepd", "dash", "torchrun", "python"), False),
+        (("systemd", "slurmstepd", "bash|-c|python train.py; date", "python"), True),
+        (("systemd", "slurmstepd", "bash|plain.sh|waits", "torchrun", "python"), True),
+        (("systemd", "slurmstepd", "sh|gone.sh", "python"), True),
+        (("systemd", "slurmstepd", f"bash|-c|{WAITS}", "python"), False),
+        (("systemd", "slurmstepd", "dash|waits.sh", "torchrun", "python"), False),
+        (("systemd", "slurmstepd", "bash|-e|waits.sh", "sh|plain.sh", "python"), False),
+        (("systemd", "slurmstepd", "bash|-i", "python"), False),
         (("systemd", "sshd", "tmux: server", "python"), False),
         (("python",), False),
     ],
 )
 def test_an_agent_ends_with_a_step_that_no_shell_keeps(
-    tmp_path: Path, names: tuple[str, ...], ends: bool
+    tmp_path: Path, commands: tuple[str, ...], ends: bool
 ) -> None:
-    assert ends_with_slurm(processes(tmp_path, *names)) is ends
+    assert ends_with_slurm(processes(tmp_path, *commands)) is ends
 
 
 def test_the_log_says_that_an_agent_ends_with_slurm(

@@ -3,6 +3,7 @@ in silence."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,35 @@ def test_it_is_named_with_the_way(
     with Checkpointer(tmp_path, **SMALL) as ckpt:
         assert ckpt.restore(state) == 100
     assert state["w"].tolist() == [100.0] * 3
+
+
+def opens(run: Path) -> None:
+    assert statehold.open(run).steps() == []
+
+
+def subscribes(run: Path) -> None:
+    statehold.subscribe(run, {"w": torch.zeros(3)}).close()
+
+
+def begins_from_it(run: Path) -> None:
+    with Checkpointer(run / "child", parent=f"{run}@newest", **SMALL) as ckpt:
+        try:
+            ckpt.restore({"w": torch.zeros(3)})
+        except StepNotFoundError as error:
+            logging.getLogger("statehold").warning("%s", error)
+
+
+@pytest.mark.parametrize("reader", [opens, subscribes, begins_from_it])
+def test_so_it_is_for_whoever_else_finds_no_step(
+    tmp_path: Path,
+    reader: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(once, "_logged", set())
+    by_a_person(tmp_path)
+    reader(tmp_path)
+    assert caplog.text.count("rename step-100 to step-000000000100") == 1
 
 
 @pytest.mark.filterwarnings("ignore:step 8 is damaged")

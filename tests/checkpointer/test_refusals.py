@@ -89,7 +89,9 @@ COMMANDS = [
     "import URL BASE@7", "import BASE/x URL@7", "bench io URL",
     "bench io . --out URL", "bench io . --profile URL", "show URL@1", "show URL@best:loss",
 ]  # fmt: skip
-ELSEWHERE = ["s3://key:secret@b/x", "gs://b/x", "file:///tmp/x", "az:/b/x", "~/x"]
+ELSEWHERE = [
+    "s3://key:secret@b/x", "gs://b/x", "file:///tmp/x", "az:/b/x", "abfs:/b/x", "dbfs:/b/x", "~/x",
+]  # fmt: skip
 
 
 @pytest.fixture

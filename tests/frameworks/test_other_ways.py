@@ -30,6 +30,7 @@ from frameworks.test_transformers import (  # noqa: E402
 )
 from statehold.errors import StepNotFoundError  # noqa: E402
 from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
+from support.faults import SMALL  # noqa: E402
 
 
 def committed(out: Path) -> list[int]:
@@ -249,6 +250,86 @@ def test_models_that_change_beside_it_come_back(
     assert "the step has Shadow-shadow, average, table" in told(caplog)
 
 
+class Averager:
+    """As libraries of averages have it: an object that is no module."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1, 1)
+        self.shadow = [torch.zeros(2), torch.zeros(3)]
+        torch.nn.init.zeros_(self.model.weight)
+
+
+class Holds(TrainerCallback):  # type: ignore[misc]
+    """What moves is in an object, in a list, or is another tensor after each step."""
+
+    def __init__(self) -> None:
+        self.averager = Averager()
+        self.centers = {"first": torch.zeros(2), "stays": torch.zeros(2)}
+        self.center = torch.zeros(())
+        self.results = torch.zeros(0)
+        self._last = torch.zeros(2)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        now = state.global_step
+        self.averager.model.weight.data.mul_(0.5).add_(now)
+        for each in (*self.averager.shadow, self.centers["first"], self._last):
+            each.mul_(0.5).add_(now)
+        self.center = 0.5 * self.center + now
+        self.results = torch.full((now,), 1.0)
+
+    def moving(self) -> list[torch.Tensor]:
+        inside = [self.averager.model.weight, *self.averager.shadow]
+        return [*inside, *self.centers.values(), self.center]
+
+
+def test_so_do_tensors_and_models_in_objects(tmp_path: Path) -> None:
+    left, again = Holds(), Holds()
+    trainer(tmp_path / "whole", more=[left]).train()
+    with pytest.raises(Stop):
+        trainer(tmp_path / "cut", more=[Holds(), StopAfter(3)]).train()
+    saved = statehold.load(tmp_path / "cut", "extra")
+    inside = ["averager-model", "averager-shadow-0", "averager-shadow-1", "center", "centers-first"]
+    assert sorted(saved) == [f"Holds-{name}" for name in inside]
+    trainer(tmp_path / "cut", more=[again]).train(resume_from_checkpoint=True)
+    assert all(map(torch.equal, again.moving(), left.moving()))
+
+
+def test_a_step_has_a_model_beside_as_it_was_in_the_save(tmp_path: Path) -> None:
+    """Whenever it changes next, and though its version counter misses that."""
+
+    class Small(StateholdTrainer):
+        def checkpointer(self, run: str, keep: int | None) -> statehold.Checkpointer:
+            return statehold.Checkpointer(run, keep=keep, **SMALL)
+
+    class Large(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.model = torch.nn.Linear(1 << 12, 1 << 12, bias=False)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.model.weight.data.fill_(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.model.weight.data.fill_(100)
+
+    trainer(tmp_path, Small, more=[Large()], max_steps=3).train()
+    for step in committed(tmp_path):
+        saved = statehold.load(tmp_path, "extra", step=step)["Large-model"]["weight"]
+        assert saved.unique().tolist() == [step]
+
+
+def test_a_model_that_is_made_after_the_beginning_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Late(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.teacher = torch.nn.Linear(1, 1)
+            self.logits = torch.ones(state.global_step)
+
+    trainer(tmp_path, more=[Late()], max_steps=2).train()
+    assert told(caplog).count("so no step holds it: Late-teacher.") == 1
+    assert "extra" not in statehold.load(tmp_path)
+
+
 # -- the folders -----------------------------------------------------------------------------------
 
 
@@ -279,6 +360,29 @@ def test_a_callback_that_reads_the_folder_is_named_or_waited_for(
     assert reads.found == list(range(1, STEPS + 1))
     assert "on_save" not in told(caplog)
     assert folders(tmp_path / "slow") == ["checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("way", ["own function", "added later", "saves by itself"])
+def test_so_is_one_however_it_comes_to_read(
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Adds(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                found.add_callback(Reads())
+
+    class Saves(Reads):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    read = TrainerCallback()
+    read.on_save = Reads().on_save
+    ways = {"own function": read, "added later": Adds(), "saves by itself": Saves()}
+    name = {"own function": "TrainerCallback", "added later": "Reads", "saves by itself": "Saves"}
+    strategy = {"save_strategy": "no"} if way == "saves by itself" else {}
+    found = trainer(tmp_path, more=[ways[way]], max_steps=3, **strategy)
+    found.train()
+    assert told(caplog).count(f"{name[way]}: on_save() is called before") == 1
 
 
 def killed_in_a_save(out: Path, step: int) -> None:

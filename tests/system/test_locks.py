@@ -76,6 +76,12 @@ def tried(run: Path) -> int:
     return GOT
 
 
+def taken_and_killed(run: Path) -> int:
+    lock = RunLock(str(run))
+    os.kill(os.getpid(), signal.SIGKILL)
+    return int(lock.is_lost)
+
+
 # -- how long a lock stays --------------------------------------------------------------------
 
 
@@ -189,6 +195,57 @@ def own_memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch) -> Path:
     return path
 
 
+@pytest.fixture
+def on_fuse(own_memory: Path, tmp_path: Path, monkeypatch) -> Path:
+    """A run where the kernel ends no lock of an open file, as on FUSE: something keeps it open."""
+    found, real = os.stat(tmp_path), fcntl.fcntl
+    mounts = own_memory / "mountinfo"
+    device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
+    mounts.write_text(f"1 0 0:1 / / rw - ext4 / rw\n36 1 {device} / /m rw - fuse.seaweedfs s rw\n")
+    monkeypatch.setattr(file_locks, "_MOUNTS", mounts)
+    monkeypatch.setattr(file_locks, "_warned", set())
+
+    def keeping(fd: int, command: int, *values: Any) -> Any:
+        if command == fcntl.F_OFD_SETLK:
+            where = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if where.is_relative_to(tmp_path):
+                os.dup(fd)
+        return real(fd, command, *values)
+
+    monkeypatch.setattr(fcntl, "fcntl", keeping)
+    return tmp_path
+
+
+def test_a_run_on_fuse_is_free_once_its_holder_has_ended(on_fuse: Path, caplog) -> None:
+    for _ in range(2):
+        lock = RunLock(str(on_fuse))
+        assert is_saved_into(str(on_fuse))
+        assert forked(lambda: tried(on_fuse)) == BUSY
+        lock.release()
+        assert not is_saved_into(str(on_fuse))
+    assert forked(lambda: taken_and_killed(on_fuse)) == -signal.SIGKILL
+    assert tried(on_fuse) == GOT
+    assert not caplog.records
+
+
+def test_other_hosts_are_kept_from_a_run_on_fuse(
+    on_fuse: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
+) -> None:
+    def on_another_host() -> int:
+        file_locks.SHARED_MEMORY = str(tmp_path_factory.mktemp("another"))
+        return tried(on_fuse)
+
+    lock = RunLock(str(on_fuse))
+    assert forked(lambda: GOT) == GOT  # a fork forgets it, and does not end it
+    assert forked(on_another_host) == BUSY
+    lock.release()
+    assert forked(on_another_host) == GOT
+
+
+def test_an_agent_gives_up_a_run_on_fuse(on_fuse: Path) -> None:
+    gives_up_a_run(on_fuse)
+
+
 @pytest.fixture(params=REFUSALS, ids=errno.errorcode.get)
 def without(request: Any, own_memory: Path, monkeypatch) -> Callable[[Path], None]:
     """Takes the locks away from what lies below a path."""
@@ -227,13 +284,8 @@ def test_a_file_system_without_locks_takes_a_run_with_one_warning(
 def test_a_killed_holder_frees_a_run_without_locks(
     tmp_path: Path, without: Callable[[Path], None]
 ) -> None:
-    def taken_and_killed() -> int:
-        lock = RunLock(str(tmp_path))
-        os.kill(os.getpid(), signal.SIGKILL)
-        return int(lock.is_lost)
-
     without(tmp_path)
-    assert forked(taken_and_killed) == -signal.SIGKILL
+    assert forked(lambda: taken_and_killed(tmp_path)) == -signal.SIGKILL
     assert tried(tmp_path) == GOT
 
 
@@ -241,10 +293,15 @@ def test_an_agent_gives_up_a_run_without_locks(
     tmp_path: Path, without: Callable[[Path], None]
 ) -> None:
     without(tmp_path)
+    gives_up_a_run(tmp_path)
+
+
+def gives_up_a_run(run: Path) -> None:
+    """An agent, for a trainer that asks."""
     read, write = os.pipe()
 
     def agent() -> int:
-        lock = RunLock(str(tmp_path), yields=True)
+        lock = RunLock(str(run), yields=True)
         os.write(write, b"!")
         while not lock.is_wanted:
             pass
@@ -255,7 +312,7 @@ def test_an_agent_gives_up_a_run_without_locks(
     if pid == 0:
         os._exit(agent())
     assert os.read(read, 1) == b"!"
-    lock = RunLock(str(tmp_path))
+    lock = RunLock(str(run))
     assert lock.took_over
     lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == GOT

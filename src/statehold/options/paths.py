@@ -14,7 +14,9 @@ import re
 from statehold.errors import UsageError
 
 PATH = (str, os.PathLike)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(s3|gs|az|file):/")  # Path() takes one slash away
+# Path() takes one slash away, and Databricks writes one.
+_STORES = "s3|s3a|s3n|gs|gcs|az|adl|abfs|abfss|wasbs?|oss|hdfs|webhdfs|dbfs|hf|memory|https?|file"
+_URL = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://|({_STORES}):/")
 # RUN@STEP, with a number or "newest".
 AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
 _STEP = re.compile(r"step-\d{12}")

@@ -4,6 +4,10 @@ They are "open file description" locks: two LockFiles exclude each other in one 
 and a lock stays until its own LockFile is closed, whatever else the process opens and closes.
 Unlike record locks they know nothing of deadlocks, and so never mistake two threads for one.
 
+On FUSE the kernel does not tell the file system that such a lock ends with its file, so it would
+stay until the file system is unmounted. There the locks are taken in a file in the memory of this
+host, and who has byte 0 also has flock(), which keeps other hosts and users away.
+
 Where a file system has no locks (Lustre without `flock`, NFS without lockd), the same locks are
 taken in a file in the memory of this host. They then exclude what this user runs on this host, and
 a warning says so. Where even the memory has none, and on a simulated disk, they exclude only what
@@ -38,6 +42,8 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _NAME = "locks"  # of the file in memory
 _BYTES_OF_FILE = 4  # what each file or directory has there
+_MOUNTS = Path("/proc/self/mountinfo")
+_FUSE = ("fuse", "virtiofs")
 _LOOK_S_MIN, _LOOK_S_MAX = 0.0001, 0.002
 
 logger = logging.getLogger("statehold")
@@ -61,9 +67,13 @@ class LockFile:
         self._first = 0  # where the bytes begin, if they are in memory
         self._fd = self._memory = -1
         self._is_here = bool(disk)
+        self._has_flock = False  # whether byte 0 is a flock(), too
         forget_in_children(self)
         if not disk:
             self._fd = _opened(path, is_made=is_made)
+            if _is_fuse(os.fstat(self._fd)):
+                self._has_flock = True
+                self._go_to_memory()
 
     @classmethod
     def in_memory(cls, directory: str) -> LockFile:
@@ -95,7 +105,12 @@ class LockFile:
 
     def try_take(self, byte: int) -> bool:
         """Lock a byte if nobody else has it."""
-        return self._set(fcntl.F_WRLCK, byte)
+        if not self._set(fcntl.F_WRLCK, byte):
+            return False
+        if byte or not self._has_flock or self._flock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return True
+        self.drop(byte)
+        return False
 
     def share(self, byte: int) -> None:
         """Lock a byte together with others that share it. Nobody locks it alone."""
@@ -103,6 +118,8 @@ class LockFile:
 
     def drop(self, byte: int) -> None:
         """Unlock a byte."""
+        if self._has_flock and not byte:
+            self._flock(fcntl.LOCK_UN)
         self._set(fcntl.F_UNLCK, byte)
 
     def is_taken(self, byte: int) -> bool:
@@ -145,6 +162,8 @@ class LockFile:
         for key, holder in list(_held_here.items()):
             if holder is self:
                 _held_here.pop(key, None)
+        if self._has_flock and self._fd >= 0:
+            self._flock(fcntl.LOCK_UN)  # FUSE hears of the close later
         fds, self._fd, self._memory = (self._fd, self._memory), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -152,6 +171,7 @@ class LockFile:
 
     def forget(self) -> None:
         """In a forked child: let the parent alone hold its locks."""
+        self._has_flock = False  # the parent has it by the same open file
         with contextlib.suppress(OSError):
             self.close()
 
@@ -193,23 +213,41 @@ class LockFile:
                 self._lock_elsewhere(error)
         return None
 
+    def _flock(self, how: int) -> bool:
+        try:
+            fcntl.flock(self._fd, how)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._warn(error)
+        return True
+
     def _lock_elsewhere(self, refused: OSError) -> None:
         """The file system has no locks: go on in memory, and if that has none, in this process."""
-        self.has_locks = False
         if self._first:
+            self.has_locks = False
             self._is_here = True
             return
-        found = os.fstat(self._fd)
-        if found.st_dev not in _warned:
-            _warned.add(found.st_dev)
+        self._warn(refused)
+        self._go_to_memory()
+
+    def _warn(self, refused: OSError) -> None:
+        self.has_locks = False
+        device = os.fstat(self._fd).st_dev
+        if device not in _warned:
+            _warned.add(device)
             logger.warning(
                 "%s has no locks (%s): statehold cannot keep jobs of other hosts and users away "
                 "from it, only what this user runs on this host. Let one job at a time save there",
                 os.path.dirname(self.path), errno.errorcode.get(refused.errno or 0, refused.errno),
             )  # fmt: skip
+
+    def _go_to_memory(self) -> None:
         try:
             self._memory = _opened(_memory_path(), is_made=True)
-            self._first += _first_byte(found)
+            self._first += _first_byte(os.fstat(self._fd))
         except (OSError, StorageError):
             self._is_here = True
 
@@ -240,6 +278,17 @@ def _opened(path: str, *, is_made: bool) -> int:
         raise
     os.close(fd)
     return moved
+
+
+def _is_fuse(found: os.stat_result) -> bool:
+    """Whether a file lies on a file system in user space."""
+    device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}"
+    with contextlib.suppress(OSError):
+        for line in _MOUNTS.read_text(errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split(" ")[2] == device and kind.startswith(_FUSE):
+                return True
+    return False
 
 
 def _umask() -> int:

@@ -33,6 +33,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.observe.once import log_once
 from statehold.options.paths import AT_STEP, absolute, check_run
 
 if TYPE_CHECKING:
@@ -133,6 +134,13 @@ def find(fs: Fs, text: str) -> Place:
     if wanted not in store.steps():
         store.open(wanted)  # raises, and lists the existing steps
     return Place(store.where(wanted), wanted, text)
+
+
+def tell_misnamed(run: str) -> None:
+    """Log what a run without steps holds under other names: it is not passed over in silence."""
+    with contextlib.suppress(StorageError), contextlib.closing(file_system()) as fs:
+        if os.path.isdir(run) and not Store(fs, run).steps():
+            log_once(misnamed(fs, run))
 
 
 def directory_of(text: str) -> str:

@@ -20,7 +20,14 @@ from statehold.errors import no_such_step
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
 from statehold.reading.load import load
-from statehold.reading.places import Place, at_rest, file_system, load_manifest, run_of
+from statehold.reading.places import (
+    Place,
+    at_rest,
+    file_system,
+    load_manifest,
+    run_of,
+    tell_misnamed,
+)
 from statehold.tensors import nodes
 from statehold.tensors.built import value_of
 from statehold.units import format_bytes
@@ -35,7 +42,9 @@ def open(run: str | os.PathLike[str]) -> Run:
     Raises:
         UsageError: there is no such directory.
     """
-    return Run(run_of(os.fspath(run)))
+    path = run_of(os.fspath(run))
+    tell_misnamed(path)
+    return Run(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import torch
 from statehold.checkpoint.levels.nearest import Nearest, Next
 from statehold.errors import ClosedError, CorruptionError, StateholdError, StorageError, UsageError
 from statehold.options.paths import absolute
-from statehold.reading.places import file_system
+from statehold.reading.places import file_system, tell_misnamed
 from statehold.subscription.consumer import Changes
 from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, levels_of
@@ -65,7 +65,9 @@ def subscribe(run: str | os.PathLike[str], state: Mapping[str, Any]) -> Subscrip
     Raises:
         UsageError: an argument is not valid.
     """
-    return Subscription(absolute(run, "the run directory"), check_state(state))
+    path = absolute(run, "the run directory")
+    tell_misnamed(path)
+    return Subscription(path, check_state(state))
 
 
 class _Changed(Exception):

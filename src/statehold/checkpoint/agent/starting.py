@@ -90,8 +90,8 @@ class Agent:
         if ends_with_slurm():
             log_once(
                 "the agent of this run ends with the SLURM step: if this process is killed, its "
-                "newest step stays in memory. Start the trainer from a shell that waits for the "
-                "agent, as the guide shows under 'Memory'"
+                "newest step stays in memory. Start the trainer from a script that waits for the "
+                "agent, as the guide shows under 'When the trainer is killed'"
             )
         try:
             self._start()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import DataFile, Part, part_of
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
@@ -93,7 +94,8 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
         raise StepNotFoundError(
             "the parent of this run has no committed step",
             facts={"parent": run, "found": "no step" if is_there else "no such directory"},
-            hint="if it was moved, give its new path: `statehold tree DIR` lists the runs in DIR",
+            hint=misnamed(base.fs, run)
+            or "if it was moved, give its new path: `statehold tree DIR` lists the runs in DIR",
         )
     step = newest if step is None else step
     if step not in (steps := base.steps()):

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-__all__ = ["at_a_resume", "at_the_start"]
+__all__ = ["at_a_resume", "at_the_start", "before_weights"]
 
 _PERSISTENT = (
     "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
@@ -32,14 +32,19 @@ _FOLDERS = (
 )
 
 
-def at_the_start(args: Any, callbacks: Iterable[Any], has_weights: bool) -> Iterator[str]:
+def at_the_start(args: Any) -> Iterator[str]:
     """What the log of a run that may be killed should say. args: the TrainingArguments."""
-    names = [type(each).__name__ for each in callbacks
-             if type(each).on_save is not TrainerCallback.on_save]  # fmt: skip
-    if names and not has_weights:
-        yield _FOLDERS.format(", ".join(names))
     if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
         yield _PERSISTENT
+
+
+def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
+    """What it should say of callbacks that get on_save. told: those that it has named."""
+    own = {type(each).__name__ for each in callbacks
+           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
+    if names := ", ".join(sorted(own - told)):
+        yield _FOLDERS.format(names)
+    told |= own
 
 
 def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:

@@ -69,6 +69,7 @@ class _Run:
 
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
     _Found; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
+    told: the callbacks that a warning has named.
     """
 
     run: str
@@ -87,6 +88,7 @@ class _Run:
     model: Any = None
     loss: dict[str, Any] | None = None
     saves: list[Save] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
     def unfinished(self) -> set[int]:
         """The steps whose saves are under way."""
@@ -162,6 +164,8 @@ class StateholdTrainer(Trainer):
             opened = _Run(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
             self._open_run = opened
             stack.callback(self._close_run)
+            if self.args.save_strategy != SaveStrategy.NO:
+                self._warn_of_readers(opened)
             self._leave_on_signals(ckpt)
             while True:
                 path = self._found(opened)
@@ -182,8 +186,13 @@ class StateholdTrainer(Trainer):
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             log.warning("only the end of the training is pushed to the Hub, not every save")
         if self.args.save_strategy != SaveStrategy.NO:
-            callbacks = self.callback_handler.callbacks
-            for doubt in doubts.at_the_start(self.args, callbacks, self.weights_before_on_save):
+            for doubt in doubts.at_the_start(self.args):
+                log.warning("%s", doubt)
+
+    def _warn_of_readers(self, opened: _Run) -> None:
+        """Of folders without weights; a callback may come at any time."""
+        if not self.weights_before_on_save:
+            for doubt in doubts.before_weights(self.callback_handler.callbacks, opened.told):
                 log.warning("%s", doubt)
 
     def _keep(self) -> int | None:
@@ -310,6 +319,7 @@ class StateholdTrainer(Trainer):
             return
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
+        self._warn_of_readers(opened)
         step = self.state.global_step
         self._note_best(opened, step)
         text = self._state_text()
