@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import statehold
 from devices.conftest import trained_on
 from support.cuda import Machine
-from support.cuda.streams import Event
 from support.faults import DEADLINE_S, Holdup, must
 from support.inside import inside
 
@@ -61,14 +59,3 @@ def test_device_memory_of_a_failed_save_is_given_back(
         save.wait("committed", DEADLINE_S)
     inside(ckpt).pipeline.drain(DEADLINE_S)
     assert machine.bytes_on() == before
-
-
-def test_no_event_outlives_a_save(ckpt: statehold.Checkpointer, machine: Machine) -> None:
-    """In a forked child, an event that is collected may end the process."""
-    training = trained_on(machine)
-    eager = {"eager": statehold.Volatile(machine.put(torch.ones(1000)))}
-    for step in (1, 2):
-        ckpt.save(step, {**training.state, **eager}).wait("committed", DEADLINE_S)
-    machine.finish()
-    gc.collect()
-    assert [each for each in gc.get_objects() if isinstance(each, Event)] == []

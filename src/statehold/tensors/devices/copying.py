@@ -81,11 +81,8 @@ class DeviceCopies:
             self.fingerprints = self._fingerprinting.read()
 
     def let_go(self) -> None:
-        """Keep no tensor alive: all are copied, or the save has failed. From any thread. Nor any
-        event: one that dies in a forked child may end it."""
+        """Keep no tensor alive: all are copied, or the save has failed. From any thread."""
         self._numbered, self._compared, self._captured = [], [], None
-        self._after_eager = []
-        self._mover.let_go()
         self._eager_under_way.set()  # nobody need wait for what has failed
         self._enqueued.set()
 

@@ -48,10 +48,6 @@ class Mover:
         """The events that complete with all that was enqueued so far."""
         return list(self._newest.values())
 
-    def let_go(self) -> None:
-        """Keep no event: nobody will wait for what was enqueued so far."""
-        self._newest = {}
-
     def _finish(self) -> None:
         """Return once the side streams have done all that they were given, or have failed."""
         for stream in self._streams.values():
