@@ -337,6 +337,14 @@ _HINTS = {
 }
 
 
+def shown(value: object) -> str:
+    """What somebody has passed, for a message: short, and whatever its repr() raises."""
+    try:
+        return repr(value)[:80]
+    except Exception:  # an int of more digits than Python prints, or the code of others
+        return f"a value of type {type(value).__qualname__}, which repr() cannot show"
+
+
 def named(error: BaseException, when: str) -> StateholdError:
     """`error` itself if it is ours; an InvariantError that wraps it if it is unexpected."""
     if isinstance(error, StateholdError):

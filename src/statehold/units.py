@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -59,7 +59,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def _refused(value: object, expected: str) -> UsageError:
-    facts = {"expected": expected, "got": repr(value)[:80]}
+    facts = {"expected": expected, "got": shown(value)}
     return UsageError("not a size in bytes", facts=facts, hint=_HINT)
 
 
@@ -73,7 +73,7 @@ def check_timeout(value: object) -> float | None:
     """A time to wait, in seconds; None: for ever. Raises UsageError for anything else."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
-    facts = {"expected": "a number of seconds, or None to wait for ever", "got": repr(value)[:80]}
+    facts = {"expected": "a number of seconds, or None to wait for ever", "got": shown(value)}
     raise UsageError("not a time to wait", facts=facts)
 
 

@@ -206,3 +206,36 @@ def test_the_first_level_shows_why_it_takes_no_steps_until_it_does(tmp_path: Pat
 def test_an_error_shows_its_facts_where_it_is_one_of_many() -> None:
     error = StorageError("cannot list", errno=5, path="/x")
     assert repr(error) == "StorageError('cannot list', path='/x', errno='EIO (Input/output error)')"
+
+
+class Mute:
+    """Cannot even say what it is."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not yet built")
+
+
+PASSED: dict[str, Callable[[str, Any], Any]] = {
+    "the run": lambda run, it: Checkpointer(it),
+    "io": lambda run, it: Checkpointer(run, io=it),
+    "levels": lambda run, it: Checkpointer(run, levels=[it]),
+    "every": lambda run, it: Directory(every=(it,)),
+    "the step of a save": lambda run, it: Checkpointer(run).save(it, {}),
+    "a metric": lambda run, it: Checkpointer(run).save(1, {}, metrics={"loss": it}),
+    "metrics": lambda run, it: Checkpointer(run).save(1, {}, metrics=[it]),
+    "a tag": lambda run, it: Checkpointer(run).save(1, {}, tags=[it]),
+    "the step of a restore": lambda run, it: Checkpointer(run).restore({}, it),
+    "a tag of a restore": lambda run, it: Checkpointer(run).restore({}, tag=it),
+    "strict": lambda run, it: Checkpointer(run).restore({}, strict=it),
+    "rename": lambda run, it: Checkpointer(run).restore({}, rename=it),
+    "a signal's time": lambda run, it: Checkpointer(run).leave_on(signal.SIGUSR2, within_s=[it]),
+}
+
+
+@pytest.mark.parametrize("it", [10**5000, Mute()], ids=["10**5000", "mute"])
+@pytest.mark.parametrize("where", PASSED)
+def test_what_repr_cannot_show_is_refused_like_anything_else(
+    tmp_path: Path, where: str, it: Any
+) -> None:
+    with pytest.raises(UsageError, match="which repr\\(\\) cannot show"):
+        PASSED[where](str(tmp_path / "run"), it)

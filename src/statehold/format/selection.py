@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
-from statehold.errors import StateMismatchError, UsageError
+from statehold.errors import StateMismatchError, UsageError, shown
 
 _WILDCARD = re.compile(r"[*?\[]")
 NAMES_SHOWN = 8
@@ -137,7 +137,7 @@ class Selection:
         self.rename = _renaming(rename)
         for argument, given in (("strict", strict), ("cast", cast)):
             if not isinstance(given, bool):
-                raise UsageError(f"{argument} is True or False", facts={"got": repr(given)[:80]})
+                raise UsageError(f"{argument} is True or False", facts={"got": shown(given)})
         self.strict, self.cast = strict, cast
 
     @property
@@ -283,7 +283,7 @@ def _renaming(given: Any) -> dict[str, str]:
     if given is not None and not isinstance(given, Mapping):
         raise UsageError(
             "rename maps saved prefixes to live ones",
-            facts={"expected": 'for example {"ema": "model"}', "got": repr(given)[:80]},
+            facts={"expected": 'for example {"ema": "model"}', "got": shown(given)},
         )
     found = dict(given or {})
     _texts([*found, *found.values()], "rename")
@@ -298,7 +298,7 @@ def _texts(given: Any, argument: str) -> list[str]:
             f"{argument} is a list of names or patterns",
             facts={
                 "expected": 'for example ["model"]',
-                "got": repr(texts if is_list else given)[:80],
+                "got": shown(texts if is_list else given),
             },
         )
     return texts

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statehold.encoding import header
-from statehold.errors import InvariantError, UsageError
+from statehold.errors import InvariantError, UsageError, shown
 from statehold.layout.layout import AnyLayout
 from statehold.units import MiB
 
@@ -188,7 +188,7 @@ def step_of(given: Any) -> int:
     if not 0 <= step <= STEP_MAX:
         raise UsageError(
             "a step is a whole number",
-            facts={"expected": f"0 to {STEP_MAX}", "got": repr(given)[:80]},
+            facts={"expected": f"0 to {STEP_MAX}", "got": shown(given)},
             hint="the step comes first in save(step, state), and second in restore(state, step)",
         )
     return step
@@ -196,7 +196,7 @@ def step_of(given: Any) -> int:
 
 def _digits(step: int) -> str:
     if type(step) is not int or not 0 <= step <= STEP_MAX:
-        facts = {"expected": f"an int from 0 to {STEP_MAX}", "got": repr(step)[:80]}
+        facts = {"expected": f"an int from 0 to {STEP_MAX}", "got": shown(step)}
         raise UsageError("a step number is out of range", facts=facts)
     return f"{step:0{STEP_DIGITS}d}"
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.options.paths import check_path
 from statehold.units import parse_bytes
 
@@ -85,7 +85,7 @@ def check_tiers(tiers: Sequence[Tier]) -> tuple[int, list[Path]]:
     if wrong or not tiers:
         raise UsageError(
             "tiers are Host and Path, at least one of them",
-            facts={"got": repr(wrong[0])[:80] if wrong else "no tier"},
+            facts={"got": shown(wrong[0]) if wrong else "no tier"},
         )
     hosts = [place for place, tier in enumerate(tiers) if isinstance(tier, Host)]
     if hosts not in ([], [0]):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.options.io import Io, Moving
 from statehold.options.keep import Keep, kept_of
 from statehold.options.paths import PATH, check_parent
@@ -58,19 +58,19 @@ class Options:
         if self.node_mtbf is not None and self.node_mtbf_s is None:
             raise UsageError(
                 "node_mtbf must be a time",
-                facts={"expected": 'such as "250d" or "6000h"', "got": repr(self.node_mtbf)[:80]},
+                facts={"expected": 'such as "250d" or "6000h"', "got": shown(self.node_mtbf)},
             )
         if self.trace is not None and not (self.trace and isinstance(self.trace, PATH)):
             raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
         if not all(map(callable, self.callbacks)):
             raise UsageError(
                 "on_commit must be a function, or a list of functions",
-                facts={"got": repr(self.on_commit)[:80]},
+                facts={"got": shown(self.on_commit)},
             )
         if not isinstance(self.io, Io):
             raise UsageError(
                 "io must be a statehold.Io",
-                facts={"expected": "such as Io(queue_depth=64)", "got": repr(self.io)[:80]},
+                facts={"expected": "such as Io(queue_depth=64)", "got": shown(self.io)},
             )
         self._check_timeout()
         self._check_memory()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Literal, Protocol
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.options.keywords import answering
 from statehold.options.values import check_choice
 
@@ -137,7 +137,7 @@ def kept_of(keep: object) -> Keep | None:
         return keep
     if type(keep) is int and keep >= 1:
         return Keep(last=keep)
-    raise UsageError(_KEEP, facts={"got": repr(keep)[:80]})
+    raise UsageError(_KEEP, facts={"got": shown(keep)})
 
 
 def _one_of_each(steps: Sequence[int], every: int) -> list[int]:
@@ -154,12 +154,12 @@ def _is_pin(pin: object) -> bool:
 
 def _check_number(name: str, got: object, least: int) -> None:
     if type(got) is not int or not least <= got <= _MOST:
-        facts = {"expected": f"at least {least}", "got": repr(got)[:80]}
+        facts = {"expected": f"at least {least}", "got": shown(got)}
         raise UsageError(f"{name} must be a number", facts=facts)
 
 
 def _bad_pins(got: object) -> UsageError:
     return UsageError(
         "pinned must be a list of steps and tags",
-        facts={"expected": 'such as [1000, "before-lr-drop"]', "got": repr(got)[:80]},
+        facts={"expected": 'such as [1000, "before-lr-drop"]', "got": shown(got)},
     )

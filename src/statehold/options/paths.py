@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 PATH = (str, os.PathLike)
 # Path() takes one slash away, and Databricks writes one.
@@ -28,7 +28,7 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise UsageError(
             f"{what} is not the path of a directory",
-            facts={"expected": "a str or os.PathLike that is not empty", "got": repr(path)[:80]},
+            facts={"expected": "a str or os.PathLike that is not empty", "got": shown(path)},
             hint="os.fsdecode() makes a str of bytes"
             if isinstance(path, bytes)
             else '"." is the working directory',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 
 def check_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
@@ -20,4 +20,4 @@ def check_count(name: str, got: object, most: int) -> None:
 def check_flag(name: str, got: object) -> None:
     """Check that `got` is True or False."""
     if type(got) is not bool:
-        raise UsageError(f"{name} must be True or False", facts={"got": repr(got)[:80]})
+        raise UsageError(f"{name} must be True or False", facts={"got": shown(got)})

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 COLUMNS = ("time_s", "replica", "repair_s")
 EXPONENTIAL = 1.0
@@ -173,6 +173,6 @@ def _number(value: Any, name: str, where: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:
-        facts = {"where": where, "expected": f"{name}: a number from 0 on", "got": repr(value)[:80]}
+        facts = {"where": where, "expected": f"{name}: a number from 0 on", "got": shown(value)}
         raise UsageError("a trace has a value that is not a number", facts=facts)
     return number

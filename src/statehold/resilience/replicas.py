@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
-from statehold.errors import ClosedError, UsageError
+from statehold.errors import ClosedError, UsageError, shown
 from statehold.options.keywords import answering
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
@@ -360,7 +360,7 @@ class Replicas:
 
 def _sum_of(reduction: str) -> type[ExactSum] | type[FastSum]:
     if reduction not in _SUMS:
-        facts = {"expected": " or ".join(map(repr, _SUMS)), "got": repr(reduction)[:80]}
+        facts = {"expected": " or ".join(map(repr, _SUMS)), "got": shown(reduction)}
         raise UsageError("there is no such reduction", facts=facts)
     return _SUMS[reduction]
 
@@ -378,7 +378,7 @@ def _more(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def _at_least(name: str, value: float, least: float) -> Any:
     if not value >= least:
-        raise UsageError(f"{name} must be at least {least:g}", facts={"got": repr(value)[:80]})
+        raise UsageError(f"{name} must be at least {least:g}", facts={"got": shown(value)})
     return value
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.units import parse_seconds
 
 
@@ -42,7 +42,7 @@ def parse_every(value: int | str, level: str | None = None) -> Every:
         facts={
             **({} if level is None else {"level": str(level)[:80]}),
             "expected": 'a number of steps, at least 1, a time ("90s", "30min", "2h"), or "auto"',
-            "got": repr(value)[:80],
+            "got": shown(value),
         },
     )
 

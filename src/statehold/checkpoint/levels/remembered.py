@@ -25,7 +25,7 @@ from statehold.checkpoint.levels.notes import read_note, write_note
 from statehold.checkpoint.levels.specs import NAME, Directory, Level, Memory, ObjectStore
 from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.encoding.strictjson import Checker
-from statehold.errors import CorruptionError, UsageError
+from statehold.errors import CorruptionError, UsageError, shown
 from statehold.io.objects.address import check_url
 
 FILE_NAME = "levels.json"
@@ -122,7 +122,7 @@ def _level(check: Checker, value: Any, where: str, run: str) -> Remembered:
     host = check.text(found["host"], f"{where}.host", _HOST, "the name of a host")
     per_host = found["per_host"]
     if type(per_host) is not bool:
-        check.fail(f"{where}.per_host", "true or false", repr(per_host)[:80])
+        check.fail(f"{where}.per_host", "true or false", shown(per_host))
     if kind == "objects":
         try:
             check_url(place)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statehold.checkpoint.cadence.every import parse_every
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.io.objects.address import check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
@@ -59,7 +59,7 @@ class Level:
         if not (isinstance(self.name, str) and NAME.fullmatch(self.name)):
             raise UsageError(
                 "the name of a level must be 1 to 64 letters, digits, dots, dashes and underscores",
-                facts={"got": repr(self.name)[:80]},
+                facts={"got": shown(self.name)},
             )
         try:
             kept_of(self.keep)
@@ -113,7 +113,7 @@ class Memory(Level):
     def __post_init__(self) -> None:
         Level.__post_init__(self)
         if type(self.agent) is not bool:
-            raise UsageError("agent must be True or False", facts={"got": repr(self.agent)[:80]})
+            raise UsageError("agent must be True or False", facts={"got": shown(self.agent)})
         if self.path is not None:
             check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
@@ -226,7 +226,7 @@ class ObjectStore(Level):
             raise UsageError(
                 "the url of an object store must be a URL",
                 facts={"level": self.name, "expected": "such as s3://bucket/prefix",
-                       "got": repr(self.url)[:80]},
+                       "got": shown(self.url)},
             )  # fmt: skip
         check_url(self.url)
 
@@ -240,14 +240,14 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
     if not isinstance(levels, list | tuple):
         raise UsageError(
             "levels must be a list, with the nearest level first",
-            facts={"got": repr(levels)[:80]},
+            facts={"got": shown(levels)},
             hint="write levels=[...]",
         )
     for level in levels:
         if not isinstance(level, Memory | Directory | ObjectStore):
             raise UsageError(
                 "a level must be a Memory, a Directory or an ObjectStore",
-                facts={"expected": "for example Directory(every=10)", "got": repr(level)[:80]},
+                facts={"expected": "for example Directory(every=10)", "got": shown(level)},
             )
     if not levels:
         raise UsageError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from statehold.errors import StepNotFoundError, UsageError
+from statehold.errors import StepNotFoundError, UsageError, shown
 from statehold.format.about import About
 from statehold.layout.plan import step_of
 from statehold.options.keep import MODES, ranked
@@ -38,7 +38,7 @@ class Choice:
             object.__setattr__(self, "step", step_of(self.step))
         for name in ("best", "tag"):
             if given[name] is not None and not (isinstance(given[name], str) and given[name]):
-                raise UsageError(f"{name} must be a name", facts={"got": repr(given[name])[:80]})
+                raise UsageError(f"{name} must be a name", facts={"got": shown(given[name])})
         if self.mode is not None:
             check_choice("mode", self.mode, MODES)
             if self.best is None:

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 
 from statehold.checkpoint.restore.choice import Choice
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.format.selection import Selection
 from statehold.options.paths import check_source
 
@@ -37,7 +37,7 @@ def requested(
             hint="leave one of them out",
         )
     if not isinstance(prefix, bool):
-        raise UsageError("prefix is True or False", facts={"got": repr(prefix)[:80]})
+        raise UsageError("prefix is True or False", facts={"got": shown(prefix)})
     if prefix and (selection.has_patterns or not selection.strict or selection.cast):
         raise UsageError(
             "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.format.about import NAMED, NAMES_MAX, About, is_name
 
 
@@ -35,7 +35,7 @@ def _check_names(what: str, names: Iterable[object]) -> None:
         raise UsageError(f"a step has too many {what}", facts=facts)
     for name in found:
         if not is_name(name):
-            facts = {"expected": f"{NAMED}", "got": repr(name)[:80]}
+            facts = {"expected": f"{NAMED}", "got": shown(name)}
             raise UsageError(f"{what} need names", facts=facts)
 
 
@@ -45,11 +45,12 @@ def _number(name: str, value: Any) -> float:
         try:
             return float(value)
         except OverflowError:
-            pass
-    facts = {"metric": name, "expected": "an int or a float", "got": repr(value)[:80]}
+            facts = {"metric": name, "expected": "at most 1.8e308", "got": shown(value)}
+            raise UsageError("a metric is too large for a float", facts=facts) from None
+    facts = {"metric": name, "expected": "an int or a float", "got": shown(value)}
     hint = "pass value.item(), which waits for the device" if hasattr(value, "item") else None
     raise UsageError("a metric is not a number", facts=facts, hint=hint)
 
 
 def _refused(summary: str, got: object, example: str) -> UsageError:
-    return UsageError(summary, facts={"expected": f"such as {example}", "got": repr(got)[:80]})
+    return UsageError(summary, facts={"expected": f"such as {example}", "got": shown(got)})

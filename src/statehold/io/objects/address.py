@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -69,7 +69,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(options.keys() - STORE_OPTIONS - CLIENT_OPTIONS)
     if unknown:
         expected = ", ".join(sorted(STORE_OPTIONS | CLIENT_OPTIONS))
-        facts = {"option": repr(unknown[0])[:80], "expected": f"one of {expected}"}
+        facts = {"option": shown(unknown[0]), "expected": f"one of {expected}"}
         raise UsageError("not an option of an object store", facts=facts, hint=_HINT)
     endpoint = urlsplit(str(options.get("endpoint", "")))
     if _has_more(endpoint):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 LEFT, LATE = 75, 76
 
@@ -201,6 +201,6 @@ def _checked(within_s: float) -> float:
     if not is_number or not within_s > 0:
         raise UsageError(
             "the time to leave must be a number of seconds",
-            facts={"expected": "a number above 0, such as 25", "got": repr(within_s)[:80]},
+            facts={"expected": "a number above 0, such as 25", "got": shown(within_s)},
         )
     return within_s

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 from statehold.resilience.data.derivation import SEED_MAX
 from statehold.resilience.data.permutation import SIZE_MAX, Permutation
 
@@ -67,5 +67,5 @@ class Course:
 def _check(name: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
         raise UsageError(
-            f"{name} must be an integer from {least} to {most}", facts={"got": repr(value)[:80]}
+            f"{name} must be an integer from {least} to {most}", facts={"got": shown(value)}
         )

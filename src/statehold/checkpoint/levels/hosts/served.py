@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from statehold.checkpoint.store.directory_names import step_of
 from statehold.checkpoint.store.object_names import is_file_name
 from statehold.checkpoint.store.replacing import REPLACED
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
 
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -39,7 +39,7 @@ class Served:
     def __init__(self, roots: Mapping[str, str]) -> None:
         for place in roots:
             if _PLACE.fullmatch(place) is None:
-                raise UsageError("not a valid name of a place", facts={"got": repr(place)[:80]})
+                raise UsageError("not a valid name of a place", facts={"got": shown(place)})
         self._roots = {place: os.path.realpath(root) for place, root in roots.items()}
 
     @contextmanager
