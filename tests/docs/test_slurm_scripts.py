@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("RUN", "run")
     return tmp_path
+
+
+@contextlib.contextmanager
+def running(script: str, there: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A shell with a script. What is left of it at the end is killed."""
+    shell = subprocess.Popen(["bash", "-c", script], cwd=there, start_new_session=True)
+    try:
+        yield shell
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
 
 
 @pytest.mark.parametrize("script", BATCH)
@@ -63,8 +77,7 @@ def test_a_shell_that_is_warned_waits_for_the_trainer(
     # It tells of each warning, and ends when the test has seen two.
     warned = f"trap 'echo warned > ready' {number.name.removeprefix('SIG')}"
     stub(there, name, f"{warned}; echo up > ready; until read -r < ended; do :; done; exit 75")
-    shell = subprocess.Popen(["bash", "-c", script], cwd=there, start_new_session=True)
-    try:
+    with running(script, there) as shell:
         assert (there / "ready").read_text() == "up\n"
         for _ in range(2):
             shell.send_signal(number)
@@ -73,10 +86,6 @@ def test_a_shell_that_is_warned_waits_for_the_trainer(
         (there / "ended").write_text("\n")
         code = shell.wait(DEADLINE_S)
         assert code == 75
-    finally:
-        if shell.poll() is None:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
 
 
 @warned_shells
@@ -85,19 +94,15 @@ def test_a_warning_that_comes_as_the_trainer_starts_is_passed_on(
 ) -> None:
     """The shell warns itself before the first command after it has started the trainer."""
     os.mkfifo(there / "ready")
+    os.mkfifo(there / "never")
     warns = f'[ -n "$!" ] && [ -z "$up" ] && read -r up < ready && kill -{number} $$'
     (there / "warns").write_text(f"trap '{warns}' DEBUG\n")
     monkeypatch.setenv("BASH_ENV", str(there / "warns"))
     warned = f"trap 'exit 75' {number.name.removeprefix('SIG')}"
-    stub(there, name, f"{warned}; echo up > ready; while :; do :; done")
-    shell = subprocess.Popen(["bash", "-c", script], cwd=there, start_new_session=True)
-    try:
+    stub(there, name, f"{warned}; echo up > ready; until read -r < never; do :; done")
+    with running(script, there) as shell:
         code = shell.wait(DEADLINE_S)
         assert code == 75
-    finally:
-        if shell.poll() is None:
-            os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
 
 
 def test_the_scripts_are_there() -> None:
