@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,21 +68,38 @@ warned_shells = pytest.mark.parametrize(
 )
 
 
+def warned_trainer(folder: Path, name: str, number: signal.Signals) -> None:
+    """Tells when it is up and of each warning. Ends, after two, when it may.
+
+    A bash would lose a signal that comes just before it blocks in a read.
+    """
+    for each in ("up", "warned", "ended"):
+        os.mkfifo(folder / each)
+    (folder / name).write_text(
+        f"#!{sys.executable}\n"
+        "import pathlib, signal, sys\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{number:d}])\n"
+        "pathlib.Path('up').write_text('up\\n')\n"
+        "for _ in range(2):\n"
+        f"    signal.sigwait([{number:d}])\n"
+        "    pathlib.Path('warned').write_text('warned\\n')\n"
+        "pathlib.Path('ended').read_text()\n"
+        "sys.exit(75)\n"
+    )
+    (folder / name).chmod(0o755)
+
+
 @warned_shells
 def test_a_shell_that_is_warned_waits_for_the_trainer(
     there: Path, script: str, name: str, number: signal.Signals
 ) -> None:
     """Also one that is warned twice."""
-    os.mkfifo(there / "ready")
-    os.mkfifo(there / "ended")
-    # It tells of each warning, and ends when the test has seen two.
-    warned = f"trap 'echo warned > ready' {number.name.removeprefix('SIG')}"
-    stub(there, name, f"{warned}; echo up > ready; until read -r < ended; do :; done; exit 75")
+    warned_trainer(there, name, number)
     with running(script, there) as shell:
-        assert (there / "ready").read_text() == "up\n"
+        assert (there / "up").read_text() == "up\n"
         for _ in range(2):
             shell.send_signal(number)
-            assert (there / "ready").read_text() == "warned\n"
+            assert (there / "warned").read_text() == "warned\n"
         assert shell.poll() is None
         (there / "ended").write_text("\n")
         code = shell.wait(DEADLINE_S)
@@ -93,14 +111,15 @@ def test_a_warning_that_comes_as_the_trainer_starts_is_passed_on(
     there: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str, number: signal.Signals
 ) -> None:
     """The shell warns itself before the first command after it has started the trainer."""
-    os.mkfifo(there / "ready")
-    os.mkfifo(there / "never")
-    warns = f'[ -n "$!" ] && [ -z "$up" ] && read -r up < ready && kill -{number} $$'
+    warned_trainer(there, name, number)
+    warns = f'[ -n "$!" ] && [ -z "$up" ] && read -r up < up && kill -{number} $$'
     (there / "warns").write_text(f"trap '{warns}' DEBUG\n")
     monkeypatch.setenv("BASH_ENV", str(there / "warns"))
-    warned = f"trap 'exit 75' {number.name.removeprefix('SIG')}"
-    stub(there, name, f"{warned}; echo up > ready; until read -r < never; do :; done")
     with running(script, there) as shell:
+        assert (there / "warned").read_text() == "warned\n"
+        shell.send_signal(number)
+        assert (there / "warned").read_text() == "warned\n"
+        (there / "ended").write_text("\n")
         code = shell.wait(DEADLINE_S)
         assert code == 75
 
