@@ -379,6 +379,34 @@ def test_loops_that_are_left_early_are_refused() -> None:
                 pass
 
 
+@pytest.mark.parametrize("after", [0, MICROBATCHES - 1])
+def test_a_gradient_after_the_backward_of_its_microbatch_is_refused(after: int) -> None:
+    """It would count for the next microbatch of this replica, and after the last one not at all."""
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        name, param = next(iter(replicas.state["model"].named_parameters()))
+        steps = replicas.steps(1)
+
+        def train() -> None:
+            for microbatch in next(steps):
+                microbatch.backward(param.sum())
+                if microbatch.index == after:
+                    param.sum().backward()
+
+        with pytest.raises(UsageError, match="after the backward") as refused:
+            train()
+        assert refused.value.facts == {"step": 0, "microbatch": after, "parameter": name}
+
+
+def test_one_before_it_counts_for_its_microbatch() -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        param = next(iter(replicas.state["model"].parameters()))
+        steps = replicas.steps(1)
+        for microbatch in next(steps):
+            param.sum().backward()
+            microbatch.backward(param.sum())
+        assert torch.equal(param.grad, torch.full_like(param, 2))
+
+
 class OutOfMemory(Exception):
     """What a device says in the middle of a backward pass."""
 

@@ -3,8 +3,9 @@
     for microbatch in step:
         microbatch.backward(loss_of(model, batch_of(microbatch.samples)))
 
-Invariants: the gradients are in p.grad after the loop, and only then. A loop that is left early, or
-a microbatch without a backward pass, raises UsageError before anything is summed up.
+Invariants: the gradients are in p.grad after the loop, and only then. A loop that is left early, a
+microbatch without a backward pass, or one with a gradient after it, raises UsageError before
+anything is summed up.
 Not here: which microbatches this replica has (protocol), the sums (sums).
 """
 
@@ -102,9 +103,15 @@ class Microbatch:
     def check(self) -> None:
         if not self._is_counted:
             raise UsageError("backward() was not called for a microbatch", facts=self._facts)
+        if name := self._work.sums.stray():
+            raise UsageError(
+                "a gradient was computed after the backward() of its microbatch",
+                facts={**self._facts, "parameter": name},
+                hint="call backward() once, with the sum of all losses of the microbatch",
+            )
 
     @property
-    def _facts(self) -> dict[str, int]:
+    def _facts(self) -> dict[str, Any]:
         return {"step": self.step, "microbatch": self.index}
 
 

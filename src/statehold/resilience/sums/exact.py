@@ -91,6 +91,9 @@ class ExactSum:
         value = None if loss is None else local_of(loss.detach()).item()
         report.count(index, value, marks)
 
+    def stray(self) -> str | None:
+        return next((site.name for site in self._sites if site.param.grad is not None), None)
+
     def abandon(self) -> bool:
         """Integers of earlier passes are safe, unless some of this one have come to them."""
         if self._has_added:

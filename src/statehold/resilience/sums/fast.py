@@ -130,6 +130,9 @@ class FastSum:
             self._late.add_to(self._trained)
             self._late, self._turn = None, 0
 
+    def stray(self) -> str | None:
+        return None
+
     def abandon(self) -> bool:
         self._unhook()
         for bucket in self._buckets:

@@ -61,6 +61,10 @@ class Sum(Protocol):
     def count(self, index: int, loss: Tensor | None) -> None:
         """Add what a backward pass has left in p.grad: microbatch `index`, with its loss."""
 
+    def stray(self) -> str | None:
+        """A parameter with a gradient that came after the pass of its microbatch was counted, and
+        that would count for another one; None: there is none. The fast sum counts each alike."""
+
     def abandon(self) -> bool:
         """The pass that was announced last has failed: nothing of it counts.
 
