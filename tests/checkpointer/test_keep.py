@@ -274,6 +274,25 @@ def test_prune_takes_the_same_rules(run: Path, capsys: pytest.CaptureFixture[str
     assert "write --best 2 --metric val_loss, or neither" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("yes", [[], ["--yes"]])
+def test_prune_by_a_metric_that_no_step_has_deletes_nothing(
+    run: Path, yes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typing error would delete the best steps."""
+    from statehold.cli import main
+
+    with Checkpointer(run, **SMALL) as ckpt:
+        for step, loss in LOSSES.items():
+            save(ckpt, step, metrics={"loss": loss})
+        there = ckpt.steps()
+    words = ["prune", str(run), "--keep", "1", "--best", "1", "--metric", "los", *yes]
+    assert main(words) == 3
+    told = capsys.readouterr().err
+    assert "no step has a finite value of this metric" in told
+    assert "loss" in told.partition("there are")[2]
+    assert statehold.open(run).steps() == there
+
+
 def test_a_pinned_step_goes_to_the_levels_that_pin_it_whatever_their_cadence() -> None:
     fs = SimFs(seed=4)
     far = {"keep": Keep(last=1, pinned=[3, "warm"]), "every": 1_000_000}

@@ -4,10 +4,11 @@ The bytes of a step or a leftover are those that its end frees: a file that anot
 stays. Steps and leftovers that share a file may free more together than each alone.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
-steps go in the order R1 to R3 (store). The newest step always stays. A step that has lost a file or
-the end of one, or whose documents are damaged or cannot be read, stays, too, and the rules choose
-among the others: otherwise it could take the place of the last step that restores. Steps that were
-set aside as damaged stay: a person decides about those.
+steps go in the order R1 to R3 (store). The newest step always stays. If no step has the metric that
+the rules name, nothing is deleted. A step that has lost a file or the end of one, or whose
+documents are damaged or cannot be read, stays, too. The rules choose among the others: otherwise
+such a step could take the place of the last step that restores. Steps that were set aside as
+damaged stay: a person decides about those.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.store.directory_names import is_leftover
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.checkpoint.store.pool import POOL_NAME
@@ -24,7 +26,7 @@ from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
-from statehold.reading.places import file_system
+from statehold.reading.places import chosen, file_system
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
@@ -69,6 +71,8 @@ def _policy(args: argparse.Namespace) -> Keep:
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
+    if steps and args.metric:
+        chosen(path, Choice(best=args.metric))  # a name with a typing error would keep no step
     damaged = {step for step in steps if _is_damaged(fs, store, step)}
     kept = damaged | store.kept([step for step in steps if step not in damaged])
     retired = {step: store.where(step) for step in steps if step not in kept}

@@ -82,7 +82,8 @@ class Place:
 def asked_of(text: str) -> tuple[str, int | None]:
     """The run and the step that an argument means; None: the newest."""
     if not os.path.exists(text) and (said := _BY_WHAT_IT_SAYS.fullmatch(text)):
-        return run_of(said["run"]), _chosen(run_of(said["run"]), said)
+        choice = Choice(best=said["best"], tag=said["tag"], mode=said["mode"])
+        return run_of(said["run"]), chosen(run_of(said["run"]), choice)
     asked = None if os.path.exists(text) else AT_STEP.fullmatch(text)
     if asked is None:
         _check_no_step(text)
@@ -90,9 +91,9 @@ def asked_of(text: str) -> tuple[str, int | None]:
     return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
 
 
-def _chosen(run: str, said: re.Match[str]) -> int:
-    """The step of a run with the best metric, or the newest one with a tag."""
-    choice = Choice(best=said["best"], tag=said["tag"], mode=said["mode"])
+def chosen(run: str, choice: Choice) -> int:
+    """The step of a run with the best metric, or the newest one with a tag. Raises
+    StepNotFoundError."""
     known = {}
     with contextlib.closing(file_system()) as fs:
         store = Store(fs, run)

@@ -66,5 +66,5 @@ class Choice:
         else:
             names = sorted({tag for about in said for tag in about.tags})
             summary, facts = "no step has this tag", {"tag": str(self.tag)}
-        shown = ", ".join(names[:_SHOWN]) or "none"
-        return StepNotFoundError(summary, facts={"run": run, **facts, "there are": shown})
+        there = ", ".join(names[:_SHOWN]) or "none"
+        return StepNotFoundError(summary, facts={"run": run, **facts, "there are": there})
