@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.save.writes import Proof
+from statehold.checkpoint.save.writes import Sealing
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
 from statehold.format.about import About
@@ -178,11 +178,11 @@ def test_encoding_is_quick() -> None:
 
 def test_reading_again_costs_a_later_save_what_its_state_holds() -> None:
     specs = [spec(f"layers.{i}.weight.exp_avg", "U8", 5 << 20) for i in range(1000)]
-    plans, proof = PlanCache(), Proof()
+    plans, sealing = PlanCache(), Sealing()
 
     def calls(step: int, state: Any = None) -> int:
         manifest, plan = manifest_of(specs, state, step), plans.get(specs, step)
-        encoding = calls_of(lambda: proof.encode(manifest, plan, StoredPart()))
+        encoding = calls_of(lambda: sealing.encode(manifest, plan, StoredPart()))
         return encoding - calls_of(manifest.sealed)
 
     assert calls(1) > 50 * len(specs)

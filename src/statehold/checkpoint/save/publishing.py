@@ -29,7 +29,7 @@ from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.descent import Descent
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import (
-    Proof,
+    Sealing,
     build_manifest,
     build_record,
     now,
@@ -103,7 +103,7 @@ class Alone:
         self._promotions = promotions
         self._schedule = schedule
         self._log = log
-        self._proof = Proof()
+        self._sealing = Sealing()
 
     def attempt(self, number: int) -> str | None:
         return None
@@ -112,7 +112,7 @@ class Alone:
         step = work.save.step
         manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
         manifest = replace(manifest, about=_about(work, self._descent))
-        raw = self._proof.encode(manifest, work.plan, work.taken)
+        raw = self._sealing.encode(manifest, work.plan, work.taken)
         del manifest
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
@@ -157,7 +157,7 @@ class Together:
         self._told = -1  # the newest save of which rank 0 may have heard that this part is durable
         self._arrived = -1  # the newest save of which it has
         self._outcome = b""
-        self._proof = Proof()
+        self._sealing = Sealing()
 
     def attempt(self, number: int) -> str | None:
         return self._peers.attempt(number)
@@ -167,7 +167,7 @@ class Together:
         record = build_record(
             work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
         )
-        raw, digests = self._proof.encode(record, work.plan, work.taken), record.group_digests()
+        raw, digests = self._sealing.encode(record, work.plan, work.taken), record.group_digests()
         del record
         name = record_name(self._peers.rank, self._peers.world_size)
         with work.save._stage("seal"):

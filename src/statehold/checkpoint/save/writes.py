@@ -218,7 +218,7 @@ def build_record(
     )
 
 
-class Proof:
+class Sealing:
     """Encodes the documents of one save after another, if the reader's code accepts them.
 
     Its verdict on files and tensors follows from the plan, and from the files that were on storage
