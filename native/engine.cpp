@@ -260,7 +260,8 @@ bool Engine::pick_of(uint32_t client, Work& work) {
   for (const Priority priority : {Priority::finish, Priority::read, Priority::eager, Priority::lend,
                                   Priority::seal, Priority::fill}) {
     for (const auto& job : shared_->jobs) {
-      if (job->client() == client && job->take(priority, work)) return true;
+      if (job->client() != client || job->retired()) continue;  // its files are gone, or they go
+      if (job->take(priority, work)) return true;
     }
   }
   return false;

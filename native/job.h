@@ -108,7 +108,7 @@ class Job : public std::enable_shared_from_this<Job> {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // For the engine: offers work of this priority.
+  // For the engine: offers work of this priority. Never called of a job that is retired.
   virtual bool take(Priority priority, Work& work) REQUIRES(engine_mutex) = 0;
   // For the engine. Without the mutex; throws only CheckFailed and bad_alloc.
   virtual void run(const Work& work) = 0;

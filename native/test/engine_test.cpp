@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <random>
 
 #include "folder.h"
@@ -424,6 +425,48 @@ TEST(read_ahead_fills_the_page_cache) {
   if (!file->cached(0, data.size())) return;  // the kernel does not tell
   EXPECT(ahead);
   EXPECT(copy == data);
+}
+
+// A job without work, whose files take as long to close as every worker takes to look for work.
+class Closing final : public Job {
+ public:
+  explicit Closing(Engine& engine) : Job(engine.shared(), 0, kBlockBytes), engine_(engine) {}
+
+  bool take(Priority, Work&) override {
+    ++asked;
+    return false;
+  }
+  void run(const Work&) override {}
+
+  std::atomic<int> asked = 0;
+  std::atomic<int> asked_too_late = 0;
+
+ private:
+  bool complete() const override { return true; }
+  void drop_queued() override {}
+  uint64_t buffers_left() const override { return 0; }
+  uint64_t buffers_wanted() const override { return 0; }
+  void drop_files() override {
+    asked = 0;
+    engine_.settle();
+    asked_too_late = asked.load();
+  }
+  void transferred(uint64_t, Status) override {}
+  BlockState& block_state(uint64_t) override { return block_; }
+
+  Engine& engine_;
+  BlockState block_;
+};
+
+// Its files are gone by then, and what it would offer is in none of them.
+TEST(a_job_that_is_over_is_not_asked_for_work) {
+  Engine engine(std::make_shared<SimFs>(SimOptions{}), {kBufferCount * kBufferBytes, kBufferBytes, 3});
+  const auto job = std::make_shared<Closing>(engine);
+  Lock lock(engine.shared()->mutex());
+  engine.shared()->jobs.push_back(job);
+  engine.shared()->drop_retired(lock);
+  EXPECT(job->asked_too_late == 0);
+  EXPECT(engine.shared()->jobs.empty());
 }
 
 TEST(all_buffers_are_there_before_the_first_job_of_a_test) {
