@@ -1,4 +1,4 @@
-"""Modules that resize their own tensors when they are loaded: what load_state_dict() takes."""
+"""Modules with code of their own for loading: what load_state_dict() takes, and does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from statehold.errors import StateMismatchError
+from statehold.format.selection import Selection
 from support.matching import MemoryStep
 
 
@@ -93,3 +94,144 @@ def test_nothing_changes_where_a_module_may_not_take_it(other: Any) -> None:
     assert all(name.startswith("a.model.1.") for name in caught.value.facts)
     by_hand = 'load_state_dict(statehold.load("RUN@1", "a.model"))'
     assert (by_hand in caught.value.hint) == (other in (Clever, Hooked))
+
+
+def modules_themselves(module: nn.Module) -> nn.Module:
+    return module
+
+
+class Prepared(nn.Linear):
+    """One with values that are made of its weight, as a cache or the folded scales of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.made = self.weight.detach() * 2
+
+    def prepare(self, *_: Any) -> None:
+        self.made = self.weight.detach() * 2
+
+
+class Overriding(Prepared):
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        result = super().load_state_dict(*arguments, **options)
+        self.prepare()
+        return result
+
+
+class OverridingInside(Prepared):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.prepare()
+
+
+class HookedAfter(Prepared):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(Prepared.prepare)
+
+
+@pytest.mark.parametrize(
+    "wrap", [modules_themselves, nn.Sequential, nn.DataParallel, torch.compile]
+)
+@pytest.mark.parametrize("kind", [Overriding, OverridingInside, HookedAfter])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_what_a_module_does_when_it_is_loaded_is_done(kind: Any, wrap: Any) -> None:
+    saved, live, loaded = kind(), kind(), kind()
+    wrap(loaded).load_state_dict(wrap(saved).state_dict())
+    MemoryStep({"model": wrap(saved)}).restore({"model": wrap(live)}, selection=Selection())
+    assert torch.equal(live.weight, saved.weight)
+    if torch.equal(loaded.made, saved.made):  # torch does not ask an overriding module in another
+        assert torch.equal(live.made, saved.made)
+    else:
+        assert kind is Overriding
+        assert wrap is not modules_themselves
+
+
+def test_a_module_that_keeps_its_weights_is_not_loaded() -> None:
+    step = MemoryStep({"model": HookedAfter(), "other": nn.Linear(2, 2)})
+    live = HookedAfter()
+    live.made = torch.zeros(2, 2)
+    step.restore({"model": live, "other": nn.Linear(2, 2)}, selection=Selection(skip=["model"]))
+    assert not live.made.any()
+
+
+def test_a_module_that_fails_when_it_is_loaded_is_named() -> None:
+    saved, live = HookedAfter(), HookedAfter()
+    live.register_load_state_dict_post_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        MemoryStep({"model": saved}).restore({"model": live})
+    assert 'while "model" was restored' in "".join(getattr(caught.value, "__notes__", ()))
+
+
+class Renaming(nn.Sequential):
+    """One that knows the names of its first version."""
+
+    def load_state_dict(self, state: Any, *arguments: Any, **options: Any) -> Any:
+        state = {name.removeprefix("old."): each for name, each in state.items()}
+        return super().load_state_dict(state, *arguments, **options)
+
+
+class Padding(nn.Embedding):
+    """One that keeps its own rows where the saved one has fewer."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        own = self.weight.detach().clone()
+        own[: len(state[f"{prefix}weight"])] = state[f"{prefix}weight"]
+        state[f"{prefix}weight"] = own
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def small() -> nn.Module:
+    return nn.Embedding(2, 2)
+
+
+def of_first_version() -> nn.Module:
+    model = nn.Module()
+    model.old = nn.Sequential(nn.Linear(2, 2))
+    return model
+
+
+def with_old_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))
+
+
+def with_new_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (of_first_version, lambda: Renaming(nn.Linear(2, 2))),
+        (with_old_norm, with_new_norm),
+        (small, lambda: Padding(3, 2)),
+    ],
+)
+def test_a_module_with_a_way_of_its_own_is_sent_there(saved: Any, live: Any) -> None:
+    made = saved()
+    live().load_state_dict(made.state_dict())
+    with pytest.raises(StateMismatchError) as caught:
+        MemoryStep({"model": made}).prepare({"model": live()})
+    assert (
+        'skip=["model"]) and load_state_dict(statehold.load("RUN@1", "model"))' in caught.value.hint
+    )
+
+
+@pytest.mark.parametrize("live", [nn.BatchNorm1d, nn.LayerNorm])
+def test_modules_of_torch_have_no_way_of_their_own(live: Any) -> None:
+    step = MemoryStep({"model": nn.ModuleList([nn.BatchNorm1d(2)])})
+    with pytest.raises(StateMismatchError) as caught:
+        step.prepare({"model": nn.ModuleList([live(3)])})
+    assert "load_state_dict" not in caught.value.hint
+    assert "cast=True" not in caught.value.hint  # the dtypes are the same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_is_advised_where_only_dtypes_differ(dtype: torch.dtype) -> None:
+    step = MemoryStep({"a": torch.ones(3)})
+    for shape, is_advised in ((3, True), (4, False)):
+        with pytest.raises(StateMismatchError) as caught:
+            step.prepare({"a": torch.ones(shape, dtype=dtype)})
+        assert ("cast=True" in caught.value.hint) == is_advised

@@ -89,12 +89,14 @@ class Destinations:
         """As place() of a piece. Raises UnsupportedValueError."""
         return live.at(path, self._rank)
 
-    def fits(self, live: torch.Tensor, name: str, place: Placed) -> bool:
-        """Whether the saved tensor has the dtype and the global shape of a live one."""
+    def fits(self, live: torch.Tensor, name: str, place: Placed, *, casts: bool = False) -> bool:
+        """Whether the saved tensor has the global shape of a live one, and its dtype or, with
+        `casts`, one that can be converted."""
         saved = self._saved.tensors[name]
         dtype = dtypes.dtype_of(saved.dtype, name)
         shape = tuple(local_of(live).shape) if place.shape is None else place.shape
-        is_same = live.dtype == dtype or (self._casts is not None and can_cast(live.dtype, dtype))
+        casts = casts or self._casts is not None
+        is_same = live.dtype == dtype or (casts and can_cast(live.dtype, dtype))
         return is_same and shape == dtypes.torch_shape(dtype, saved.shape)
 
     def fill(self, live: torch.Tensor, name: str, place: Placed) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from statehold.tensors import adapters
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"
+_OF_TORCH = ("torch.nn.modules.", "torch.distributed.")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -94,17 +95,47 @@ def owners(module: nn.Module) -> dict[str, nn.Module]:
     return {_canonical(name): each for name, each in unwrapped(module).named_modules()}
 
 
-def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool | None:
-    """Whether a module gives its own tensors the shapes of `saved` (of the meta device) when it is
-    loaded; None if that cannot be known without loading it.
+def has_own_way(module: nn.Module, name: str) -> bool:
+    """Whether load_state_dict() of a module may take something else for its entry `name`.
+
+    An overridden method does, or a hook: of the module itself, or of one on the way to the entry.
+    """
+    found, parts = owners(module), name.split(".")
+    inside = (found.get(".".join(parts[:count])) for count in range(len(parts)))
+    return any(any(map(_is_foreign, _ways(each))) for each in inside if each is not None)
+
+
+def acts_when_loaded(module: nn.Module) -> bool:
+    """Whether any module in a module does more in load_state_dict() than torch's own modules do."""
+    return any(
+        any(map(_is_foreign, (*_ways(each), *each._load_state_dict_post_hooks.values())))
+        for each in unwrapped(module).modules()
+    )
+
+
+def _ways(module: nn.Module) -> Iterator[Any]:
+    """The code that decides which entries a module takes."""
+    yield type(module).load_state_dict
+    yield type(module)._load_from_state_dict
+    yield from module._load_state_dict_pre_hooks.values()
+
+
+def _is_foreign(way: Any) -> bool:
+    """Whether code for loading is neither of a module of torch nor of fully_shard."""
+    return not str(getattr(way, "__module__", "")).startswith(_OF_TORCH)
+
+
+def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a module is known to give its own tensors the shapes of `saved` (of the meta device)
+    when it is loaded.
 
     Asks a stand-in, whose tensors are on the meta device and which has no modules in it. What hooks
     would do is not tried: they reach the module itself.
     """
     kind = type(module)
     if module._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
-        return None
-    if kind._load_from_state_dict is nn.Module._load_from_state_dict:
+        return False
+    if not _is_foreign(kind._load_from_state_dict):
         return False
     stand_in, errors = kind.__new__(kind), list[str]()
     stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
@@ -115,7 +146,7 @@ def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool | None:
             warnings.simplefilter("ignore")
             stand_in._load_from_state_dict(dict(saved), "", metadata, True, [], [], errors)
     except Exception:  # it needs more than shapes, so nothing is known
-        return None
+        return False
     got = {**stand_in._parameters, **stand_in._buffers}
     return not errors and all(
         (own := got.get(name)) is not None and own.shape == each.shape

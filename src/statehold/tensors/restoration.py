@@ -38,7 +38,7 @@ class Restoration:
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
     missing and unexpected entries hold values only. `by_hand`: modules that
-    may take entries of another shape when they are loaded. `castable`: entries whose
+    may take what differs when they are loaded. `castable`: entries whose
     dtypes are other floats. `parameters`: those of modules that
     are restored, and whether they need gradients. `trains`: an optimizer is restored, too.
     `stateful`: the objects that take their
@@ -179,11 +179,14 @@ def _ways_out(names: list[str], found: Restoration) -> str:
     skip = f"skip=[{shown}{', ...' if len(names) > NAMES_IN_HINT else ''}]"
     if found.castable and found.castable == names:
         return f"{skip}; cast=True converts them to the dtypes of the state"
+    if all(any("." in name for name in side) for side in (found.missing, found.unexpected)):
+        skip += "; rename= maps names of the step to those of the state"
     if found.by_hand:
         part = found.by_hand[0]
         return (
-            f"{skip}. A module that resizes its tensors itself takes them with restore(state, "
-            f'skip=["{part}"]) and load_state_dict(statehold.load("RUN@{found.step}", "{part}"))'
+            f"{skip}. A module that loads its entries in a way of its own takes them with "
+            f'restore(state, skip=["{part}"]) and '
+            f'load_state_dict(statehold.load("RUN@{found.step}", "{part}"))'
         )
     if {*found.missing, *found.unexpected}.issuperset(names):
         return f"{skip}; strict=False leaves out all that only one side has"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -33,7 +33,6 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Selection, check_answers
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
-from statehold.tensors.casts import can_cast
 from statehold.tensors.composed import is_composed, refuse
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
@@ -223,7 +222,7 @@ class _Matcher(OptimizerMatching):
         if saved is None:
             self.problem(path, "the state of a module", "a value of another kind")
             return live
-        entries, own = modules.entries(live), modules.own_tensors(live)
+        entries, own, before = modules.entries(live), modules.own_tensors(live), len(self.problems)
         for name in missing_of(saved, entries):
             self.unexpected(f"{path}.{name}", self._described(saved[name]))
         handed: dict[str, Any] = {}
@@ -244,8 +243,12 @@ class _Matcher(OptimizerMatching):
                 self._tensor(value, saved[name], where)
             elif self._takes(where) and not self._differs(saved[name], where):
                 handed[name] = self.rebuild(ABSENT, saved[name])
-        if handed:
-            self.restoration.objects.append(lambda: modules.hand_over(live, handed))
+        takes_any = any(self._selection.takes(f"{path}.{name}") for name in entries)
+        if handed or (takes_any and modules.acts_when_loaded(live)):
+            self.restoration.objects.append(partial(_load, modules.hand_over, live, handed, path))
+        names = (name.removeprefix(f"{path}.") for name, _ in self.problems[before:])
+        if any(modules.has_own_way(live, name) for name in names):
+            self.restoration.by_hand.append(path)
         return live
 
     def _resizes(
@@ -265,10 +268,7 @@ class _Matcher(OptimizerMatching):
             for own in (*owner._parameters, *owner._buffers)
             if (full := f"{inside}.{own}".lstrip(".")) in saved
         }
-        found = modules.takes(owner, shapes)
-        if found is None:
-            self.restoration.by_hand.append(path.removesuffix(f".{name}"))
-        return bool(found)
+        return modules.takes(owner, shapes)
 
     def _object(self, live: Any, node: Any, path: str) -> Any:
         if isinstance(live, Rng) and self._other_ranks and self._selection.takes(path):
@@ -286,7 +286,7 @@ class _Matcher(OptimizerMatching):
             value = loaders.fitted(live, value)
         except loaders.Refused as refused:
             self.problem(path, *refused.args)
-        self.restoration.objects.append(partial(_load, live, value, path))
+        self.restoration.objects.append(partial(_load, loaders.load, live, value, path))
         self.restoration.stateful.append((path, live))
         return live
 
@@ -317,7 +317,7 @@ class _Matcher(OptimizerMatching):
         if name is None or is_allowed(local_of(live)):
             self._compose_in_place(live, node, place, path)
         elif not self._memory.fits(live, name, place):
-            if can_cast(live.dtype, self._memory.dtype_of(name)):
+            if self._memory.fits(live, name, place, casts=True):
                 self.restoration.castable.append(path)
             self.problem(path, _describe(live), self._described(node))
         elif overlaps_itself(local_of(live)):
@@ -358,9 +358,12 @@ class _Matcher(OptimizerMatching):
         return "a plain value in the step" if name is None else self._memory.described(name)
 
 
-def _load(live: Any, value: Any, path: str) -> None:
-    with noting(f'while "{path}" was restored; other parts may be restored already'):
-        loaders.load(live, value)
+def _load(load: Callable[[Any, Any], None], live: Any, value: Any, path: str) -> None:
+    with noting(
+        f'while "{path}" was restored; other parts may be restored already. '
+        f'skip=["{path}"] leaves it out'
+    ):
+        load(live, value)
 
 
 def is_storable_kind(value: Any) -> bool:

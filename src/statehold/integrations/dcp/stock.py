@@ -249,7 +249,8 @@ class _Matcher:
                 self._tensor(value, where, [where, name])
             else:
                 self._value(where, [where, name], partial(setitem, handed, name))
-        self.acts.append(lambda _: modules.hand_over(live, handed) if handed else None)
+        if handed or modules.acts_when_loaded(live):
+            self.acts.append(lambda _: modules.hand_over(live, handed))
 
     def _object(self, live: Any, path: str) -> None:
         state = live.state_dict()
