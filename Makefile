@@ -101,10 +101,11 @@ fuzz: setup  ## hostile steps, guided by coverage, for SECONDS=600
 soak: setup  ## saves and restores in a loop for MINUTES=120: nothing may grow
 	@PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(ARGS)
 
-check: setup  ## formatting, lint, types, and accesses without their mutex
+check: setup  ## formatting, lint, types, the figures that may only fall, accesses without their mutex
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
 	$(bin)/mypy --strict -p statehold
+	$(bin)/python -m pytest -q -n0 tests/api/test_house.py
 	$(bin)/clang-format --dry-run -Werror $(native_sources)
 	tools/tidy.sh
 

@@ -10,10 +10,11 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.house import imports, module_name
 
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = "statehold"
@@ -96,49 +97,16 @@ PURE = {
 LOOSE_MODULES_MAX = 8
 
 
-def is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
-    return name == "TYPE_CHECKING"
-
-
-def statements(node: ast.AST, *, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports below `node`; with `types`, also those that only type checkers follow."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            yield child
-        elif isinstance(child, ast.If) and is_type_checking(child.test) and not types:
-            for other in child.orelse:
-                yield from statements(ast.Module([other], []), types=types)
-        else:
-            yield from statements(child, types=types)
-
-
-def resolved(statement: ast.Import | ast.ImportFrom, module: list[str]) -> Iterator[str]:
-    """Dotted names that a statement in `module` imports; `from a import b` gives a and a.b."""
-    if isinstance(statement, ast.Import):
-        yield from (alias.name for alias in statement.names)
-        return
-    base = module[: -statement.level] if statement.level else []
-    origin = ".".join([*base, *filter(None, [statement.module])])
-    yield origin
-    yield from (f"{origin}.{alias.name}" for alias in statement.names)
-
-
 def modules() -> dict[str, Path]:
     """Dotted name -> file, for every module of the package."""
     found = {}
     for path in sorted((SOURCE / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        found[".".join(parts).removesuffix(".__init__")] = path
+        found[module_name(path.relative_to(SOURCE).as_posix())] = path
     return found
 
 
-def imports(name: str, path: Path, *, types: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text("utf-8"))
-    found: set[str] = set()
-    for statement in statements(tree, types=types):
-        found.update(resolved(statement, name.split(".")))
-    return found
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
 def unit(dotted: str) -> str | None:
@@ -154,7 +122,7 @@ def inner(name: str, path: Path, *, types: bool = True) -> set[str]:
     """The modules of the package that a module imports; `_core` counts as one. The packages that it
     lies in do not count: `from . import sibling` names them."""
     known = MODULES.keys() | {CORE}
-    found = {dotted for dotted in imports(name, path, types=types) if dotted in known}
+    found = {dotted for dotted in imports(name, parsed(path), types=types) if dotted in known}
     return {dotted for dotted in found if not f"{name}.".startswith(f"{dotted}.")}
 
 
@@ -197,7 +165,7 @@ def test_few_units_touch_the_core() -> None:
 
 
 def roots(name: str, path: Path, *, types: bool) -> set[str]:
-    return {dotted.split(".")[0] for dotted in imports(name, path, types=types)}
+    return {dotted.split(".")[0] for dotted in imports(name, parsed(path), types=types)}
 
 
 def test_torch_stays_in_its_layer() -> None:
@@ -244,10 +212,7 @@ def test_importing_the_package_is_light() -> None:
 
 
 def sample(text: str, *, types: bool) -> set[str]:
-    found: set[str] = set()
-    for statement in statements(ast.parse(text), types=types):
-        found.update(resolved(statement, ["statehold", "a", "b"]))
-    return found
+    return imports("statehold.a.b", ast.parse(text), types=types)
 
 
 def test_this_test_sees_what_it_should() -> None:

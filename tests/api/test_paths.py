@@ -1,9 +1,9 @@
-"""How many modules lie between save() and the disk, and between the disk and restore().
+"""Which modules lie between save() and the disk, and between the disk and restore().
 
 A module counts where it is on the stack when the native core is asked to move bytes, or to make,
 change or look at a name: it stands between the caller and the disk. docs/architecture.md lists
 these modules. What they ask on the side (which tensors there are, who writes what, how long a save
-took) is no part of the way.
+took) is no part of the way. How many files a save enters in all, tests/api/test_house.py counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from support.inside import borrowed, inside
 
 PACKAGE = Path(statehold.__file__).parent
 DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
-MODULES_MAX = 12
 JOBS = (_core.WriteJob, _core.ReadJob)
 STEPS = 5  # from the third on, files and threads of earlier saves are there
 
@@ -90,10 +89,9 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]
     return found
 
 
-def test_the_ways_are_short_and_documented(ways: dict[str, set[str]]) -> None:
+def test_the_ways_are_documented(ways: dict[str, set[str]]) -> None:
     for name, title in (
         ("save", "From `save()` to the disk"),
         ("restore", "From the disk back, in `restore()`"),
     ):
         assert ways[name] == set(listed(title)), name
-        assert len(ways[name]) <= MODULES_MAX

@@ -1,0 +1,173 @@
+"""Figures of the source: how large the package is, and how many ideas its reader has to know.
+
+A figure is a Counter of places: its total is the figure, and its keys say where to look.
+Invariants: only the text of the files counts, so every machine has the same figures.
+Not here: the lines that the figures may not cross (tests/api/test_house.py), what a save enters
+(support/entered.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+Figures = dict[str, Counter[str]]
+
+_PRIVATE = re.compile(r"_[a-z]")
+_MAY_REACH = re.compile(r"(?<!\bself)(?<!\bcls)\._[a-z]")
+_OPEN = ("self", "cls", "torch", "os", "sys")  # a `._name` of these is no reach into our objects
+_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTED = (ast.Module, *_NAMED)
+
+
+class Source:
+    """A Python file."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.text = path.read_text("utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def code_lines(self) -> int:
+        """Lines that are neither empty, nor a comment, nor of a docstring."""
+        docs: set[int] = set()
+        for node in (self.tree, *_statements(self.tree)):
+            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                text = node.body[0]
+                docs.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+        lines = enumerate(map(str.strip, self.text.splitlines()), 1)
+        return sum(line[:1] not in ("", "#") and number not in docs for number, line in lines)
+
+    def classes(self) -> Iterator[str]:
+        return (node.name for node in self.tree.body if isinstance(node, ast.ClassDef))
+
+    def has_list(self) -> bool:
+        """Whether the module says in `__all__` which names are for others."""
+        targets = (node.targets for node in self.tree.body if isinstance(node, ast.Assign))
+        return any(isinstance(t, ast.Name) and t.id == "__all__" for each in targets for t in each)
+
+    def reaches(self) -> Iterator[str]:
+        """The private names of other objects: those that no class or function of this file has."""
+        if not _MAY_REACH.search(self.text):
+            return
+        attributes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
+        own = {node.name for node in _statements(self.tree) if isinstance(node, _NAMED)}
+        own |= {node.attr for node in attributes if _root(node) in ("self", "cls")}
+        for node in attributes:
+            if _PRIVATE.match(node.attr) and node.attr not in own and _root(node) not in _OPEN:
+                yield node.attr
+
+
+def figures(root: Path) -> Figures:
+    """The figures of the project in a directory."""
+    package = list(sources(root / "src"))
+    return {
+        "code lines": Counter({each.name: each.code_lines() for each in package}),
+        "files": Counter(each.name for each in package),
+        "class names with several meanings": _several(package),
+        "modules with one importer": _one_importer(package),
+        "internal modules with __all__": Counter(
+            each.name for each in package if _is_internal(each.name) and each.has_list()
+        ),
+        "private reaches in src": _reaches(package),
+        "private reaches in tests": _reaches(sources(root / "tests")),
+    }
+
+
+def sources(folder: Path) -> Iterator[Source]:
+    for path in sorted(folder.rglob("*.py")):
+        yield Source(path, path.relative_to(folder).as_posix())
+
+
+def _is_internal(name: str) -> bool:
+    """No package, and no module at the top level: those are what users import."""
+    return name.count("/") > 1 and not name.endswith("/__init__.py")
+
+
+def _reaches(files: Iterator[Source] | list[Source]) -> Counter[str]:
+    return Counter(f"{each.name}: {name}" for each in files for name in each.reaches())
+
+
+def _several(package: list[Source]) -> Counter[str]:
+    found = defaultdict(list)
+    for each in package:
+        for name in each.classes():
+            found[name].append(each.name)
+    return Counter(f"{name}: {', '.join(w)}" for name, w in found.items() if len(w) > 1)
+
+
+def _root(node: ast.Attribute) -> str | None:
+    return node.value.id if isinstance(node.value, ast.Name) else None
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What is below a node, without the expressions: most of it, and no statement is in one."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield child
+            yield from _statements(child)
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+
+def module_name(name: str) -> str:
+    """`a.b` of the file a/b.py, or a/b/__init__.py."""
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports(module: str, tree: ast.Module, *, types: bool = False) -> set[str]:
+    """Dotted names that a module imports; with `types`, also for type checkers only."""
+    found: set[str] = set()
+    for statement in statements(tree, types=types):
+        found.update(_resolved(statement, module.split(".")))
+    return found
+
+
+def statements(node: ast.AST, *, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports below `node`; with `types`, also those that only type checkers follow."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and _is_type_checking(child.test) and not types:
+            for other in child.orelse:
+                yield from statements(ast.Module([other], []), types=types)
+        elif not isinstance(child, ast.expr):
+            yield from statements(child, types=types)
+
+
+def _resolved(statement: ast.Import | ast.ImportFrom, module: list[str]) -> Iterator[str]:
+    """Dotted names that a statement in `module` imports; `from a import b` gives a and a.b."""
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+        return
+    base = module[: -statement.level] if statement.level else []
+    origin = ".".join([*base, *filter(None, [statement.module])])
+    yield origin
+    yield from (f"{origin}.{alias.name}" for alias in statement.names)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", None)
+    return name == "TYPE_CHECKING"
+
+
+def _one_importer(package: list[Source]) -> Counter[str]:
+    """Packages do not count: an import of what is in them names them too."""
+    users = defaultdict(list)
+    for each in package:
+        for target in imports(module_name(each.name), each.tree, types=True):
+            users[target].append(each.name)
+    importers = {each.name: users[module_name(each.name)] for each in package}
+    return Counter(
+        f"{name} (for {users[0]})"
+        for name, users in importers.items()
+        if len(users) == 1 and not name.endswith("/__init__.py")
+    )
