@@ -26,8 +26,6 @@ from statehold.errors import UsageError
 from statehold.integrations.trained import trained_part
 from statehold.tensors.rng import Rng
 
-__all__ = ["accelerator_state"]
-
 
 def accelerator_state(
     accelerator: Accelerator, *, loaders: Iterable[Any] | None = None

@@ -7,8 +7,6 @@ from typing import Any
 
 from statehold.errors import StateMismatchError
 
-__all__ = ["check_names"]
-
 
 def check_names(where: str, expected: Iterable[str], got: Iterable[Any]) -> None:
     """Raise StateMismatchError unless a step has the same names."""

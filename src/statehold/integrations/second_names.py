@@ -10,8 +10,6 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["give_second_names", "step_name"]
-
 
 def step_name(step: int) -> str:
     """The name of the directory of a step in its run."""

@@ -30,8 +30,6 @@ from statehold.integrations.comparing import check_names
 from statehold.tensors.marks import Gated
 from statehold.tensors.rng import Rng
 
-__all__ = ["StateholdCheckpointManager", "statehold_steps"]
-
 RNG = "rng"
 
 

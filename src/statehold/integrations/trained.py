@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["persistent_buffers", "trained_part"]
-
 
 def trained_part(
     bare: nn.Module, wrapped: nn.Module | None = None

@@ -25,8 +25,6 @@ from statehold.offload.workers import STRIP, Workers
 from statehold.planners.interleaving import Carried, Device, best_period
 from statehold.tensors.storable import device_of, is_external
 
-__all__ = ["alternate", "candidates", "check_every", "measure"]
-
 logger = logging.getLogger("statehold")
 
 TRIES = 3  # of each measurement; the fastest counts

@@ -24,8 +24,6 @@ from statehold.process.file_locks import LockFile
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["Claim", "claim_folder", "dead_folders"]
-
 FOLDER = re.compile(r"optimizer-\d+")
 LOCK_NAME = ".lock"
 _OWNER = 0  # the byte of the lock that the owner has locked

@@ -19,8 +19,6 @@ from itertools import chain
 from statehold.layout.plan import BLOCK_BYTES, pieces
 from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
 
-__all__ = ["FileForm", "Piece"]
-
 Piece = tuple[int, int]  # the bytes [begin, end) of a file
 
 

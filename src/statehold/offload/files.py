@@ -30,8 +30,6 @@ from statehold.offload.claim import claim_folder, dead_folders
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
-__all__ = ["StateFiles"]
-
 logger = logging.getLogger("statehold")
 
 # As many as a state has subgroups, times the steps that most runs keep.

@@ -25,8 +25,6 @@ from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.offload.file_form import FileForm, Piece
 from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
 
-__all__ = ["Head", "own_spec", "room_for"]
-
 # What a part is in a step: its spec.
 SpecOf = Callable[[Part], TensorSpec]
 # A step calls a tensor of parameter `p` "optimizer.state.model.p.exp_avg", say: so many bytes more.

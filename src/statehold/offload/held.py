@@ -16,8 +16,6 @@ from statehold.layout.stored import StoredFile
 from statehold.offload.head import Head
 from statehold.offload.store import Store, Stored
 
-__all__ = ["Held"]
-
 
 @dataclass(frozen=True)
 class Held:

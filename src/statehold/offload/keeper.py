@@ -17,8 +17,6 @@ from queue import SimpleQueue
 
 from statehold.process.ending import forget, remember
 
-__all__ = ["Keeper", "wait_for_dropped"]
-
 _dropped: list[Keeper] = []  # one operation at a time is atomic
 
 

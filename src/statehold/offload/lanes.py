@@ -16,8 +16,6 @@ from statehold.tensors.devices.backends import Event, StreamBackend
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.devices.relay import named_failures
 
-__all__ = ["Lanes"]
-
 
 class Lanes:
     """The lanes of one owner, on any devices. Raises DeviceError for a device that has failed."""

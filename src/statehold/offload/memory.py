@@ -11,8 +11,6 @@ import torch
 from statehold.offload.subgroups import ITEM_BYTES
 from statehold.tensors.devices.pinning import mapped
 
-__all__ = ["Buffers"]
-
 
 class Buffers:
     """`count` buffers of `nbytes` each."""

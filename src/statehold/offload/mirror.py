@@ -39,8 +39,6 @@ from statehold.tensors.devices.pinning import Pinning, mapped
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB
 
-__all__ = ["Mirror", "pinned_bytes"]
-
 DRAINING_BYTES_MAX = 512 * MiB
 ALIGNED_BYTES = 64
 # Or one larger tensor. Meanwhile no other thread launches (tensors/devices/pinning).

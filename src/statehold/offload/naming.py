@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from itertools import count
 
-__all__ = ["Name"]
-
 _taken: set[int] = set()
 _guard = threading.Lock()
 

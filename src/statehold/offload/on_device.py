@@ -35,8 +35,6 @@ from statehold.tensors.devices.pinning import Pinning
 from statehold.tensors.storable import empty_on
 from statehold.units import format_bytes
 
-__all__ = ["LANES", "Lane", "OnDevice"]
-
 LANES = 2
 STRIP = 1 << 22  # elements whose gradients are widened at once: 16 MiB
 

@@ -31,8 +31,6 @@ from statehold.tensors.stored import Fill, SavedParameter, StoredState
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["SGD", "Adam", "AdamW"]
-
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 

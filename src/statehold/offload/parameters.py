@@ -33,8 +33,6 @@ from statehold.tensors.storable import (
     version_of,
 )
 
-__all__ = ["MASTER", "Parameter", "by_kind", "described", "flat", "parameters_of"]
-
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["AdamRule", "Batch", "Rule", "SgdRule"]
-
 
 @dataclass
 class Batch:

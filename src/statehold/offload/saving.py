@@ -26,8 +26,6 @@ from statehold.offload.subgroups import ITEM_BYTES, Part, Span
 from statehold.tensors.placements import Placed
 from statehold.tensors.stored import Role, SavedParameter
 
-__all__ = ["Naming", "are_boxes"]
-
 DTYPE = "F32"
 
 

@@ -16,8 +16,6 @@ from statehold.planners.placement import buffers_in_transit, choose_subgroup_byt
 from statehold.process.host_memory import available
 from statehold.units import format_bytes
 
-__all__ = ["Sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sizes:

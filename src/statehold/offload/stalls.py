@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 
-__all__ = ["Watch"]
-
 logger = logging.getLogger("statehold")
 
 STALL_S = 60.0

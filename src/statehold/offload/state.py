@@ -61,8 +61,6 @@ from statehold.units import parse_bytes
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = ["OffloadedState"]
-
 Groups = Sequence[Mapping[str, Any]]
 OFFLOADED = "of an offloaded optimizer"  # its calls (process/reentry)
 

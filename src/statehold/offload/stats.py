@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "Kind", "Meter", "PathStats", "Stats", "Timeline"]
-
 Kind = Literal["read", "update", "write"]
 
 

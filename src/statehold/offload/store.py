@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
     from statehold.offload.subgroups import Subgroup
 
-__all__ = ["Store", "Stored"]
-
 # Of requests under way on each path. With more, a read that ends an exchange waits for all that was
 # asked for before. A disk moves requests of this size at full speed.
 QUEUE_DEPTH = 12

@@ -25,8 +25,6 @@ from functools import cached_property
 from statehold.errors import UsageError
 from statehold.units import format_bytes
 
-__all__ = ["CUT", "Extent", "Part", "Span", "Subgroup", "cut", "strips"]
-
 CUT = 64
 ITEM_BYTES = 4
 PAGE_BYTES = 4096

@@ -27,8 +27,6 @@ from statehold.errors import (
 from statehold.offload.store import Store
 from statehold.planners import placement
 
-__all__ = ["Targets"]
-
 logger = logging.getLogger("statehold")
 
 # The process is short of something, whatever the path.

@@ -17,8 +17,6 @@ from statehold.errors import UsageError, shown
 from statehold.options.paths import check_path
 from statehold.units import parse_bytes
 
-__all__ = ["Host", "Path", "Tier", "check_tiers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Host:

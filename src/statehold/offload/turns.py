@@ -26,8 +26,6 @@ from statehold.errors import StorageError
 from statehold.observe.once import log_once
 from statehold.process.file_locks import LockFile
 
-__all__ = ["Turn", "Turns"]
-
 WAIT_S = 5.0
 
 

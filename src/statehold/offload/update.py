@@ -21,8 +21,6 @@ from statehold.offload.rules import Batch, Rule
 from statehold.offload.subgroups import Part, Span, Subgroup, strips
 from statehold.offload.workers import STRIP, Workers
 
-__all__ = ["Fields", "Side", "Update", "make", "parts"]
-
 
 def parts(subgroup: Subgroup, memory: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
     """Every field of every span, and its elements in the buffer of the subgroup."""

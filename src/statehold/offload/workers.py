@@ -17,8 +17,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["STRIP", "Workers"]
-
 # Elements of a strip at most: 28 bytes each. Python takes about 0.1 ms for a strip, and only one
 # thread at a time runs Python. That is a tenth of the arithmetic of so many elements.
 STRIP = 1 << 20

@@ -35,8 +35,6 @@ from statehold.resilience.meeting import meet
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.storable import empty_on
 
-__all__ = ["GroupLostError", "Groups", "Pending"]
-
 _ENDED = "the epoch has ended"
 _POLL_S = 0.005
 _POLL_LEAST_S = 0.0002

@@ -16,8 +16,6 @@ import torch
 
 from statehold.encoding import values
 
-__all__ = ["STATES", "Flat", "are_tensors", "in_batches"]
-
 # The states of so many parameters are one batch.
 STATES = 64
 _PLAIN = {bool, int, float, str, type(None)}

@@ -30,18 +30,6 @@ from statehold.errors import TornSnapshot
 from statehold.layout.plan import TensorSpec
 from statehold.tensors.storable import Strided, devices_of, strides_of, version_of
 
-__all__ = [
-    "BATCH",
-    "CapturedTensor",
-    "Form",
-    "Run",
-    "Stamps",
-    "Structure",
-    "Tensors",
-    "described",
-    "form_of",
-]
-
 # A batch is small, so that its tensors are still in the processor's cache when the next column is
 # read.
 BATCH = 256

@@ -16,17 +16,6 @@ import torch
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import Box
 
-__all__ = [
-    "NUMPY_TO_TORCH",
-    "code_of",
-    "described",
-    "dtype_of",
-    "is_numpy_scalar",
-    "stored_shape",
-    "torch_box",
-    "torch_shape",
-]
-
 # Names, because an older torch lacks some of these dtypes.
 _NAME_OF_CODE = {
     "BOOL": "bool",

@@ -16,8 +16,6 @@ import torch
 
 from statehold.tensors.storable import ORDINARY, devices_of, is_dtensor
 
-__all__ = ["Facts", "Reading", "layout_of", "read", "storage_addresses"]
-
 _version, _impl = attrgetter("_version"), attrgetter("_cdata")
 _dtype, _local = attrgetter("dtype"), attrgetter("_local_tensor")
 _size, _stride = torch.Tensor.size, torch.Tensor.stride

@@ -29,8 +29,6 @@ from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.recognition import Batch, Key, Seen
 from statehold.tensors.storable import ORDINARY, is_external, memory_of
 
-__all__ = ["Found", "Kind"]
-
 _is_leaf = attrgetter("is_leaf")
 PlaceOf = Callable[[torch.Tensor], Placed]
 # (value, its name) -> its node.

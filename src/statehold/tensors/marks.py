@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-__all__ = ["Gated", "Mark", "Volatile"]
-
 T = TypeVar("T")
 
 

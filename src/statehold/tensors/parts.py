@@ -11,8 +11,6 @@ from torch import nn
 from statehold.tensors import optimizers
 from statehold.tensors.marks import Mark
 
-__all__ = ["is_stateful", "parts"]
-
 _PARTLESS = {bool, int, float, str, bytes, type(None), torch.Tensor, nn.Parameter}
 
 

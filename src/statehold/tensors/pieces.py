@@ -18,8 +18,6 @@ from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout
 from statehold.tensors.placements import OWN, Placed
 
-__all__ = ["Piece", "Pieced"]
-
 
 class Piece:
     """What rank `rank` has of a tensor of `shape`: the box that `layout` gives it.

@@ -26,8 +26,6 @@ from statehold.tensors.facts import Facts, Reading
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import Strided
 
-__all__ = ["Batch", "Seen", "Sight"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sight:

@@ -26,8 +26,6 @@ import torch
 
 from statehold.errors import StateMismatchError, UsageError
 
-__all__ = ["Rng", "unchanged"]
-
 
 class Rng:
     """State of the process' generators. CUDA devices take part once CUDA is initialised.

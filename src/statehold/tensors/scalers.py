@@ -19,8 +19,6 @@ from torch.amp.grad_scaler import GradScaler
 from statehold.encoding import values
 from statehold.tensors.storable import is_external
 
-__all__ = ["Number", "known", "numbers", "waits_for_device"]
-
 _ON_DEVICE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
 _OF_THE_STATE = ("state_dict", "get_scale", "_get_scale_async", "_get_growth_tracker")
 

@@ -30,8 +30,6 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["put_on", "runs_blind", "take_off"]
-
 Action = Callable[[torch.optim.Optimizer | None], None]
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
     from torch.optim import Optimizer
 
-__all__ = ["Watcher", "capture", "unwatch", "unwatch_later", "watch", "why_unseen"]
-
 _COMPILED = (
     "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "
     "update: from now on save() returns only when everything is copied. To let it return early, "

@@ -21,8 +21,6 @@ from statehold.checkpoint.save.handle import Save
 from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.deepspeed.state import engine_state
 
-__all__ = ["save_into_steps"]
-
 log = logging.getLogger("statehold")
 
 CLIENT, TAG = "client", "tag"

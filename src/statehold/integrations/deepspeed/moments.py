@@ -21,8 +21,6 @@ from statehold.layout.layout import Layout
 from statehold.tensors.marks import Volatile
 from statehold.tensors.pieces import Piece
 
-__all__ = ["Moments"]
-
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 

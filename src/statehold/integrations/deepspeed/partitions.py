@@ -28,8 +28,6 @@ from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.pieces import Piece
 
-__all__ = ["Partition", "Run", "mesh_of", "name_of", "partitions_of", "rank_here", "split_piece"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -10,8 +10,6 @@ from typing import Any
 
 from statehold.errors import UsageError
 
-__all__ = ["Progress"]
-
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
 

@@ -41,8 +41,6 @@ from statehold.tensors.marks import Volatile
 from statehold.tensors.pieces import Piece
 from statehold.tensors.rng import Rng
 
-__all__ = ["engine_state", "load_weights"]
-
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from lightning.pytorch import callbacks
 
-__all__ = ["wait_for_copies"]
-
 # What changes the weights of the module, by the name of the callback.
 _CHANGES = {
     "StochasticWeightAveraging": ("transfer_weights",),

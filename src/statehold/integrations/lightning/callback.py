@@ -17,8 +17,6 @@ from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.integrations.lightning.averaging import wait_for_copies
 from statehold.integrations.lightning.strategy import KEEP, Layer
 
-__all__ = ["StateholdCallback"]
-
 EVALUATING = ("teardown", "load_checkpoint")
 FITTING = (
     *EVALUATING, "setup", "process_dataloader", "on_train_start",

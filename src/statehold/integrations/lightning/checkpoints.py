@@ -26,8 +26,6 @@ import torch
 
 from statehold.integrations.second_names import give_second_names, step_name
 
-__all__ = ["Checkpoint", "Found", "settle"]
-
 STEPS, MANIFEST = ".steps", "manifest.json"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.
 WEIGHTS_FOLLOW = (

@@ -24,8 +24,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torchmetrics import Metric
 
-__all__ = ["finish_epoch", "give_back", "results_of", "shown"]
-
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _PLAIN = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph",

@@ -23,8 +23,6 @@ from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
-__all__ = ["Moment", "adjust", "go_on", "moment_of", "put_back_reloaded", "reloaded"]
-
 _ADVANCE = "advance"
 
 

@@ -16,8 +16,6 @@ from torch.utils.data import SequentialSampler
 
 from statehold.tensors import loaders
 
-__all__ = ["doubts", "goes_on", "shuffle_once"]
-
 _IS_USED_UP = "_iterator_finished"
 
 

@@ -29,8 +29,6 @@ from statehold.reading.load import load
 from statehold.tensors.marks import Volatile
 from statehold.tensors.rng import Rng
 
-__all__ = ["Restoring"]
-
 log = logging.getLogger("statehold")
 
 COMMITTED = "step-*/manifest.json"

@@ -28,8 +28,6 @@ from statehold.reading.load import load
 from statehold.tensors.marks import Volatile
 from statehold.tensors.rng import Rng
 
-__all__ = ["LiveOptimizers", "live", "optimizers_of", "stateful", "taken", "values"]
-
 
 class LiveOptimizers(list[Any]):
     """Stands for optimizer states in a checkpoint, where the optimizers themselves are meant."""

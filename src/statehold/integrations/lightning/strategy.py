@@ -34,8 +34,6 @@ from statehold.integrations.lightning.restoring import Restoring
 from statehold.integrations.lightning.state import LiveOptimizers, taken
 from statehold.reading.load import load
 
-__all__ = ["KEEP", "Layer"]
-
 log = logging.getLogger("statehold")
 
 # A step is given to its paths at the latest when the save after next begins.

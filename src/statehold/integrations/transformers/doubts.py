@@ -10,8 +10,6 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-__all__ = ["at_a_resume", "at_the_start", "before_weights"]
-
 _PERSISTENT = (
     "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
     "draw a seed, and workers that persist draw none. Leave out "

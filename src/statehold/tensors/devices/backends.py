@@ -14,8 +14,6 @@ import torch
 
 from statehold.tensors.devices.jobs import CallCopies, Copies
 
-__all__ = ["CHECKPOINTS", "BlockingBackend", "Event", "Stream", "StreamBackend"]
-
 Event = Any
 Stream = Any
 

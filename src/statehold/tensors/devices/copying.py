@@ -23,8 +23,6 @@ from statehold.tensors.devices.jobs import Fills, Lent, Source
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.relay import named_failures, relay
 
-__all__ = ["DeviceCopies"]
-
 
 class DeviceCopies:
     """The device copies of one save: `run` on a thread of their own, `passing` from the gate."""

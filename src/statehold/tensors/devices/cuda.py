@@ -24,8 +24,6 @@ from statehold.tensors.devices import cuda_runtime, numa
 from statehold.tensors.devices.backends import CHECKPOINTS
 from statehold.tensors.devices.jobs import CallCopies, Copies
 
-__all__ = ["CudaBackend"]
-
 _SIDE_STREAMS: dict[tuple[torch.device, str], cuda.Stream] = {}
 
 

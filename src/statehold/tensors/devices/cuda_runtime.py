@@ -18,8 +18,6 @@ from typing import Any
 
 from statehold.tensors.devices.jobs import CallCopies, Copies
 
-__all__ = ["clear_error", "copy_to_host", "has_copies", "new_stream", "relaxed_captures"]
-
 _RELAXED = 2
 _DEVICE_TO_HOST = 2
 _NON_BLOCKING = 1  # it does not wait for the default stream

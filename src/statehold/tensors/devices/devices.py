@@ -20,8 +20,6 @@ from statehold.tensors.devices.placing import Place
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of
 
-__all__ = ["Devices", "backend_for"]
-
 
 def backend_for(device: torch.device) -> StreamBackend:
     """The backend for devices of this type; a process has one type of accelerator."""

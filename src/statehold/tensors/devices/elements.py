@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SCRATCH_BYTES_MIN", "SMALL_BYTES", "as_moved", "flat"]
-
 # A copy of this size takes longer than the launch of one; what is smaller goes together.
 SMALL_BYTES = 256 << 10
 

@@ -21,8 +21,6 @@ from statehold.tensors.devices.gathering import bring
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import device_of
 
-__all__ = ["Fingerprinting", "totals_of"]
-
 WORDS = 1 << 20  # that are mixed at once
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio, as a signed word
 _MASK = (1 << 64) - 1

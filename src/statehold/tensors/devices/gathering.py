@@ -23,8 +23,6 @@ from statehold.tensors.devices.jobs import Copies, Piece
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import part_of
 
-__all__ = ["Gathering", "bring"]
-
 
 class Gathering:
     """Copies pieces of `tensors`, which go by segment, into buffers. What lies in a buffer as it

@@ -28,8 +28,6 @@ from statehold.tensors.wrapping import Wrapping
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["is_capturing", "note_update", "put_on", "refuse_in_capture", "runs_blind", "take_off"]
-
 # Called with the optimizers whose steps are in the graph, as far as they are known.
 Action = Callable[[Iterable[Any]], None]
 

@@ -13,18 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 if TYPE_CHECKING:
     from statehold.tensors.columns import Tensors
 
-__all__ = [
-    "CallCopies",
-    "Copies",
-    "FillJob",
-    "Fills",
-    "Lent",
-    "LentT",
-    "Piece",
-    "ReadyJob",
-    "Source",
-]
-
 Piece = tuple[int, int, int, int]  # segment, offset in it, offset in the buffer, bytes
 
 

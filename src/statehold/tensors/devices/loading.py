@@ -23,8 +23,6 @@ from statehold.tensors.devices.placing import Place
 from statehold.tensors.devices.relay import relay
 from statehold.tensors.storable import device_of, without_flags
 
-__all__ = ["load"]
-
 # What lies between two runs is copied with them, up to this many bytes.
 GAP_BYTES = 64 << 10
 # Runs keep their alignment in scratch memory up to this one; no element is wider.

@@ -13,8 +13,6 @@ from statehold.tensors.devices.pinning import Pinning
 from statehold.tensors.scalers import Number
 from statehold.tensors.storable import device_of
 
-__all__ = ["Mover"]
-
 # Enqueues the work between buffers and tensors of one device, on its stream.
 Enqueue = Callable[[Stream, Sequence[tuple[torch.Tensor, Sequence[Piece]]]], object]
 

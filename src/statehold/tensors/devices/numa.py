@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import cuda
 
-__all__ = ["bring", "node_of"]
-
 SYSFS = Path("/sys")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED, _MOVE = 1, 1 << 1

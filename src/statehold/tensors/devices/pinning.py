@@ -18,8 +18,6 @@ import torch
 
 from statehold.tensors.devices.backends import StreamBackend
 
-__all__ = ["Pinning", "mapped"]
-
 PAUSE_S = 0.001  # for threads that wait for the driver's lock; a buffer of 16 MiB takes 3 ms
 
 logger = logging.getLogger("statehold")

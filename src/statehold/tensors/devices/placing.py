@@ -21,8 +21,6 @@ from statehold.layout.layout import Box
 from statehold.tensors.devices.elements import as_moved, flat
 from statehold.tensors.storable import is_view_of_other_values, part_of, without_flags
 
-__all__ = ["Place"]
-
 
 class Place(NamedTuple):
     """A place for the elements `wanted` of a dense chunk of `shape` and `dtype`, counted from the

@@ -18,8 +18,6 @@ from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.jobs import LentT
 from statehold.tensors.devices.mover import Mover
 
-__all__ = ["AT_ONCE", "named_failures", "relay"]
-
 # For the engine's next buffer, before the device is asked again: at first, and after some vain
 # questions. Each takes the interpreter lock from a program that launches kernels.
 PATIENCE_S, PATIENCE_MAX_S = 0.001, 0.016

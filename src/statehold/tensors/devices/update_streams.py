@@ -10,8 +10,6 @@ from contextlib import suppress
 
 from torch import cuda
 
-__all__ = ["UpdateStreams"]
-
 
 class UpdateStreams:
     """The current streams of the updates since the last save. `saw` is called on any thread."""
