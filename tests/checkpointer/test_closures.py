@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import statehold
 from checkpointer.test_torn import releasing
 from support.faults import DEADLINE_S, Holdup
+from support.inside import passage
 
 WIDE = 1024  # 4 MiB, twice the staging memory
 
@@ -50,7 +51,7 @@ class Held:
         self.expected = self.model.weight.detach().clone()
         self._save = self._ckpt.save(1, {"model": self.model})
         assert not self._save.done("staged")
-        self._save._wait_ended = releasing(self._holdup, self._save._wait_ended)
+        passage(self._save).wait_ended = releasing(self._holdup, passage(self._save).wait_ended)
 
     def closure(self, scale: float = 1) -> torch.Tensor:
         self.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from checkpointer.test_torn import releasing
 from statehold.observe import once
 from statehold.tensors import step_hook
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import passage
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 WIDE = 1024  # 4 MiB, twice the staging memory
@@ -58,7 +59,7 @@ class Compiled:
         save = ckpt.save(number, {"model": self.model})
         must(holdup.waiting.wait(DEADLINE_S))
         assert not save.done("staged")
-        save._wait_ended = releasing(holdup, save._wait_ended)
+        passage(save).wait_ended = releasing(holdup, passage(save).wait_ended)
         self.step()
         assert not torch.equal(self.model.weight, before)
         save.wait("committed", DEADLINE_S)

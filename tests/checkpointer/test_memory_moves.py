@@ -17,6 +17,7 @@ from statehold.errors import TornSnapshot
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import passage
 
 MiB = 1 << 20
 ELEMENTS = 8 * MiB // 4  # four times the staging memory
@@ -41,8 +42,8 @@ class Waiter:
 
     def __init__(self, save: statehold.Save, move: Callable[[], object]) -> None:
         self.waits = threading.Event()
-        self._wait_ended = save._wait_ended
-        save._wait_ended = self._observed  # type: ignore[method-assign]
+        self._wait_ended = passage(save).wait_ended
+        passage(save).wait_ended = self._observed
         self.thread = threading.Thread(target=move)
         self.thread.start()
 

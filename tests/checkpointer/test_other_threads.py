@@ -31,15 +31,13 @@ def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
     gate = Gate()
 
     class Over:
-        error = None
-
-        def done(self, event: str) -> bool:
+        def has_ended(self, event: str) -> bool:
             if not came:  # asked in the midst of forgetting
                 came.append(beside)
                 gate.hold_for(beside)
             return True
 
-    beside: Any = type("Beside", (), {"error": None, "done": lambda self, event: False})()
+    beside: Any = type("Beside", (), {"has_ended": lambda self, event: False})()
     over, came = cast("Any", Over()), list[Any]()
     gate.hold_for(over)
     gate._forget_staged()

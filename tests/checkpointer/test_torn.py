@@ -24,7 +24,7 @@ from statehold.checkpoint.save.writes import start_write
 from statehold.errors import TornSnapshot
 from statehold.tensors.captured import Capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
-from support.inside import inside
+from support.inside import inside, passage
 from support.training import Training, bits
 
 WIDE = 1024  # the hidden layer alone is 4 MiB, twice the staging memory
@@ -46,13 +46,13 @@ def test_the_optimizer_waits_until_the_state_is_copied(
     training.backward()
     stepping = threading.Thread(target=training.optimizer.step)
     at_the_gate = threading.Event()
-    wait_ended = save._wait_ended
+    wait_ended = passage(save).wait_ended
 
     def observed(*args: object) -> bool:
         at_the_gate.set()
         return wait_ended(*args)
 
-    save._wait_ended = observed
+    passage(save).wait_ended = observed
     stepping.start()
     must(at_the_gate.wait(DEADLINE_S), "the optimizer stepped without asking the gate")
     assert not save.done("staged")
@@ -73,7 +73,7 @@ def test_an_optimizer_outside_the_state_waits_too(
     expected = model.weight.detach().clone()
     save = small_ckpt.save(1, {"model": model})
     model(torch.ones(1, WIDE)).sum().backward()
-    save._wait_ended = releasing(holdup, save._wait_ended)
+    passage(save).wait_ended = releasing(holdup, passage(save).wait_ended)
     optimizer.step()
     save.wait("committed", DEADLINE_S)
     assert not torch.equal(model.weight, expected)
@@ -188,7 +188,7 @@ def test_a_failure_is_raised_at_the_next_call(
     with torch.no_grad():
         training.model.hidden.weight.add_(1)
     holdup.release()
-    must(save._wait_ended("committed", DEADLINE_S))
+    must(passage(save).wait_ended("committed", DEADLINE_S))
     with pytest.raises(TornSnapshot):
         small_ckpt.save(2, training.state)
     small_ckpt.save(2, training.state).wait("committed", DEADLINE_S)
@@ -269,7 +269,7 @@ def test_saves_queue_in_order_within_bounded_memory(
     trainer.join()
     for save in saves:
         save.wait("committed", DEADLINE_S)
-    committed_at = [save._started + save.stats.committed_s for save in saves]
+    committed_at = [passage(save)._started + save.stats.committed_s for save in saves]
     assert committed_at == sorted(committed_at)
     for step in expected:
         assert bits(restored(small_ckpt, step, width=256)) == expected[step]

@@ -19,6 +19,7 @@ from statehold.errors import UsageError
 from statehold.observe import once
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import passage
 from support.training import Training
 
 WIDE = 1024  # many times the staging memory
@@ -61,7 +62,7 @@ class Graphed:
         save = ckpt.save(step, self.training.state)
         must(holdup.waiting.wait(DEADLINE_S))
         enqueued = copies_of(ckpt)._enqueued
-        save._wait_ended = releasing(holdup, save._wait_ended)
+        passage(save).wait_ended = releasing(holdup, passage(save).wait_ended)
         enqueued.wait = releasing(holdup, enqueued.wait)
         graph.replay()
         self.machine.finish()
@@ -159,7 +160,7 @@ def test_an_update_is_captured_when_saves_are_staged(
     expected = graphed.bits()
     save = ckpt.save(1, graphed.training.state)
     must(holdup.waiting.wait(DEADLINE_S))
-    save._wait_ended = releasing(holdup, save._wait_ended)
+    passage(save).wait_ended = releasing(holdup, passage(save).wait_ended)
     graphed.capture(graphed.make_noise)
     assert not save.done("staged")
     graph = graphed.capture(graphed.training.optimizer.step)

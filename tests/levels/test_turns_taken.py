@@ -16,7 +16,7 @@ from statehold import Directory, Save
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
-from support.inside import borrowed, inside
+from support.inside import borrowed, inside, passage
 from support.levels import settle, steps_at
 from support.rank_states import state
 from support.ranks import Ranks
@@ -87,7 +87,7 @@ def test_a_failure_is_raised_by_the_next_call_due_or_not() -> None:
     with opened(fs, 10) as ckpt:
         fs.fail_next("rename", errno.EIO)
         failed = ckpt.save(1, content(1))
-        failed._wait_ended("committed", DEADLINE_S)
+        passage(failed).wait_ended("committed", DEADLINE_S)
         with pytest.raises(StateholdError):
             ckpt.save(2, content(2))
         assert fs.fired["injected"] == 1
@@ -156,8 +156,8 @@ def call(ranks: Ranks, step: int) -> list[bool]:
     def act(rank: int) -> bool:
         handle = ranks.ckpts[rank].save(step, state(rank, step))
         if not handle.is_skipped:
-            handle._wait_ended("committed", DEADLINE_S)
-            handle._raised = handle.error is not None  # this loop goes on whatever fails
+            passage(handle).wait_ended("committed", DEADLINE_S)
+            passage(handle).is_raised = handle.error is not None  # this loop goes on whatever fails
         return not handle.is_skipped
 
     return ranks.each(act)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import statehold
-from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.handle import Passage
 from statehold.observe import progress
 from statehold.observe.progress import Progress, pause_after, progress_text
 from statehold.testing import SimFs, checkpointer_on
@@ -56,8 +56,8 @@ def test_a_save_is_told_of_once_and_when_all_is_known(
     told: list[logging.LogRecord], is_first: str
 ) -> None:
     """A small save may be committed before save() returns."""
-    save = Save(1, time.perf_counter())
-    events = [save._returned, lambda: save._reach("committed")]
+    save = Passage(1, time.perf_counter())
+    events = [save.returned, lambda: save.reach("committed")]
     if is_first == "committed":
         events.reverse()
     events[0]()

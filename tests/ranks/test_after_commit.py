@@ -13,7 +13,7 @@ from statehold import errors
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
 from support.hosts import HostRanks, disks
-from support.inside import inside
+from support.inside import inside, passage
 from support.rank_states import state
 from support.ranks import Ranks
 
@@ -52,7 +52,7 @@ def check_all_know(ranks: Ranks, step: int) -> None:
 
 def ended(ranks: Ranks, rank: int, step: int) -> None:
     save = ranks.ckpts[rank].save(step, state(rank, step))
-    must(save._wait_ended("committed", DEADLINE_S))
+    must(passage(save).wait_ended("committed", DEADLINE_S))
 
 
 def wait_in_vain(ranks: Ranks, boom: Boom, patched: pytest.MonkeyPatch) -> None:

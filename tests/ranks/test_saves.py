@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from statehold import Save, errors
+from statehold.checkpoint.save.handle import Passage
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
@@ -26,7 +27,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
-from support.inside import inside
+from support.inside import inside, passage
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks
 
@@ -226,7 +227,7 @@ def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) ->
         found = {**state(rank, 3), "step": object() if rank == 2 else 3}
         save = ranks.ckpts[rank].save(3, found)
         if rank == 0:
-            save._wait_ended("committed", DEADLINE_S)
+            passage(save).wait_ended("committed", DEADLINE_S)
             inside(ranks.ckpts[0]).pipeline.drain()
             cleared.set()
         return save.wait("committed", DEADLINE_S)
@@ -256,7 +257,7 @@ def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> 
     def act(rank: int) -> Any:
         save = ranks.ckpts[rank].save(3, state(rank, 3))
         if rank == 3:
-            save._wait_ended("committed", DEADLINE_S)
+            passage(save).wait_ended("committed", DEADLINE_S)
             inside(ranks.ckpts[3]).pipeline.drain()
             cleared.set()
         return save.wait("committed", DEADLINE_S)
@@ -368,7 +369,7 @@ def test_ranks_that_go_on_after_a_failure_save_again(ranks: Ranks, failing: int)
             except StateholdError:
                 raised.append(step)
                 continue
-            must(save._wait_ended("committed", DEADLINE_S))
+            must(passage(save).wait_ended("committed", DEADLINE_S))
             failed += [step] if save.error else []
         return raised, failed
 
@@ -470,8 +471,8 @@ def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks:
     saves = ranks.begin(3, lambda rank: state(rank, 3))
     ranks.each(lambda rank: saves[rank].wait("committed", DEADLINE_S))
     fake = StorageError("the disk of rank 2 is gone")
-    late = Save(4, 0.0)
-    late._fail(fake)
+    late = Passage(4, 0.0)
+    late.fail(fake)
     ranks.ckpts[2]._trainer.watched.append(late)
     found = [blank() for _ in range(SIZE)]
     outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))

@@ -73,7 +73,7 @@ def test_the_command_of_a_report_replays_it_in_another_process() -> None:
 def announce_before_the_sync(self: Pipeline, work: Work) -> None:
     """Pipeline._write_out with a defect: the bytes become durable (D2) when another thread comes to
     it, and the step is committed meanwhile."""
-    work.save._record(files=1)
+    work.save.record(files=1)
     work.job.wait_written(None)
     threading.Thread(target=finish_quietly, args=(work.job,)).start()
 

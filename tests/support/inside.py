@@ -14,6 +14,7 @@ from __future__ import annotations
 import statehold
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.opening import Borrowed
+from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.session import Session
 
 
@@ -23,6 +24,11 @@ def inside(ckpt: statehold.Checkpointer) -> Session:
 
 def borrowed(ckpt: statehold.Checkpointer) -> Borrowed:
     return ckpt._borrowed
+
+
+def passage(save: statehold.Save) -> Passage:
+    """What a save goes through while its handle waits for it."""
+    return save._passage
 
 
 def promoter(ckpt: statehold.Checkpointer, level: str = "far") -> Promoter:

@@ -69,11 +69,11 @@ class Session:
         about: what the caller says about the step; raises UsageError.
         is_last: whether this process saves no step after this one; `preemption` then ends it.
         """
-        save, work = self._saver.save(number, step, state, about, force=force, is_last=is_last)
+        handle, work = self._saver.save(number, step, state, about, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
-            outcome = partial(self.levels.having, save.step, work.place)
-            preemption.end(partial(save._wait, "committed"), self.wait_idle, outcome)
-        return save
+            outcome = partial(self.levels.having, work.save.step, work.place)
+            preemption.end(partial(work.save.wait, "committed"), self.wait_idle, outcome)
+        return handle
 
     @property
     def has_saved(self) -> bool:

@@ -73,7 +73,7 @@ class Across(Together):
             return
         manifest = Encoded(step, outcome["manifest"].encode())
         rounds = CommitRounds(self._peers, "save", work.number, f"while publishing step {step}")
-        with work.save._stage("publish"):
+        with work.save.stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):
             place.landed(step, manifest.raw, range(self._peers.world_size))

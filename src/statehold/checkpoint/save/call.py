@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.save.gate import Held
-from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.handle import Passage, Save
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
 from statehold.errors import StorageError, TornSnapshot
@@ -101,14 +101,14 @@ class Saver:
             raise
         if begun is None:
             self.trainer.raise_failures()
-            return Save(step, 0.0, is_skipped=True), None
+            return Save(Passage(step, 0.0, is_skipped=True)), None
         work, captured = begun
         self.pipeline.wait_eager(work, captured)
         gate.streams_follow()
         gate.wait_if_unseen(work.save)
-        work.save._returned()
+        work.save.returned()
         self.schedule.saved(work.save.stats.blocked_s, gate.waited_s)
-        return work.save, work
+        return work.handle, work
 
     def _is_due(self, number: int, step: int, *, wanted: bool) -> bool:
         return self.schedule.is_due(
@@ -128,7 +128,7 @@ class Saver:
         is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
-        save = Save(step, time.perf_counter())
+        save = Passage(step, time.perf_counter())
         try:
             ends = self._wait(save, is_last)
             return self._capture(save, number, state, about, ends=ends)
@@ -138,7 +138,7 @@ class Saver:
             raise
 
     def _capture(
-        self, save: Save, number: int, state: Mapping[str, Any], about: About, *, ends: bool
+        self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
     ) -> tuple[Work, Capture]:
         with memory_moves.noted() as moved:
             captured = self.trainer.capture(save, state, self.rank, self.world)
@@ -165,12 +165,12 @@ class Saver:
     ) -> Work:
         """Plan the save of what was captured, and hand it over."""
         save = held.save
-        with save._stage("plan"):
+        with save.stage("plan"):
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors, partial(frozen_in, state))
-        save._record(
+        save.record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,
             written_bytes=plan.save.file_bytes + shared.fresh_bytes,
@@ -181,6 +181,7 @@ class Saver:
         self.trainer.watched.append(save)
         work = Work(
             save=save,
+            handle=Save(save),
             number=number,
             plan=plan,
             tree=captured.tree,
@@ -197,14 +198,14 @@ class Saver:
         self._start(work, held, captured, compared)
         return work
 
-    def _wait(self, save: Save, is_last: Callable[[int], bool]) -> bool:
+    def _wait(self, save: Passage, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save: whether the process ends with this one."""
         self.trainer.raise_failures()
-        save._watched_by(self.watch)
+        save.watched_by(self.watch)
         self.prepare()
-        with save._stage("wait"):
+        with save.stage("wait"):
             self.pipeline.wait_for_room(self.schedule.turns.settled)
-        save._record(waited_s=save._elapsed())
+        save.record(waited_s=save.elapsed())
         ends = is_last(save.step)
         if ends:
             self.levels.promotions.end_with(save.step)
@@ -225,11 +226,11 @@ class Saver:
         try:
             ordered = self.order.ordered(work.plan, captured.tensors)
             self._make_room(work)
-            work.save._moving()
+            work.save.moving()
             # With new shared files, the commit thread makes all files, at a level that has room.
             file = None if work.shared.fresh else self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
-            work.save._record(reused=work.is_attached)
+            work.save.record(reused=work.is_attached)
             work.shared.start_first()
             work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
             work.shared.start()

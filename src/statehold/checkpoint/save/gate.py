@@ -32,7 +32,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.handle import Passage
 from statehold.errors import WaitTimeout
 from statehold.observe.once import log_once
 from statehold.process.reentry import enter
@@ -61,14 +61,14 @@ class Held:
     """What updates wait for. storages: those from which the save copies, by their `_cdata`, which
     no other storage has as long as the save keeps them."""
 
-    save: Save
+    save: Passage
     storages: Sequence[int]
     passing: Pass | None = None
 
     @property
     def is_staged(self) -> bool:
         # A fork updates a copy, which nobody saves.
-        return not self.save._is_of_this_process or self.save.done("staged")
+        return not self.save.is_of_this_process or self.save.done("staged")
 
     def copies_from(self, storages: Sequence[int]) -> bool:
         return bool(storages) and not self._numbers.isdisjoint(storages)
@@ -84,7 +84,7 @@ class Gate:
     def __init__(self) -> None:
         # By save. Only single calls of dict change it: threads that train other models pass the
         # gate, too, and a lock could be taken twice by a signal handler that saves.
-        self._held: dict[Save, Held] = {}
+        self._held: dict[Passage, Held] = {}
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -121,7 +121,7 @@ class Gate:
             step,
         )
 
-    def hold_for(self, save: Save, storages: Sequence[UntypedStorage] = ()) -> Held:
+    def hold_for(self, save: Passage, storages: Sequence[UntypedStorage] = ()) -> Held:
         """Hold updates until `save` is staged, or until its `passing`, once it is set, lets them
         through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
@@ -147,7 +147,7 @@ class Gate:
             if not held.is_staged:
                 self._wait_staged(held.save)
 
-    def let_go(self, save: Save) -> None:
+    def let_go(self, save: Passage) -> None:
         """Hold nothing any more for a save that has not begun."""
         self._held.pop(save, None)
 
@@ -155,22 +155,22 @@ class Gate:
         """Return once no save copies from there any more."""
         for held in list(self._held.values()):
             if not held.is_staged and held.copies_from([storage._cdata]):
-                held.save._wait_ended("staged")
+                held.save.wait_ended("staged")
 
     def _wait_staged(
-        self, save: Save, timeout: float | None = None, passing: Pass | None = None
+        self, save: Passage, timeout: float | None = None, passing: Pass | None = None
     ) -> None:
         """Wait on the host; with `passing` only until a stream can wait instead."""
         started = time.perf_counter()
-        with save._stage("gate"):
+        with save.stage("gate"):
             ended = passing is not None and passing(timeout)
             if not ended:
                 used = time.perf_counter() - started
                 left = None if timeout is None else max(0.0, timeout - used)
-                ended = save._wait_ended("staged", left)
+                ended = save.wait_ended("staged", left)
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
-        save._add_gate(waited_s)
+        save.add_gate(waited_s)
         if not ended:
             raise WaitTimeout(
                 f"step {save.step} was not staged in time",
@@ -193,14 +193,14 @@ class Gate:
             self._streams.saw()
             self.wait(timeout)
 
-    def wait_if_unseen(self, save: Save) -> None:
+    def wait_if_unseen(self, save: Passage) -> None:
         """If an update may come that the gate does not see: return once `save` is staged or has
         failed."""
         reasons = updates.why_unseen()
         for why in reasons:
             log_once(why)
         if reasons:
-            save._wait_ended("staged")
+            save.wait_ended("staged")
 
     def remove(self) -> None:
         """Stand no longer. On the thread that trains."""
@@ -212,5 +212,5 @@ class Gate:
 
     def _forget_staged(self) -> None:
         for save in list(self._held):
-            if save.done("staged") or save.error is not None:
+            if save.has_ended("staged"):
                 self._held.pop(save, None)

@@ -1,4 +1,4 @@
-"""Save: the handle of one save, with its events and figures.
+"""One save, with its events and figures: Save for the trainer, Passage for those who save.
 
 The three events come in this order: "staged" (the state may change), "written" (the bytes are
 durable on this rank), "committed" (durable on all ranks, and published). A save that fails reaches
@@ -25,42 +25,32 @@ from statehold.units import check_timeout
 class Save:
     """The handle that Checkpointer.save() returns. Thread-safe."""
 
-    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
-        self._started = started
-        self._is_skipped = is_skipped
-        self._watch = UNWATCHED
-        self._is_reported = False
-        self._moving_from = started
-        self._guard = threading.RLock()
-        self._latches: list[threading.Lock] = []  # each is released once, at the next event
-        self._pid = os.getpid()
-        self._stats = SaveStats(step)
-        self._error: StateholdError | None = None
-        self._raised = False
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
 
     @property
     def step(self) -> int:
         """The step that is being saved."""
-        return self._stats.step
+        return self._passage.step
 
     @property
     def is_skipped(self) -> bool:
         """Whether the step was not due, so that nothing was saved."""
-        return self._is_skipped
+        return self._passage.is_skipped
 
     @property
     def stats(self) -> SaveStats:
         """A snapshot of the figures so far."""
-        return self._stats
+        return self._passage.stats
 
     @property
     def error(self) -> StateholdError | None:
         """Why the save failed, or None."""
-        return self._error
+        return self._passage.error
 
     def done(self, event: Event = "committed") -> bool:
         """Whether the event has happened. False if the save failed before it, or was skipped."""
-        return self._reached(_checked(event)) is not None
+        return self._passage.done(_checked(event))
 
     def wait(self, event: Event = "committed", timeout: float | None = None) -> Save:
         """Block until the event. Returns the handle.
@@ -75,48 +65,68 @@ class Save:
             UsageError: the step was skipped, or there is no such event.
         """
         refuse("wait()")
-        return self._wait(event, timeout)
+        self._passage.wait(event, timeout)
+        return self
 
     def __repr__(self) -> str:
-        state = f"failed: {self._error.summary}" if self._error else str(self._stats)
-        if self._is_skipped:
+        state = f"failed: {self.error.summary}" if self.error else str(self.stats)
+        if self.is_skipped:
             state = f"step {self.step}: not due"
         return f"<statehold.Save {state}>"
 
-    # -- for the checkpointer --------------------------------------------------------------
 
-    def _wait(self, event: Event, timeout: float | None = None) -> Save:
-        """wait(), also inside a call of the Checkpointer."""
-        if self._is_skipped:
+class Passage:
+    """A save on its way through the events, for those who take it there. Thread-safe.
+
+    step, stats, error, is_skipped: as Save has them. is_raised: a caller has got the error.
+    """
+
+    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
+        self.step = step
+        self.is_skipped = is_skipped
+        self.stats = SaveStats(step)
+        self.error: StateholdError | None = None
+        self.is_raised = False
+        self._started = started
+        self._watch = UNWATCHED
+        self._is_reported = False
+        self._moving_from = started
+        self._guard = threading.RLock()
+        self._latches: list[threading.Lock] = []  # each is released once, at the next event
+        self._pid = os.getpid()
+
+    def done(self, event: Event) -> bool:
+        """Whether the event has happened."""
+        return getattr(self.stats, f"{event}_s") is not None
+
+    def wait(self, event: Event, timeout: float | None = None) -> None:
+        """Save.wait(), also inside a call of the Checkpointer."""
+        if self.is_skipped:
             raise UsageError(
                 f"step {self.step} was not due, so nothing was saved",
                 hint="check is_skipped before waiting; save(step, state, force=True) always saves",
             )
         timeout = check_timeout(timeout)
-        attained = self._wait_ended(_checked(event), timeout)
+        attained = self.wait_ended(_checked(event), timeout)
         if self.done(event):
-            return self
-        if attained and self._error is not None:
-            self._raised = True
-            raise self._error
+            return
+        if attained and self.error is not None:
+            self.is_raised = True
+            raise self.error
         raise WaitTimeout(
             f"step {self.step} was not {event} in time",
-            facts={"waited": f"{timeout} s", "so far": str(self._stats)},
+            facts={"waited": f"{timeout} s", "so far": str(self.stats)},
             hint="the save continues in the background; committed steps are untouched",
         )
 
-    def _reached(self, event: Event) -> float | None:
-        seconds: float | None = getattr(self._stats, f"{event}_s")
-        return seconds
-
-    def _wait_ended(self, event: Event, timeout: float | None = None) -> bool:
+    def wait_ended(self, event: Event, timeout: float | None = None) -> bool:
         """Wait for the event or a failure. False if neither came in time."""
         until = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
-        while not self._has_ended(event):
-            if not self._is_of_this_process:
+        while not self.has_ended(event):
+            if not self.is_of_this_process:
                 raise forked("this save", self._pid)
             if not self._wait_for_one(event, until):
-                return self._has_ended(event)
+                return self.has_ended(event)
         return True
 
     def _wait_for_one(self, event: Event, until: float | None) -> bool:
@@ -124,7 +134,7 @@ class Save:
         latch = threading.Lock()
         latch.acquire()
         self._latches.append(latch)
-        if self._has_ended(event):  # since it was last looked at
+        if self.has_ended(event):  # since it was last looked at
             return True
         left = -1.0 if until is None else max(0.0, until - time.monotonic())
         if latch.acquire(timeout=left):
@@ -133,44 +143,45 @@ class Save:
             self._latches.remove(latch)
         return False
 
-    def _has_ended(self, event: Event) -> bool:
-        return self._reached(event) is not None or self._error is not None
+    def has_ended(self, event: Event) -> bool:
+        """Whether the event has happened, or never will."""
+        return self.done(event) or self.error is not None
 
     def _wake(self) -> None:
         while self._latches:
             with contextlib.suppress(IndexError):  # the last one has stopped waiting
                 self._latches.pop().release()
 
-    def _watched_by(self, watch: Watch) -> None:
+    def watched_by(self, watch: Watch) -> None:
         self._watch = watch
 
-    def _stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> Stage:
         """A stage of this save, for the trace."""
         return self._watch.stage(name, step=self.step)
 
     @property
-    def _is_of_this_process(self) -> bool:
+    def is_of_this_process(self) -> bool:
         return os.getpid() == self._pid
 
-    def _elapsed(self) -> float:
+    def elapsed(self) -> float:
         return time.perf_counter() - self._started
 
-    def _record(self, **figures: object) -> None:
+    def record(self, **figures: object) -> None:
         with self._guard:
-            self._stats = replace(self._stats, **figures)  # type: ignore[arg-type]
+            self.stats = replace(self.stats, **figures)  # type: ignore[arg-type]
 
-    def _moving(self) -> None:
+    def moving(self) -> None:
         """The engine begins now."""
         self._moving_from = time.perf_counter()
 
-    def _moved(self, engine: Mapping[str, int]) -> None:
+    def moved(self, engine: Mapping[str, int]) -> None:
         """The engine has written everything; its own figures count from its beginning."""
         self._watch.save_moved(self.step, self._moving_from, engine)
 
-    def _returned(self) -> None:
+    def returned(self) -> None:
         """save() ends now."""
-        self._record(blocked_s=self._elapsed())
-        self._watch.save_returned(self._started, self._stats)
+        self.record(blocked_s=self.elapsed())
+        self._watch.save_returned(self._started, self.stats)
         self._report_once()
 
     def _report_once(self) -> None:
@@ -179,45 +190,45 @@ class Save:
         A small save commits before save() returns.
         """
         with self._guard:
-            is_known = self._stats.committed_s is not None and self._stats.blocked_s > 0
+            is_known = self.stats.committed_s is not None and self.stats.blocked_s > 0
             is_due, self._is_reported = (
                 is_known and not self._is_reported,
                 self._is_reported or is_known,
             )
         if is_due:
-            self._watch.save_committed(self._started, self._stats)
+            self._watch.save_committed(self._started, self.stats)
 
-    def _add_gate(self, seconds: float) -> None:
+    def add_gate(self, seconds: float) -> None:
         with self._guard:
-            self._stats = replace(self._stats, gate_s=self._stats.gate_s + seconds)
+            self.stats = replace(self.stats, gate_s=self.stats.gate_s + seconds)
         self._watch.gate_waited(seconds)
 
-    def _reach(self, event: Event) -> None:
+    def reach(self, event: Event) -> None:
         with self._guard:
-            reached = {f"{event}_s": self._elapsed()}
-            self._stats = replace(self._stats, **reached)  # type: ignore[arg-type]
+            reached = {f"{event}_s": self.elapsed()}
+            self.stats = replace(self.stats, **reached)  # type: ignore[arg-type]
         self._wake()
         self._report_once()
 
-    def _fail(self, error: StateholdError) -> None:
+    def fail(self, error: StateholdError) -> None:
         with self._guard:
-            self._error = error
+            self.error = error
         self._wake()
-        self._watch.save_failed(self._started, self._stats)
+        self._watch.save_failed(self._started, self.stats)
 
-    def _unraised_error(self) -> StateholdError | None:
+    def unraised_error(self) -> StateholdError | None:
         """The error, if nothing has raised it yet. The caller raises it.
 
         An error that only follows from another rank's report is not raised. Otherwise that rank
         would have to skip the next save, and the ranks would fail each other's saves for ever.
         """
         with self._guard:
-            if self._error is None or self._raised:
+            if self.error is None or self.is_raised:
                 return None
-            if isinstance(self._error, PeerFailedError) and self._error.follows:
+            if isinstance(self.error, PeerFailedError) and self.error.follows:
                 return None
-            self._raised = True
-            return self._error
+            self.is_raised = True
+            return self.error
 
 
 def forked(what: str, owner_pid: int) -> ClosedError:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from statehold._core import Mismatch
 from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
 from statehold.checkpoint.save.aftermath import after_commit
-from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.save.stalls import Stalls
 from statehold.checkpoint.save.taking import take_in
 from statehold.checkpoint.save.writes import give_back
@@ -79,7 +79,7 @@ class Pipeline:
             self.drain()  # starts the threads now, not in the first save
         except RuntimeError as error:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
-        self._saves: list[tuple[int, Save]] = []
+        self._saves: list[tuple[int, Passage]] = []
         self._guard = threading.Lock()
         self._unsettled: list[int] = []  # steps whose directory in the making may be in use
         self._newest = -1  # the newest save that the commit thread has taken, or given up
@@ -98,7 +98,7 @@ class Pipeline:
     def take_back(self, work: Work, error: BaseException) -> None:
         """End a save that could not be handed over, or only in part."""
         self._fail(work, error)
-        work.save._raised = True  # the caller raises it
+        work.save.is_raised = True  # the caller raises it
         assert work.error is not None
         self._committer.submit(self._given_up, work.number, work.error, work)
 
@@ -115,22 +115,24 @@ class Pipeline:
             _check_unmoved(captured.settle(eager=True))
         except StateholdError as error:
             self._fail(work, error)
-            work.save._wait("staged")  # raises the first cause, with what is still safe
-            work.save._raised = True  # everything was staged before this error was known
+            work.save.wait("staged")  # raises the first cause, with what is still safe
+            work.save.is_raised = True  # everything was staged before this error was known
             raise work.error or error from None
         except BaseException as error:  # Ctrl-C: the state changes from now on
             self._fail(work, error)
-            work.save._raised = True  # this call raises it
+            work.save.is_raised = True  # this call raises it
             raise
 
     def wait_for_room(self, settled: int) -> None:
         """Back-pressure: return once another save may begin, and all saves up to the number
         `settled` have ended."""
-        self._saves = [(number, save) for number, save in self._saves if not _ended(save)]
+        self._saves = [
+            (number, save) for number, save in self._saves if not save.has_ended("committed")
+        ]
         full = len(self._saves) - SAVES_IN_FLIGHT_MAX + 1
         for index, (number, save) in enumerate(self._saves):
             if index < full or number <= settled:
-                save._wait_ended("committed")
+                save.wait_ended("committed")
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save was called and never began. Other ranks need not wait for it."""
@@ -138,25 +140,27 @@ class Pipeline:
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
-        return max((save.step for _, save in self._saves if not _ended(save)), default=None)
+        return max(
+            (save.step for _, save in self._saves if not save.has_ended("committed")), default=None
+        )
 
     def uses(self, step: int) -> bool:
         """Whether a save of this step is under way, or its files are not cleared yet."""
         return step in self._unsettled
 
-    def has(self, save: Save) -> bool:
+    def has(self, save: Passage) -> bool:
         """Whether this save was handed over, wholly or in part."""
         return any(each is save for _, each in self._saves)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
-        return any(not _ended(save) for _, save in self._saves)
+        return any(not save.has_ended("committed") for _, save in self._saves)
 
     def wait_staged(self) -> None:
         """Return once no save copies from the state any longer."""
         for _, save in list(self._saves):
-            save._wait_ended("staged")
+            save.wait_ended("staged")
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Return once every save has ended, well or not, and its leftovers are cleared.
@@ -187,7 +191,7 @@ class Pipeline:
 
     def _stage(self, work: Work) -> None:
         assert work.capture is not None
-        with work.save._stage("stage"):
+        with work.save.stage("stage"):
             if work.copies is not None:
                 work.copies.run()
             work.shared.prove()
@@ -199,7 +203,7 @@ class Pipeline:
             _check_unmoved(work.capture.settle(eager=True))  # save() may not have asked yet
             _check_unmoved(work.capture.settle())
             work.let_go()
-        work.save._reach("staged")
+        work.save.reach("staged")
 
     def _write_and_commit(self, work: Work) -> None:
         self._newest = work.number
@@ -241,7 +245,7 @@ class Pipeline:
         with after_commit(self._log, step, "begin to copy it to other levels"):
             self._promotions.start(step, work.promote, place)  # before the step may be retired
         if place.leads:
-            with after_commit(self._log, step, "retire older steps"), work.save._stage("retain"):
+            with after_commit(self._log, step, "retire older steps"), work.save.stage("retain"):
                 self._retain(place)
         with after_commit(self._log, step, "announce it to the other ranks"):
             self._publisher.announce(work)
@@ -249,36 +253,36 @@ class Pipeline:
             work.shared.committed(work.plan, work.job.checksums())
         with after_commit(self._log, step, "make a file for the next save"):
             place.store.make_ready(plan.file_name, plan.file_bytes)
-        self._callbacks.committed(work.save)
+        self._callbacks.committed(work.handle)
 
     def _publish(self, work: Work) -> None:
         save = work.save
         with self._stalls.watching(work):
             self._write(work)
             if work.has_more_files:
-                with save._stage("take in"):
+                with save.stage("take in"):
                     take_in(work, self._log)
-        save._moved(work.job.stats)
-        save._wait_ended("staged")
+        save.moved(work.job.stats)
+        save.wait_ended("staged")
         if work.error is not None:
             raise work.error
-        save._reach("written")
+        save.reach("written")
         self._level_choice.check_levels(work.number, late=True)
-        with save._stage("commit"):
+        with save.stage("commit"):
             self._publisher.publish(work, work.job.checksums())  # D3 to D7
         work.place.store.committed(save.step)
-        save._reach("committed")
+        save.reach("committed")
 
     def _write(self, work: Work) -> None:
         if work.is_attached:
             work.shared.open(work.place.store, work.attempt)  # for links that are not proven
             self._write_out(work)
             return
-        with work.save._stage("open"):
+        with work.save.stage("open"):
             work.attempt = self._publisher.attempt(work.number)
             file, reused = self._level_choice.open(work)
         try:
-            work.save._record(reused=reused)
+            work.save.record(reused=reused)
             work.job.attach(file)
             work.shared.attach()
             self._write_out(work)
@@ -288,8 +292,8 @@ class Pipeline:
             raise
 
     def _write_out(self, work: Work) -> None:
-        work.save._record(files=1)
-        with work.save._stage("write"):
+        work.save.record(files=1)
+        with work.save.stage("write"):
             work.shared.finish_first()
             work.job.wait_written(None)
             work.job.finish()  # D2
@@ -320,11 +324,11 @@ class Pipeline:
         self._stop(work, error)
         with self._guard:
             cause = work.error
-            if cause is None or _ended(work.save):
+            if cause is None or work.save.has_ended("committed"):
                 return
             cause.with_fact("failed", self._what_failed(work, cause))
             cause.with_fact("still safe", self._still_safe(work, cause))
-            work.save._fail(cause)
+            work.save.fail(cause)
         self._log.error("%s", cause)
 
     def _what_failed(self, work: Work, cause: StateholdError) -> str:
@@ -376,7 +380,3 @@ def _check_unmoved(moved: str | None) -> None:
             hint="change the state only through an optimizer that is part of it, or after "
             "gate(). Wrap tensors that change at other times in statehold.Volatile",
         )
-
-
-def _ended(save: Save) -> bool:
-    return save.error is not None or save.done("committed")

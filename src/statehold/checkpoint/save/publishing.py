@@ -116,7 +116,7 @@ class Alone:
         del manifest
         work.place.store.commit(Encoded(step, raw))
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
-            self._schedule.committed(work.number, work.save._elapsed(), hosts=1)
+            self._schedule.committed(work.number, work.save.elapsed(), hosts=1)
         with after_commit(self._log, step, _CHOOSE_LEVELS):
             work.promote = self._promotions.decide(step, work.place, work.about.tags)
 
@@ -170,10 +170,10 @@ class Together:
         raw, digests = self._sealing.encode(record, work.plan, work.taken), record.group_digests()
         del record
         name = record_name(self._peers.rank, self._peers.world_size)
-        with work.save._stage("seal"):
+        with work.save.stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         self._told = work.number
-        with work.save._stage("arrive"):
+        with work.save.stage("arrive"):
             self._peers.arrive(work.number, self._message(work, digests, raw))  # D4
         self._arrived = work.number
         decide = self._decide if self.leads else self._wait
@@ -237,7 +237,7 @@ class Together:
 
     def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
         """D4 to D7. Returns the outcome for the other ranks."""
-        with work.save._stage("gather"):
+        with work.save.stage("gather"):
             messages = [json.loads(each) for each in self._peers.gather(work.number)]
         _check_alike(messages, "step", "a rank saves another step than rank 0")
         _check_alike(
@@ -274,7 +274,7 @@ class Together:
     def _choose(self, work: Work, outcome: dict[str, Any], hosts: int) -> None:
         """Rank 0 decides when steps are saved from now on, and which levels get this one."""
         with self._landed(work, _CHOOSE_INTERVAL):
-            self._schedule.committed(work.number, work.save._elapsed(), hosts)
+            self._schedule.committed(work.number, work.save.elapsed(), hosts)
         with self._landed(work, _CHOOSE_INTERVAL):
             outcome["turns"] = self._schedule.message()
         with self._landed(work, _CHOOSE_LEVELS):
@@ -286,7 +286,7 @@ class Together:
         return after_commit(self._log, work.save.step, doing)
 
     def _land(self, work: Work, commit: Commit) -> None:
-        with work.save._stage("publish"):
+        with work.save.stage("publish"):
             work.place.store.commit(commit, work.attempt)
 
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
@@ -299,7 +299,7 @@ class Together:
     def _wait(self, work: Work, attempt: str) -> Mapping[str, Any] | None:
         """The outcome from rank 0; None if none came, and the step is committed."""
         try:
-            with work.save._stage("wait for rank 0"):
+            with work.save.stage("wait for rank 0"):
                 outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
         except PeerFailedError:
             raise
@@ -357,7 +357,7 @@ class Together:
             self._schedule.learn(outcome["turns"])
         with after_commit(self._log, step, "record how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
-            work.save._record(balance=Balance(*spreads))
+            work.save.record(balance=Balance(*spreads))
 
 
 def _about(work: Work, descent: Descent) -> About:

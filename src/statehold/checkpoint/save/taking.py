@@ -70,7 +70,7 @@ def _check_named(work: Work, names: set[str]) -> None:
 def _account(work: Work, files: Sequence[StoredFile], copied: set[str]) -> None:
     copied_bytes = sum(file.file_bytes for file in files if file.path in copied)
     new = copied.union(file.path for file in work.shared.written)
-    work.save._record(
+    work.save.record(
         files=1 + len(files),
         linked_bytes=sum(file.file_bytes for file in files if file.path not in new),
         written_bytes=work.plan.save.file_bytes + work.shared.written_bytes + copied_bytes,

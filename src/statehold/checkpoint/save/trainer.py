@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statehold.checkpoint.save.gate import Gate
-from statehold.checkpoint.save.handle import Save
+from statehold.checkpoint.save.handle import Passage
 from statehold.errors import PeerFailedError
 from statehold.observe.once import log_once
 from statehold.tensors.capture import capture
@@ -33,7 +33,7 @@ class Trainer:
 
     gate: Gate = field(default_factory=Gate)
     seen: Seen = field(default_factory=Seen)
-    watched: list[Save] = field(default_factory=list)
+    watched: list[Passage] = field(default_factory=list)
     calls: int = 0
 
     def next_call(self) -> int:
@@ -42,12 +42,12 @@ class Trainer:
         return self.calls - 1
 
     def capture(
-        self, save: Save, state: Mapping[str, Any], rank: int | None, world: int
+        self, save: Passage, state: Mapping[str, Any], rank: int | None, world: int
     ) -> Capture:
         """The parts of `state` to save, as one of `world` ranks. rank: None for a process that is
         alone."""
         self.gate.join_streams()
-        with save._stage("capture"), named_failures(memory=False):
+        with save.stage("capture"), named_failures(memory=False):
             captured = capture(state, rank, self.gate.passed(), self.seen, world=world)
         log_once(captured.note, logging.INFO)
         for doubt in captured.doubts:
@@ -58,10 +58,12 @@ class Trainer:
     def raise_failures(self) -> None:
         """Raise the error of a save that failed since the last call."""
         for save in self.watched:
-            error = save._unraised_error()
+            error = save.unraised_error()
             if error is not None:
                 raise error
-        self.watched = [save for save in self.watched if not save.done() and not save.error]
+        self.watched = [
+            save for save in self.watched if not save.done("committed") and not save.error
+        ]
 
     def message(self, error: BaseException, rank: int) -> BaseException:
         """The error for the other ranks of a save that did not begin because of `error`."""

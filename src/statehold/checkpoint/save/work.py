@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from statehold._core import WriteJob
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Copies
-    from statehold.checkpoint.save.handle import Save
+    from statehold.checkpoint.save.handle import Passage, Save
     from statehold.errors import StateholdError
     from statehold.layout.claims import Comparison
     from statehold.layout.share import RankPlan
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Work:
     """One save under way.
 
-    number: of the call of save(), the same on all ranks.
+    handle: what the trainer has of `save`. number: of the call of save(), the same on all ranks.
     capture: dropped as soon as its bytes are copied. copies: from devices, if there are any.
     place: the level that gets the save. is_attached: the job had its file from the start.
     comparisons, version: what this rank assumes about the others (claims). fingerprinting: makes
@@ -43,7 +43,8 @@ class Work:
         than the rank's own.
     """
 
-    save: Save
+    save: Passage
+    handle: Save
     number: int
     plan: RankPlan
     tree: Any
