@@ -13,11 +13,12 @@ import os
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners import redundancy, restarts, traces
+from statehold.planners import redundancy, traces
 from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, replicated, stacked
 from statehold.planners.resilience import Rates, plan, settings, spares_for
 from statehold.planners.simulation import Outcome, simulate
 from statehold.planners.traces import WEIBULL, Drawn, Failure, Given
+from support import restarts
 
 pytest.importorskip("simpy")
 JOB = Job(8, 100, 60.0, 4.0, 30.0, 600.0, 32, detect_s=1.0, join_s=100.0)

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners import failures, intervals, restarts
+from statehold.planners import failures, intervals
 from statehold.planners.intervals import LevelCost
+from support import restarts
 
 MTBF_S, SAVE_S, DOWN_S, READ_S = 20_000.0, 60.0, 30.0, 120.0
 

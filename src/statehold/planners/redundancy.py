@@ -11,7 +11,6 @@ holders are all dead ends this: the job restarts with all replicas. Symbols of t
     T_c   = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r))  period_s          from one save to the next
     A     = (1 - T_s/T) T_f / (T_f + T_r + T/2)    availability      useful share of the time
     J     = Sbar / A,  T_f = mu m                  time_over_ideal   what r minimizes
-    r     = floor(log2 N + 0.833)                  redundancy_near   where mu = N / 2
 
 mu is the integral of exp(-N (k/N)^r) over k, as if shards lost their holders independently. The
 paper allows two shards to share at most one replica (stacks). docs/planning.md has the errors that
@@ -24,11 +23,9 @@ Not here: which survivor computes which shard (stacks), several losses at once (
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 from statehold.errors import UsageError
-from statehold.planners.stacks import Stacks
 
 REDUNDANCY_MAX = 64
 
@@ -118,24 +115,6 @@ def best_redundancy(replicas: int, costs: Costs) -> int:
         raise UsageError("one replica cannot be stacked", facts=facts, hint=hint)
     tried = range(2, min(REDUNDANCY_MAX, replicas) + 1)
     return min(tried, key=lambda each: time_over_ideal(replicas, each, costs))
-
-
-def redundancy_near(replicas: int) -> int:
-    """The approximation of the paper: where half of the replicas may be lost (section 5)."""
-    return max(1, math.floor(math.log2(replicas) + 0.833))
-
-
-def failures_until_restart(stacks: Stacks, random_: random.Random) -> int:
-    """One Monte Carlo run of mu: replicas fail in random order until a shard has no holder."""
-    replicas = stacks.replicas
-    holders = [stacks.redundancy] * replicas
-    order = random_.sample(range(replicas), replicas)
-    for count, replica in enumerate(order, 1):
-        for shard in stacks.held(replica):
-            holders[shard] -= 1
-            if not holders[shard]:
-                return count
-    return replicas
 
 
 def _check(replicas: int, redundancy: int) -> None:

@@ -92,11 +92,6 @@ class Outcome:
         """The useful share of the time of the machines that are not broken."""
         return self.replicas * self.total_s / self.time_over_ideal / self.alive_s
 
-    @property
-    def thrown_away(self) -> float:
-        """The share of the time of all machines that went into work that did not count."""
-        return self.thrown_away_s / (self.total_s * self.machines)
-
 
 def simulate(
     job: Job, policy: Policy, trace: Trace, interval_s: float = math.inf, spares: int = 0
