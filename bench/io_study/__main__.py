@@ -10,7 +10,7 @@ from bench.io_study.alternatives import Alternative, comparisons, uniform
 from bench.io_study.threads import PythonSession
 from statehold.cli import arguments, bench
 from statehold.cli.study.measure import Bench
-from statehold.cli.study.sessions import Session
+from statehold.cli.study.sessions import TimedStrategy
 from statehold.cli.study.strategies import State, Strategy, llama
 
 
@@ -21,7 +21,7 @@ class AllStrategies(Bench):
         super().__init__(directory, model, equal)
         self._states = {"model": model, "uniform": equal}
 
-    def open(self, strategy: Strategy) -> tuple[Session, int]:
+    def open(self, strategy: Strategy) -> tuple[TimedStrategy, int]:
         if not isinstance(strategy, Alternative):
             return super().open(strategy)
         state = self._states[strategy.state]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from statehold.cli.study.strategies import PAGE_BYTES, State, Strategy, spans_of
-from statehold.cli.study.sweep import SMALL_BYTES, Comparison, in_memory, pairs
+from statehold.cli.study.sweep import SMALL_BYTES, Contrast, in_memory, pairs
 from statehold.units import MiB, format_bytes
 
 RANK_FILES = 4  # of several ranks on one node, and the writers of a shared file
@@ -71,7 +71,7 @@ def uniform(total_bytes: int) -> State:
 # -- comparisons -----------------------------------------------------------------------------------
 
 
-def comparisons() -> list[Comparison]:
+def comparisons() -> list[Contrast]:
     """The comparisons of the findings, each on a write and, if it matters, on a restore."""
     return [
         *_layouts(),
@@ -81,7 +81,7 @@ def comparisons() -> list[Comparison]:
     ]
 
 
-def _layouts() -> list[Comparison]:
+def _layouts() -> list[Contrast]:
     each, shared = replace(RANKS, layout="tensor"), replace(RANKS, layout="shared")
     return [
         *pairs("a file for each tensor", "a file for each rank", each, RANKS),
@@ -93,7 +93,7 @@ def _layouts() -> list[Comparison]:
     ]  # fmt: skip
 
 
-def _coalescing() -> list[Comparison]:
+def _coalescing() -> list[Contrast]:
     apart = replace(ALONE, coalesced=False)
     loose = replace(ALONE, direct=False, aligned=False)
     return [
@@ -105,7 +105,7 @@ def _coalescing() -> list[Comparison]:
     ]  # fmt: skip
 
 
-def _caching() -> list[Comparison]:
+def _caching() -> list[Contrast]:
     small = replace(RANKS, block_bytes=SMALL_BYTES)
     shown = "direct transfers of 256 KiB"
     return [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.io_study.alternatives import Alternative
-from statehold.cli.study.choose import Figures
+from statehold.cli.study.choose import StudyFigures
 from statehold.cli.study.strategies import Strategy
 from statehold.cli.study.study import Study
 from statehold.cli.study.sweep import JUDGED
@@ -46,7 +46,7 @@ def draw(study: Study, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(axis: Any, figures: Figures, operation: Any, *, is_named: bool) -> None:
+def _bars(axis: Any, figures: StudyFigures, operation: Any, *, is_named: bool) -> None:
     found = list(reversed(figures.strategies()))
     rates = [figures.of(each, operation) or 0.0 for each in found]
     axis.barh(range(len(found)), rates, color=[_color(each) for each in found])

@@ -14,14 +14,16 @@ from contextlib import ExitStack
 from functools import partial
 
 from bench.io_study.alternatives import Alternative, FilePlan, files_of
-from statehold.cli.study.memory import Memory, new
+from statehold.cli.study.memory import MappedMemory, new
 from statehold.cli.study.strategies import Operation, State
 
 
 class PythonSession:
     """One strategy on one directory."""
 
-    def __init__(self, strategy: Alternative, state: State, memory: Memory, directory: str) -> None:
+    def __init__(
+        self, strategy: Alternative, state: State, memory: MappedMemory, directory: str
+    ) -> None:
         self._strategy = strategy
         self._plans = files_of(strategy, state)
         self._memory = memory
@@ -52,7 +54,7 @@ class PythonSession:
             )
             return time.perf_counter() - begin
 
-    def _read(self, memory: Memory) -> float:
+    def _read(self, memory: MappedMemory) -> float:
         begin = time.perf_counter()
         with ExitStack() as closing:
             opened = self._open(self._flags | os.O_RDONLY, closing)

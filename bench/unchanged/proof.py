@@ -19,7 +19,7 @@ import torch
 from bench.train import Compute
 from bench.unchanged.common import Group, Sizes, folder
 from statehold import Checkpointer
-from statehold.checkpoint.save.proof import Claim, low_priority, refuted
+from statehold.checkpoint.save.proof import BytesClaim, low_priority, refuted
 from statehold.checkpoint.save.shared import SharedFile
 from statehold.io.runtime import Runtime
 from statehold.tensors.capture import capture
@@ -39,15 +39,17 @@ def measure(sizes: Sizes, where: Path, rounds: int) -> Group:
     return group
 
 
-def _claims(files: list[SharedFile], model: torch.nn.Module) -> list[Claim]:
+def _claims(files: list[SharedFile], model: torch.nn.Module) -> list[BytesClaim]:
     captured = capture({"model": model})
     return [
-        Claim(each.plan.save, each.order.ordered(each.plan, captured.tensors).tensors, each.sums)
+        BytesClaim(
+            each.plan.save, each.order.ordered(each.plan, captured.tensors).tensors, each.sums
+        )
         for each in files
     ]
 
 
-def _rates(claims: list[Claim], runtime: Runtime, memory: torch.Tensor, rounds: int) -> Group:
+def _rates(claims: list[BytesClaim], runtime: Runtime, memory: torch.Tensor, rounds: int) -> Group:
     torch.set_num_threads(1)  # of each thread
     proofs, passes = [], []
     parts = memory.chunk(4 * runtime.options.io.copy_thread_count)
@@ -73,7 +75,7 @@ def _rates(claims: list[Claim], runtime: Runtime, memory: torch.Tensor, rounds: 
 
 
 def _beside_training(
-    group: Group, claims: list[Claim], runtime: Runtime, rounds: int, is_whole: bool
+    group: Group, claims: list[BytesClaim], runtime: Runtime, rounds: int, is_whole: bool
 ) -> None:
     compute = Compute()
     work = compute.calibrate(0.5 if is_whole else 0.01)
@@ -93,7 +95,7 @@ def _timed(compute: Compute, work: int) -> float:
 
 
 @contextmanager
-def _proving(claims: list[Claim], runtime: Runtime) -> Iterator[None]:
+def _proving(claims: list[BytesClaim], runtime: Runtime) -> Iterator[None]:
     """Inside, one proof comes after the other."""
     ended = threading.Event()
 

@@ -12,7 +12,7 @@ from bench.io_study.__main__ import AllStrategies, main
 from bench.io_study.alternatives import Alternative, comparisons, files_of, uniform
 from bench.io_study.threads import PythonSession, in_turns
 
-from statehold.cli.study.memory import Memory, kept
+from statehold.cli.study.memory import MappedMemory, kept
 from statehold.cli.study.strategies import PAGE_BYTES, Operation, State, Strategy, llama, spans_of
 from statehold.cli.study.sweep import cases_of
 from statehold.units import KiB, MiB
@@ -28,7 +28,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def pattern() -> Memory:
+def pattern() -> MappedMemory:
     return kept(4 * MiB)
 
 
@@ -92,7 +92,7 @@ def test_a_comparison_has_one_cause() -> None:
 
 @pytest.mark.parametrize("strategy", SWEEP, ids=lambda strategy: strategy.name)
 def test_every_strategy_saves_and_restores(
-    tmp_path: Path, pattern: Memory, strategy: Alternative
+    tmp_path: Path, pattern: MappedMemory, strategy: Alternative
 ) -> None:
     state = SMALL[strategy.state]
     session = PythonSession(strategy, state, pattern, str(tmp_path))

@@ -10,13 +10,13 @@ import torch
 import statehold
 from cli.conftest import Asked
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
-from statehold.cli.left_behind import Left, left_behind
+from statehold.cli.left_behind import Leftover, left_behind
 from statehold.reading.places import file_system
 from support.faults import SMALL
 from support.levels import save
 
 
-def found(path: Path, shared: Path) -> dict[str, Left]:
+def found(path: Path, shared: Path) -> dict[str, Leftover]:
     return {left.name: left for left in left_behind(file_system(), str(path), str(shared))}
 
 

@@ -264,7 +264,7 @@ def test_progress_is_for_terminals(has_rich: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress, "REDRAW_S", 0)
     for stream, expected in ((io.StringIO(), ""), (Window(), "1 KiB of 2 KiB (50%)")):
         monkeypatch.setattr(sys, "stderr", stream)
-        shown = progress.Progress("step 1", 2048)
+        shown = progress.ProgressBar("step 1", 2048)
         shown.advance(1024)
         shown.close()
         assert expected in stream.getvalue()
@@ -290,7 +290,7 @@ def test_an_answer_removes_the_line_first(
     monkeypatch.setattr(progress, "REDRAW_S", 0)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
-    shown = progress.Progress("step 1", 2048)
+    shown = progress.ProgressBar("step 1", 2048)
     shown.advance(1024)
     output.say("answer")
     shown.advance(1024)
@@ -307,7 +307,7 @@ def test_an_answer_ends_what_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(terminal, "has_rich", lambda: False)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    shown = progress.Progress("work")
+    shown = progress.ProgressBar("work")
     shown._draw()  # as its timer does
     assert "work" in stream.getvalue()
     output.say("answer")

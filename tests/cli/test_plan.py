@@ -43,7 +43,7 @@ def test_the_rates_of_a_path_come_from_its_profile(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     moving = Moving(buffer_bytes=16 * MiB, queue_depth=32, backend="threads", copy_threads=2)
-    rates = profile.Rates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
+    rates = profile.StorageRates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
     saved = profile.Profile(mount_of(str(tmp_path)), moving, "today", (), rates)
     profile.save(saved, profile.path_for(str(tmp_path)))
     _, found = ask(*WORK, "--path", str(tmp_path))

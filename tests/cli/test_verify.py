@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from statehold.cli import scanning, verify
-from statehold.cli.checking import Finding, Report, _Cover, check_step
+from statehold.cli.checking import CheckReport, Finding, _Cover, check_step
 from statehold.cli.scanning import SpanReader
 from statehold.encoding.header import decode
 from statehold.format.entries import record_file
@@ -38,7 +38,7 @@ def reader() -> Iterator[SpanReader]:
         yield reader
 
 
-def look(reader: SpanReader, step: Path) -> Report:
+def look(reader: SpanReader, step: Path) -> CheckReport:
     fs = file_system()
     return check_step(fs, find(fs, str(step)), reader)
 

@@ -22,7 +22,7 @@ from statehold.offload import alternation, on_device
 from statehold.offload.lanes import Lanes
 from statehold.offload.mirror import Mirror
 from statehold.offload.on_device import OnDevice
-from statehold.offload.update import Update
+from statehold.offload.update import OptimizerUpdate
 from statehold.planners.interleaving import Device
 from statehold.testing import SimFs
 from support.cuda import Machine, install
@@ -469,14 +469,14 @@ def test_an_update_that_is_interrupted_leaves_no_work_under_way(
     machine.finish()
     twins.backward()
     uses = itertools.count()
-    use = Update.use
+    use = OptimizerUpdate.use
 
-    def interrupted(self: Update, *arguments: Any) -> Any:
+    def interrupted(self: OptimizerUpdate, *arguments: Any) -> Any:
         if next(uses) == 2:
             raise KeyboardInterrupt
         return use(self, *arguments)
 
-    monkeypatch.setattr(Update, "use", interrupted)
+    monkeypatch.setattr(OptimizerUpdate, "use", interrupted)
     before = twins.ours.stats.device_updates
     with pytest.raises(KeyboardInterrupt):
         twins.ours.step()

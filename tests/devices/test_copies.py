@@ -18,7 +18,7 @@ from statehold.errors import ChecksumError, DeviceError, StateholdError, TornSna
 from statehold.tensors.devices import Devices, pinning
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.elements import SMALL_BYTES
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 from statehold.tensors.devices.relay import AT_ONCE
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
@@ -300,7 +300,7 @@ def test_buffers_go_back_after_their_copies(
     source = torch.arange(12, dtype=torch.uint8)
     captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
     job = OneBuffer(fails_at)
-    copies = Devices().copies([Source(job, captured.tensors)], captured)
+    copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
     if fails_at is None:
         copies.run()
@@ -328,7 +328,7 @@ def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine)
     source = machine.put(torch.arange(12, dtype=torch.uint8))
     captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
     job = LateBuffer()
-    copies = Devices().copies([Source(job, captured.tensors)], captured)
+    copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
     machine.timeline.may_finish.clear()
     thread = threading.Thread(target=copies.run)
@@ -378,7 +378,7 @@ def test_large_parts_of_many_buffers_are_copied_by_one_call(machine: Machine) ->
         calls.append(len(copies["sizes"]))
         return _core.call_copies(function, **copies)
 
-    copies = Devices(call).copies([Source(job, captured.tensors)], captured)
+    copies = Devices(call).copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
     before = machine.timeline.launches
     copies.run()
@@ -394,7 +394,7 @@ def test_a_copy_that_is_refused_fails_the_save_and_gives_the_buffers_back(
     source = machine.put(torch.arange(16 * SMALL_BYTES // 8))
     captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
     job = ManyBuffers(16, SMALL_BYTES)
-    copies = Devices(_core.call_copies).copies([Source(job, captured.tensors)], captured)
+    copies = Devices(_core.call_copies).copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
     machine.fails_at = lambda operation: operation == "a launch"
     with pytest.raises(DeviceError):
@@ -407,7 +407,7 @@ def test_a_failing_copy_gives_its_buffer_back(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
     captured = statehold.tensors.capture.capture({"t": source})
     job = OneBuffer()
-    copies = Devices().copies([Source(job, captured.tensors)], captured)
+    copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
     machine.fails_at = lambda operation: operation == "a launch"
     with pytest.raises(DeviceError, match="illegal memory access"):

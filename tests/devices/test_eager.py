@@ -18,7 +18,7 @@ from statehold.errors import StorageError, TornSnapshot
 from statehold.tensors import captured
 from statehold.tensors.capture import capture
 from statehold.tensors.devices import Devices
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 from support.cuda import Machine
 from support.faults import DEADLINE_S, SMALL, Holdup, must, spy_on
 from support.inside import inside
@@ -89,7 +89,7 @@ def test_small_ones_are_cloned_and_nobody_is_waited_for(
 def test_a_state_without_them_waits_for_no_device(machine: Machine) -> None:
     state = {"eager": torch.ones(1 << 16), "lazy": statehold.Gated(machine.put(torch.ones(3)))}
     found = capture(state)
-    copies = Devices().copies([Source(SimpleNamespace(fills_left=1), found.tensors)], found)
+    copies = Devices().copies([JobSource(SimpleNamespace(fills_left=1), found.tensors)], found)
     assert copies is not None
     copies.wait_eager()  # nobody runs them
 

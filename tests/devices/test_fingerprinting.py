@@ -16,7 +16,7 @@ from statehold.tensors.capture import capture
 from statehold.tensors.captured import Tensors
 from statehold.tensors.devices import Devices, fingerprinting
 from statehold.tensors.devices.copying import DeviceCopies
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 from statehold.testing import SimFs
 from support.cuda import Machine
 from support.faults import DEADLINE_S
@@ -47,7 +47,7 @@ class Cancelled(NoFills):
 
 def copies_of(tensors: dict[str, torch.Tensor], job: NoFills | None = None) -> DeviceCopies:
     found = capture({name: statehold.Gated(tensor) for name, tensor in tensors.items()})
-    source = Source(job or NoFills(), Tensors())  # type: ignore[arg-type]
+    source = JobSource(job or NoFills(), Tensors())  # type: ignore[arg-type]
     copies = Devices().copies([source], found, found.tensors)
     assert copies is not None
     return copies

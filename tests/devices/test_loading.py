@@ -18,7 +18,7 @@ from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.layout.layout import Box, Layout
 from statehold.tensors.destinations import Destination
 from statehold.tensors.devices import Devices
-from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.placing import ChunkPlace
 from support.cuda import Machine, install
 from support.faults import DEADLINE_S, SMALL
 from support.laid_out import MIB, Arrays, Disk, opened, tensors_of
@@ -331,8 +331,8 @@ def test_wide_elements_behind_narrow_ones_are_aligned_in_scratch_memory(machine:
     live = machine.put(torch.zeros(5, 2, dtype=torch.int16)[:, 0])
     grid = machine.put(torch.zeros(3, 2, dtype=torch.float64).t())
     places = {
-        1: Place.of(live, torch.int16, (5,), Box.whole((5,))),
-        2: Place.of(grid, torch.float64, (2, 3), Box.whole((2, 3))),
+        1: ChunkPlace.of(live, torch.int16, (5,), Box.whole((5,))),
+        2: ChunkPlace.of(grid, torch.float64, (2, 3), Box.whole((2, 3))),
     }
     Devices().load(OneReady(content, [(1, 0, 6, 10), (2, 0, 16, 48)]), places)
     assert machine.read(live).equal(narrow)

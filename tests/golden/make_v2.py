@@ -27,7 +27,7 @@ from statehold.format.manifest import Commit, RecordEntry, Shared, groups_of, re
 from statehold.format.record import Record
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
 from statehold.layout.plan import BLOCK_BYTES, TensorSpec, plan_save
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 
 HERE = Path(__file__).parent
 STEP, SIZE, ATTEMPT = 7, 4, "5f3a09c1-0"
@@ -35,14 +35,14 @@ WORLD, GRID = Mesh((4,), (0, 1, 2, 3)), Mesh((2, 2), (0, 1, 2, 3))
 BOXES = ((Box((0, 0), (3, 2)), 1), (Box((0, 2), (3, 3)), 3), (Box((3, 0), (1, 5)), 0))
 
 HELD = (
-    Held("model.rows.weight", "F32", (8, 3), Layout(WORLD, ((0, 0),))),
-    Held("model.rows.bias", "F32", (5,), Layout(WORLD, ((0, 0),))),
-    Held("model.grid.weight", "F32", (4, 6), Layout(GRID, ((0, 0), (1, 1)))),
-    Held("model.pairs.weight", "F32", (2, 3), Layout(GRID, ((1, 0),)), 1),
-    Held("model.norm.weight", "F32", (3,), Layout(WORLD), 2),
-    Held("model.boxes", "F32", (4, 5), ExplicitLayout(BOXES)),
-    Held("model.equal", "F32", (2,), None),
-    Held("own", "F32", (2, 2), None),
+    HeldTensor("model.rows.weight", "F32", (8, 3), Layout(WORLD, ((0, 0),))),
+    HeldTensor("model.rows.bias", "F32", (5,), Layout(WORLD, ((0, 0),))),
+    HeldTensor("model.grid.weight", "F32", (4, 6), Layout(GRID, ((0, 0), (1, 1)))),
+    HeldTensor("model.pairs.weight", "F32", (2, 3), Layout(GRID, ((1, 0),)), 1),
+    HeldTensor("model.norm.weight", "F32", (3,), Layout(WORLD), 2),
+    HeldTensor("model.boxes", "F32", (4, 5), ExplicitLayout(BOXES)),
+    HeldTensor("model.equal", "F32", (2,), None),
+    HeldTensor("own", "F32", (2, 2), None),
 )
 FIRST = {held.name: 100.0 * index for index, held in enumerate(HELD)}
 
@@ -63,7 +63,7 @@ def state_of(rank: int) -> dict[str, Any]:
     return {"model": model, "own": {"$tensor": "own"}, **values_of(rank)}
 
 
-def boxes_of(held: Held, rank: int) -> list[Box]:
+def boxes_of(held: HeldTensor, rank: int) -> list[Box]:
     """What `rank` writes of a tensor."""
     if held.layout is None:
         return [Box.whole(held.shape)]
@@ -73,7 +73,7 @@ def boxes_of(held: Held, rank: int) -> list[Box]:
     return [box] if box.numel and held.layout.replica_index(rank) == held.writer else []
 
 
-def content(held: Held, box: Box, rank: int) -> bytes:
+def content(held: HeldTensor, box: Box, rank: int) -> bytes:
     """The elements of a box, in C order."""
     found = []
     for number in range(box.numel):

@@ -21,7 +21,7 @@ from statehold.format.manifest import Commit, Manifest, RecordEntry, groups_of, 
 from statehold.format.record import Record
 from statehold.layout.layout import Box, Layout, Mesh
 from statehold.layout.plan import BLOCK_BYTES, TensorSpec, plan_save
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 
 HERE = Path(__file__).parent
 EARLIER, ALONE, TOGETHER = 3, 11, 12
@@ -117,7 +117,7 @@ def write_step_of_two_ranks() -> None:
     records = []
     for rank, held in enumerate(TWO_RANKS):
         files, chunks = write_files(directory, held, TOGETHER, rank, 2, PLACED)
-        what = (Held("model.rows", "F32", ROWS[1], PLACED),)
+        what = (HeldTensor("model.rows", "F32", ROWS[1], PLACED),)
         record = Record(
             TOGETHER, 2, rank, ATTEMPT, BLOCK_BYTES, files, what, chunks, state_of(["model.rows"])
         )

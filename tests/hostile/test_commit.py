@@ -24,7 +24,7 @@ from statehold.format.record import Record
 from statehold.format.saved import _check_cover
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh, Ranks
 from statehold.layout.plan import SavePlan
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from support.lies import (
     NOT_ARRAYS,
     NOT_INTEGERS,
@@ -169,7 +169,7 @@ def test_a_manifest_of_another_step() -> None:
 
 
 def test_records_with_other_grids() -> None:
-    own = Held("own", "I64", (0,), None)
+    own = HeldTensor("own", "I64", (0,), None)
     other = {"files": (), "held": (own,), "chunks": {}, "state": {}, "block_bytes": 4096}
     world = recommitted(lambda record: replace(record, **other), 1)
     step = world.open(0, 4)
@@ -208,7 +208,7 @@ def test_a_record_without_what_its_group_has() -> None:
 
 def free(*boxes: tuple[int, int]) -> World:
     placed = tuple((Box((begin,), (end - begin,)), i % 2) for i, (begin, end) in enumerate(boxes))
-    held = Held("free", "U8", (10,), ExplicitLayout(placed))
+    held = HeldTensor("free", "U8", (10,), ExplicitLayout(placed))
     return World([[held]] * 2, {"free": np.arange(10, dtype=np.uint8)})
 
 
@@ -237,7 +237,7 @@ def test_chunks_that_do_not_cover(boxes: list[tuple[int, int]], missing: str) ->
 
 
 def locals_of(values: Sequence[int], shared: Sequence[Shared] = ()) -> World:
-    held = Held("own", "I64", (1,), None)
+    held = HeldTensor("own", "I64", (1,), None)
     own = [{"own": np.array([value])} for value in values]
     return World([[held]] * len(values), {}, own, shared=shared, sums=true_sums)
 
@@ -270,7 +270,7 @@ def test_two_layouts_of_one_name() -> None:
 
     def world(*shared: Shared, sums: Sums = other_sums) -> World:
         held = [
-            [Held("w", "I64", (4,), Layout(Mesh((2,), mesh), ((0, 0),)))]
+            [HeldTensor("w", "I64", (4,), Layout(Mesh((2,), mesh), ((0, 0),)))]
             for mesh in ((0, 1), (0, 1), (2, 3), (2, 3))
         ]
         return World(held, {"w": np.arange(4)}, shared=shared, sums=sums)
@@ -293,7 +293,7 @@ def test_many_boxes_in_the_worst_order() -> None:
     count = 4000
     boxes = [(Box((at,), (1,)), 0) for at in range(count)]
     placed = tuple(boxes[::2] + boxes[1::2])
-    held = Held("free", "U8", (count,), ExplicitLayout(placed))
+    held = HeldTensor("free", "U8", (count,), ExplicitLayout(placed))
     cut = [each for each, _ in placed]
     begin = time.process_time()
     _check_cover(held.name, Box.whole(held.shape), cut, disjoint=False)

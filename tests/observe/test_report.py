@@ -23,7 +23,7 @@ from statehold.cli.traces import MARKS_MAX, read_traces
 from statehold.format.about import About
 from statehold.io import profile as profiles
 from statehold.io.mounts import mount_of
-from statehold.io.profile import Profile, Rates
+from statehold.io.profile import Profile, StorageRates
 from statehold.options.io import Moving
 from statehold.units import MiB
 from support.runs import arrays_of, write_step
@@ -247,7 +247,7 @@ def test_what_was_reached_is_compared_with_the_profile(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     moving = Moving(buffer_bytes=MiB, queue_depth=4, backend="threads", copy_threads=1)
-    rates = Rates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
+    rates = StorageRates(write_bytes_per_s=2 * 10**9, read_bytes_per_s=3 * 10**9)
     found = Profile(mount_of(str(seen.run)), moving, "today", (), rates)
     profiles.save(found, profiles.path_for(str(seen.run)))
     _, told = ask("report", seen.run, "--trace", seen.trace)

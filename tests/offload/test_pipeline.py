@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.offload.pipeline import Pipeline
+from statehold.offload.pipeline import SubgroupPipeline
 from statehold.offload.subgroups import Subgroup
 from support.faults import DEADLINE_S, must
 
@@ -47,7 +47,7 @@ def pipeline(tmp_path: Path):
 
 
 def test_others_are_read_while_those_in_memory_are_used(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    pipeline: SubgroupPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_threads", Inline())
     in_memory = {i for i, place in enumerate(pipeline._places) if place.buffer is not None}
@@ -66,7 +66,7 @@ def test_others_are_read_while_those_in_memory_are_used(
     assert before == len(in_memory) - 1 > pipeline._exchanges
 
 
-def test_others_are_used_while_one_is_used_elsewhere(pipeline: Pipeline) -> None:
+def test_others_are_used_while_one_is_used_elsewhere(pipeline: SubgroupPipeline) -> None:
     """Every fourth one ends when all others have been used; nothing is read into its buffer."""
     used, ended, may_end = set(), [], threading.Event()
 
@@ -100,7 +100,7 @@ def test_others_are_used_while_one_is_used_elsewhere(pipeline: Pipeline) -> None
     assert found == {index: -index for index in range(0, SUBGROUPS, 4)}
 
 
-def test_what_fails_elsewhere_is_raised_when_all_has_ended(pipeline: Pipeline) -> None:
+def test_what_fails_elsewhere_is_raised_when_all_has_ended(pipeline: SubgroupPipeline) -> None:
     ended = []
 
     def use(group: Subgroup, *_: Any) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from statehold.errors import (
 )
 from statehold.offload.files import StateFiles
 from statehold.offload.held import Held
-from statehold.offload.store import Store, Stored
+from statehold.offload.store import Stored, SubgroupStore
 from statehold.tensors.placements import OWN
 from statehold.tensors.stored import Role, SavedParameter, StoredState
 from support import scripts
@@ -543,7 +543,7 @@ def test_a_write_that_fails_fails_the_save_and_no_update(
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
         twins.train(2)
         with monkeypatch.context() as patched:
-            patched.setattr(Store, "write", failing)
+            patched.setattr(SubgroupStore, "write", failing)
             save = ckpt.save(1, state_of(twins))
             with pytest.raises(StorageError):
                 save.wait("committed", DEADLINE_S)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from statehold.errors import ChecksumError, StorageError, UsageError, storage_error
-from statehold.offload.store import Store
+from statehold.offload.store import SubgroupStore
 from statehold.offload.targets import Targets
 from statehold.planners.placement import Moved
 from statehold.units import MiB
@@ -38,12 +38,14 @@ class Files:
 
 
 class Paths:
-    """As far as Targets know a Store: every update reads and writes each subgroup once."""
+    """As far as Targets know a SubgroupStore: every update reads and writes each subgroup once."""
 
     def __init__(self, *speeds: float) -> None:
         self.files = [Files(f"/path{index}", speed) for index, speed in enumerate(speeds)]
         self.now = 0.0
-        self.targets = Targets(SIZES, cast(Store, self), [1.0] * len(speeds), lambda: self.now)
+        self.targets = Targets(
+            SIZES, cast(SubgroupStore, self), [1.0] * len(speeds), lambda: self.now
+        )
         self.targets.reserve(2)
         self.lying = [self.targets[index] for index in range(len(SIZES))]
 

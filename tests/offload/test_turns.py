@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.offload.turns import Turn, Turns
+from statehold.offload.turns import PathTurns, Turn
 from support.faults import DEADLINE_S, must
 from support.forked import forked
 
@@ -30,7 +30,7 @@ def processes() -> Iterator[list[Any]]:
 
 def _take_turns(path: str, rounds: int, entered: Any, inside: Any, done: Any) -> None:
     """On two threads: turns in which no other process may be inside."""
-    turn = Turns(path).write
+    turn = PathTurns(path).write
     mine, sharing = threading.Lock(), [0]
 
     def moves() -> None:
@@ -68,7 +68,7 @@ def test_processes_exclude_each_other_and_all_go_on(tmp_path: Path, processes: l
 
 def test_threads_share_a_turn_until_another_optimizer_waits(tmp_path: Path) -> None:
     """Then those that come later wait, although their optimizer has the turn."""
-    mine, other = Turns(str(tmp_path)), Turns(str(tmp_path))
+    mine, other = PathTurns(str(tmp_path)), PathTurns(str(tmp_path))
     order: list[str] = []
 
     def take(turn: Turn, name: str) -> None:
@@ -93,7 +93,7 @@ def test_threads_share_a_turn_until_another_optimizer_waits(tmp_path: Path) -> N
 
 
 def _hold(path: str, held: Any) -> None:
-    with Turns(path).read.taken():
+    with PathTurns(path).read.taken():
         held.set()
         time.sleep(600)
 
@@ -104,10 +104,10 @@ def test_a_killed_holder_frees_its_turn(tmp_path: Path, processes: list[Any]) ->
     processes.append(context.Process(target=_hold, args=(str(tmp_path), held)))
     processes[-1].start()
     must(held.wait(DEADLINE_S))
-    turns = Turns(str(tmp_path))
+    turns = PathTurns(str(tmp_path))
     with turns.write.taken():  # another direction, another turn
         pass
-    with Turns(str(tmp_path.parent)).read.taken():  # another path
+    with PathTurns(str(tmp_path.parent)).read.taken():  # another path
         pass
     order: list[str] = []
 
@@ -115,7 +115,7 @@ def test_a_killed_holder_frees_its_turn(tmp_path: Path, processes: list[Any]) ->
         with turns.read.taken():
             order.append("taken")
 
-    waiter, onlooker = threading.Thread(target=take), Turns(str(tmp_path))
+    waiter, onlooker = threading.Thread(target=take), PathTurns(str(tmp_path))
     waiter.start()
     until = time.monotonic() + DEADLINE_S
     while not onlooker.read.is_wanted:
@@ -139,7 +139,7 @@ def test_optimizers_take_turns_unless_a_path_is_not_exclusive(tmp_path: Path) ->
         optimizer.close()
 
     for name in ("read", "write"):
-        turns = Turns(str(tmp_path))
+        turns = PathTurns(str(tmp_path))
         turn: Turn = getattr(turns, name)
         with turn.taken():
             train(exclusive=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.layout.layout import AnyLayout, Layout
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from support.layouts import explicit, layouts
 from support.records import DIRECTORY, DTYPES, World, cut
 
@@ -27,7 +27,7 @@ def worlds(draw: st.DrawFn) -> World:
         layout: AnyLayout = draw(st.one_of(layouts(size, len(shape)), explicit(size, shape)))
         count = layout.replica_count if isinstance(layout, Layout) else 1
         name = f"layers.{i}.weight"
-        held.append(Held(name, dtype, shape, layout, draw(st.integers(0, count - 1))))
+        held.append(HeldTensor(name, dtype, shape, layout, draw(st.integers(0, count - 1))))
         values = np.random.default_rng(i).integers(0, 255, math.prod(shape))
         arrays[name] = values.astype(DTYPES[dtype]).reshape(shape)
     return World([held] * size, arrays)

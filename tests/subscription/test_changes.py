@@ -6,7 +6,7 @@ import pytest
 
 from statehold.format.saved import PlacedChunk
 from statehold.layout.layout import Box
-from statehold.subscription.changes import Known, changed_pieces
+from statehold.subscription.changes import KnownTensor, changed_pieces
 
 BLOCK = 100
 
@@ -30,12 +30,12 @@ def chunk(begin: int, sums: list[int], nbytes: int = 250, rows: int = 5) -> Plac
 )
 def test_pieces_that_differ(before: PlacedChunk, expected: list[tuple[int, int]]) -> None:
     now = chunk(100, [1, 2, 3])
-    found = list(changed_pieces(now, BLOCK, Known.of([before], BLOCK)))
+    found = list(changed_pieces(now, BLOCK, KnownTensor.of([before], BLOCK)))
     assert [(piece.begin, piece.end) for piece in found] == expected
     assert all(piece.sum == f"{piece.begin // BLOCK:016x}" for piece in found)
 
 
 def test_without_a_step_in_place_or_on_another_grid_all_pieces_differ() -> None:
     now = chunk(100, [1, 2, 3])
-    for known in (None, Known.of([], BLOCK), Known.of([now], 2 * BLOCK)):
+    for known in (None, KnownTensor.of([], BLOCK), KnownTensor.of([now], 2 * BLOCK)):
         assert len(list(changed_pieces(now, BLOCK, known))) == 3

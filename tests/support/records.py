@@ -17,7 +17,7 @@ from statehold.format.record import Record
 from statehold.format.saved import SavedStep, open_step
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import TensorSpec, plan_save
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from support.faults import must
 from support.steps import Sums, document_of, false_sums, seal
 
@@ -32,7 +32,7 @@ def cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
     return array[(..., *(slice(a, b) for a, b in ranges))]
 
 
-def boxes_written(held: Held, rank: int) -> list[Box]:
+def boxes_written(held: HeldTensor, rank: int) -> list[Box]:
     """What `rank` writes of a tensor that it holds."""
     if isinstance(held.layout, ExplicitLayout):
         return sorted(held.layout.boxes_of(rank), key=lambda box: (box.offsets, box.shape))
@@ -50,7 +50,7 @@ class World:
 
     def __init__(
         self,
-        held: Sequence[Sequence[Held]],
+        held: Sequence[Sequence[HeldTensor]],
         arrays: Mapping[str, np.ndarray[Any, Any]],
         own: Sequence[Mapping[str, np.ndarray[Any, Any]]] = (),
         extra: Sequence[Mapping[str, Any]] = (),
@@ -86,9 +86,9 @@ class World:
             raise StorageError("cannot read", errno=errno.EFBIG, path=path)
         return raw
 
-    def _record(self, rank: int, held: Sequence[Held], extra: Mapping[str, Any]) -> Record:
+    def _record(self, rank: int, held: Sequence[HeldTensor], extra: Mapping[str, Any]) -> Record:
         written = [(each, box) for each in held for box in boxes_written(each, rank)]
-        layers: list[list[tuple[Held, Box]]] = []
+        layers: list[list[tuple[HeldTensor, Box]]] = []
         for each, box in written:  # a file holds a name once
             at = sum(each.name == other.name for layer in layers for other, _ in layer)
             if at == len(layers):
@@ -105,7 +105,7 @@ class World:
             7, self.size, rank, ATTEMPT, 1 << 20, tuple(files), tuple(held), chunks, state
         )
 
-    def _write(self, rank: int, index: int, layer: Sequence[tuple[Held, Box]]) -> Any:
+    def _write(self, rank: int, index: int, layer: Sequence[tuple[HeldTensor, Box]]) -> Any:
         specs, contents = [], []
         for held, box in layer:
             whole = self.own[rank][held.name] if held.layout is None else self.arrays[held.name]
@@ -145,7 +145,7 @@ class World:
         return result
 
 
-def _placed_spec(spec: TensorSpec, held: Held, box: Box) -> TensorSpec:
+def _placed_spec(spec: TensorSpec, held: HeldTensor, box: Box) -> TensorSpec:
     layout = held.layout if isinstance(held.layout, Layout) else None
     return TensorSpec(
         spec.name,
@@ -170,11 +170,11 @@ def example(sums: Sums = false_sums) -> World:
     grid, row = Mesh((2, 2), (0, 1, 2, 3)), Mesh((4,), (3, 1, 0, 2))
     boxes = [(Box((0,), (3,)), 1), (Box((3,), (4,)), 0), (Box((7,), (1,)), 0)]
     held = [
-        Held("sharded", "I64", (6, 4), Layout(grid, ((0, 0), (1, 1)))),
-        Held("uneven", "I16", (5,), Layout(row, ((0, 0),))),
-        Held("replicated", "F64", (3,), Layout(grid), 2),
-        Held("free", "U8", (8,), ExplicitLayout(tuple(boxes))),
-        Held("own", "I64", (2,), None),
+        HeldTensor("sharded", "I64", (6, 4), Layout(grid, ((0, 0), (1, 1)))),
+        HeldTensor("uneven", "I16", (5,), Layout(row, ((0, 0),))),
+        HeldTensor("replicated", "F64", (3,), Layout(grid), 2),
+        HeldTensor("free", "U8", (8,), ExplicitLayout(tuple(boxes))),
+        HeldTensor("own", "I64", (2,), None),
     ]
     arrays = {
         each.name: np.arange(math.prod(each.shape)).astype(DTYPES[each.dtype]).reshape(each.shape)

@@ -28,7 +28,7 @@ from statehold.integrations.formats.partial import Journal
 from statehold.lineage import Catalog
 from statehold.offload import turns
 from statehold.offload.claim import claim_folder
-from statehold.offload.turns import Turns
+from statehold.offload.turns import PathTurns
 from statehold.process import file_locks
 from statehold.process.file_locks import LockFile
 from support.contents import THREADS, committed
@@ -136,7 +136,7 @@ def lock_files(folder: Path) -> Iterator[Path]:
     yield folder / ".statehold-catalog.sqlite.lock"
     Journal(str(folder), "work").close()
     yield folder / ".journal"
-    Turns(str(folder)).close()
+    PathTurns(str(folder)).close()
     yield Path(file_locks._memory_path())
 
 
@@ -367,7 +367,7 @@ def test_a_process_excludes_itself_where_no_kernel_has_locks(
 
 def test_a_turn_is_not_waited_for_for_ever(tmp_path: Path, own_memory: Path, monkeypatch) -> None:
     monkeypatch.setattr(turns, "WAIT_S", 0.01)
-    stopped, mine = Turns(str(tmp_path)), Turns(str(tmp_path))
+    stopped, mine = PathTurns(str(tmp_path)), PathTurns(str(tmp_path))
     done = []
     with stopped.read.taken():
         for number in range(3):
@@ -375,7 +375,7 @@ def test_a_turn_is_not_waited_for_for_ever(tmp_path: Path, own_memory: Path, mon
                 done.append(number)
     assert done == [0, 1, 2]
     for _ in range(2):  # it takes turns again
-        with mine.read.taken(), contextlib.closing(Turns(str(tmp_path))) as onlooker:
+        with mine.read.taken(), contextlib.closing(PathTurns(str(tmp_path))) as onlooker:
             assert not onlooker.read._lock.try_take(0)
     for each in (stopped, mine):
         each.close()
@@ -387,7 +387,7 @@ def test_a_file_for_turns_that_a_stranger_has_made_is_not_used(
     home = own_memory / f"statehold-{os.getuid()}"
     home.mkdir()
     home.chmod(0o777)
-    mine = Turns(str(tmp_path))
+    mine = PathTurns(str(tmp_path))
     with mine.read.taken():
         assert not mine.read.is_wanted
     assert list(home.iterdir()) == []

@@ -17,7 +17,7 @@ from statehold.planners import redundancy, traces
 from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, replicated, stacked
 from statehold.planners.resilience import Rates, plan, settings, spares_for
 from statehold.planners.simulation import Outcome, simulate
-from statehold.planners.traces import WEIBULL, Drawn, Failure, Given
+from statehold.planners.traces import WEIBULL, DrawnTrace, Failure, Given
 from support import restarts
 
 pytest.importorskip("simpy")
@@ -82,7 +82,7 @@ def test_stacked_restarts_when_a_shard_has_no_holder() -> None:
 
 
 def test_the_time_of_a_run_is_the_sum_of_its_parts() -> None:
-    trace = Drawn(8, 900, 1, repair_s=2000)
+    trace = DrawnTrace(8, 900, 1, repair_s=2000)
     for policy in (Drop(), Quota(), stacked(8, 3), Policy()):
         out = simulate(JOB, policy, trace, 1000, spares=1)
         known_s = out.ideal_s + out.saving_s + out.down_s + out.lost_s + out.recovery_s
@@ -94,7 +94,7 @@ def test_restarts_take_the_time_of_the_closed_form() -> None:
     """Exponential failures; those during a restart do not prolong it."""
     job = dataclasses.replace(JOB, steps=20_000, restart_s=60.0)
     interval_s = 64.0 * 15
-    out = simulate(job, Restart(), Drawn(8, 10_000, 2), interval_s)
+    out = simulate(job, Restart(), DrawnTrace(8, 10_000, 2), interval_s)
     formula = restarts.expected_s(job.ideal_s, interval_s + 30, 30, 10_000, 60, 0)
     assert out.total_s == pytest.approx(formula, rel=0.02)
 
@@ -115,13 +115,18 @@ def test_published_tables(
     uptime_s = redundancy.endured(replicas, depth) * 300
     interval_s = redundancy.period_s(60, uptime_s, 3600) - 60
     job = Job(replicas, 10_000, 64, 2, 60, 3600, replicas, detect_s=0.1)
-    out = simulate(job, policy, Drawn(replicas, 300, 1, WEIBULL, 75_000 // replicas), interval_s)
+    out = simulate(
+        job, policy, DrawnTrace(replicas, 300, 1, WEIBULL, 75_000 // replicas), interval_s
+    )
     assert out.time_over_ideal == pytest.approx(time, rel=near)
     assert out.availability == pytest.approx(availability, rel=near)
 
 
 def test_a_trace_gives_the_same_failures_again() -> None:
-    for trace in (Drawn(8, 900, 1, repair_s=50), Drawn(8, 900, 1, WEIBULL, 4, job_mtbf_s=5000)):
+    for trace in (
+        DrawnTrace(8, 900, 1, repair_s=50),
+        DrawnTrace(8, 900, 1, WEIBULL, 4, job_mtbf_s=5000),
+    ):
         first, second = (list(itertools.islice(trace, 50)) for _ in range(2))
         assert first == second
         assert first == sorted(first, key=lambda each: each.at_s)
@@ -129,7 +134,7 @@ def test_a_trace_gives_the_same_failures_again() -> None:
 
 def test_drawn_failures_have_their_mean() -> None:
     for shape in (1.0, WEIBULL):
-        *_, last = itertools.islice(Drawn(8, 900, 3, shape), 20_000)
+        *_, last = itertools.islice(DrawnTrace(8, 900, 3, shape), 20_000)
         assert last.at_s / 20_000 == pytest.approx(900, rel=0.03)
 
 
@@ -152,7 +157,7 @@ def test_a_trace_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_plan_keeps_the_best_first() -> None:
-    found = plan(JOB, Rates(900, repair_s=2000), Drawn(8, 900, 1, repair_s=2000))
+    found = plan(JOB, Rates(900, repair_s=2000), DrawnTrace(8, 900, 1, repair_s=2000))
     shares = [each.outcome.goodput_allocated for each in found]
     assert shares == sorted(shares, reverse=True)
     assert {each.chosen.policy for each in found} == {

@@ -19,7 +19,7 @@ from statehold.format.saved import PlacedChunk, SavedTensor, open_step
 from statehold.format.trees import Differs
 from statehold.layout.layout import Box, Layout, Mesh, Ranks
 from statehold.layout.plan import TensorSpec, plan_save
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from support.records import DIRECTORY, World, example
 from support.steps import SPECS, manifest_of, sums_for, true_sums
 
@@ -82,7 +82,7 @@ def test_a_rank_at_its_place_reads_its_record() -> None:
 
 
 def test_the_wider_view_has_all_ranks() -> None:
-    held = [[Held(f"layers.{i}", "I64", (2,), None)] for i in range(2)]
+    held = [[HeldTensor(f"layers.{i}", "I64", (2,), None)] for i in range(2)]
     own = [{f"layers.{i}": np.array([i, i])} for i in range(2)]
     world = World(held, {}, own, [{"seed": rank} for rank in range(2)])
     step = world.open(1, 2)
@@ -98,7 +98,7 @@ def test_the_wider_view_has_all_ranks() -> None:
 
 
 def test_another_world_reads_one_record_a_group() -> None:
-    held = [Held("w", "I64", (8,), Layout(PAIR, ((0, 0),)))]
+    held = [HeldTensor("w", "I64", (8,), Layout(PAIR, ((0, 0),)))]
     world = World([held] * 2, {"w": np.arange(8)})
     step = world.open(5, 6)
     assert step.state == {"model": {"w": {"$tensor": "w"}}}
@@ -108,7 +108,7 @@ def test_another_world_reads_one_record_a_group() -> None:
 
 
 def test_states_with_keys_of_any_kind() -> None:
-    held = [Held("w", "I64", (8,), Layout(PAIR, ((0, 0),)))]
+    held = [HeldTensor("w", "I64", (8,), Layout(PAIR, ((0, 0),)))]
     world = World([held] * 2, {"w": np.arange(8)})
     node = {"$dict": [[1, {"$tensor": "w"}], ["x", 5]]}
     records = [
@@ -161,9 +161,9 @@ def test_ranks_say_the_same_whoever_writes_and_whatever_else_they_hold() -> None
     said = [record.group_digests() for record in example().records]
     assert len({digests["model"] for digests in said}) == 1
     assert len({digests["seed"] for digests in said}) == 4
-    other = Held("other", "I64", (2,), Layout(Mesh((1,), (1,))))
+    other = HeldTensor("other", "I64", (2,), Layout(Mesh((1,), (1,))))
     more = [[other], []]
-    held = Held("w", "I64", (2,), Layout(PAIR, ((0, 0),)))
+    held = HeldTensor("w", "I64", (2,), Layout(PAIR, ((0, 0),)))
     world = World(
         [[held, *each] for each in more[::-1]], {"w": np.arange(2), "other": np.arange(2)}
     )
@@ -190,7 +190,16 @@ def test_tensors_count_in_what_ranks_say(change: dict[str, Any], same: bool) -> 
     base: dict[str, Any] = {"name": "w", "dtype": "I64", "shape": (2,), "layout": Layout(PAIR)}
     said = [
         Record(
-            7, 2, 0, "a", 4096, (), (Held(**values),), {}, {"x": {"$tensor": "w"}}, {"w": "0" * 16}
+            7,
+            2,
+            0,
+            "a",
+            4096,
+            (),
+            (HeldTensor(**values),),
+            {},
+            {"x": {"$tensor": "w"}},
+            {"w": "0" * 16},
         ).group_digests()
         for values in (base, {**base, **change})
     ]
@@ -213,7 +222,7 @@ def test_a_file_of_parts() -> None:
 
 def test_meshes_are_written_short() -> None:
     def meshes(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Any:
-        held = Held("w", "I64", (0,), Layout(Mesh(shape, ranks)))
+        held = HeldTensor("w", "I64", (0,), Layout(Mesh(shape, ranks)))
         record = Record(7, 99_999, ranks[0], "a", 4096, (), (held,), {}, {})
         raw = record.encode()
         back = Record.decode(raw, "r")
@@ -250,14 +259,16 @@ def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: 
 def test_a_record_costs_what_it_holds_not_how_many_ranks_there_are() -> None:
     def size(world_size: int) -> int:
         mesh = Mesh((world_size,), tuple(range(world_size)))
-        held = tuple(Held(f"layers.{i}", "F32", (1 << 20,), Layout(mesh, ())) for i in range(100))
+        held = tuple(
+            HeldTensor(f"layers.{i}", "F32", (1 << 20,), Layout(mesh, ())) for i in range(100)
+        )
         return len(Record(7, world_size, 1, "a", 4096, (), held, {}, {}).encode())
 
     assert size(50_000) - size(2) < 100
 
 
 def test_the_example_in_the_document_is_a_record() -> None:
-    held = Held("model.w", "I64", (4,), Layout(PAIR, ((0, 0),)))
+    held = HeldTensor("model.w", "I64", (4,), Layout(PAIR, ((0, 0),)))
     world = World([[held]] * 2, {"model.w": np.arange(4)})
     document = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
     _, block = re.findall(r"```json\n(.*?)```", document, re.DOTALL)
@@ -270,7 +281,7 @@ def test_the_example_in_the_document_is_a_record() -> None:
 def test_values_that_thousands_of_ranks_have_each_are_not_read_to_be_refused() -> None:
     ranks = 70
     mesh = Mesh((ranks,), tuple(range(ranks)))
-    held = [Held("w", "I64", (ranks,), Layout(mesh, ((0, 0),)), 0)]
+    held = [HeldTensor("w", "I64", (ranks,), Layout(mesh, ((0, 0),)), 0)]
     extra = [{"seed": rank, "lr": 0.5} for rank in range(ranks)]
     world = World([held] * ranks, {"w": np.arange(ranks)}, extra=extra)
     step = world.open(0, 1)
@@ -282,7 +293,7 @@ def test_values_that_thousands_of_ranks_have_each_are_not_read_to_be_refused() -
 
 
 def test_a_rank_s_own_version_is_not_one_that_it_shares_with_others() -> None:
-    held = [Held("w", "I64", (2,), None, 0)]
+    held = [HeldTensor("w", "I64", (2,), None, 0)]
     own = [{"w": np.full(2, rank)} for rank in range(2)]
     world = World([held, held], {}, own, sums=true_sums)
     step, box = world.open(1, 2), Box.whole((2,))

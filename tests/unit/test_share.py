@@ -13,7 +13,7 @@ from statehold.layout.share import (
     PIECE_BYTES,
     SPLIT_BYTES,
     Balance,
-    Held,
+    HeldTensor,
     Part,
     PlanCache,
     Spread,
@@ -35,7 +35,7 @@ def test_tensors_of_one_rank_are_written_whole_in_their_order() -> None:
     specs = [spec("b", "F32", 2), spec("a", "U8", 0), spec("c", "F32", eager=True)]
     found = share(specs, 3)
     assert found.parts == tuple(Part(own, index, None) for index, own in enumerate(specs))
-    assert found.held[1] == Held("a", "U8", (0,), None, 0)
+    assert found.held[1] == HeldTensor("a", "U8", (0,), None, 0)
 
 
 def test_every_rank_writes_its_own_box_of_a_sharded_tensor() -> None:
@@ -44,14 +44,14 @@ def test_every_rank_writes_its_own_box_of_a_sharded_tensor() -> None:
         own = local_spec("w", "F32", (6, 5), layout, rank)
         found = share([own], rank)
         assert found.parts == (Part(own, 0, None),)
-        assert found.held == (Held("w", "F32", (6, 5), layout, 0),)
+        assert found.held == (HeldTensor("w", "F32", (6, 5), layout, 0),)
 
 
 def test_an_empty_box_is_held_and_not_written() -> None:
     layout = Layout(mesh(4), ((0, 0),))
     found = share([local_spec("w", "F32", (6, 5), layout, 3)], 3)
     assert found.parts == ()
-    assert found.held == (Held("w", "F32", (6, 5), layout, 0),)
+    assert found.held == (HeldTensor("w", "F32", (6, 5), layout, 0),)
 
 
 def test_on_a_mesh_of_one_rank_even_nothing_is_written() -> None:
@@ -76,7 +76,7 @@ def test_a_large_replicated_tensor_is_cut_over_all_replicas() -> None:
         found = share([own], rank)
         rows = shape[0] // 4
         first = rank // 2 * rows
-        assert found.held == (Held("w", "U8", shape, cut, 0),)
+        assert found.held == (HeldTensor("w", "U8", shape, cut, 0),)
         (part,) = found.parts
         assert part.rows == (first, first + rows)
         assert part.spec == replace(

@@ -7,7 +7,7 @@ import pytest
 from statehold.errors import InvariantError
 from statehold.layout.layout import Layout, Mesh
 from statehold.layout.plan import TensorSpec, plan_save
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from statehold.layout.stored import StoredFile, check, held_in
 
 SHARDED, REPLICATED = Layout(Mesh((2,), (0, 1)), ((0, 0),)), Layout(Mesh((2,), (0, 1)))
@@ -31,7 +31,7 @@ def test_a_rank_names_the_tensors_of_its_files_each_once(rank: int) -> None:
     files = [file_of(spec("own", None), spec("shard", SHARDED, rank)), file_of(spec("pad", None))]
     check(files, rank, ())
     assert [held.name for held in held_in(files)] == ["own", "shard", "pad"]
-    assert held_in(files)[1] == Held("shard", "U8", (4,), SHARDED)
+    assert held_in(files)[1] == HeldTensor("shard", "U8", (4,), SHARDED)
 
 
 def test_a_tensor_that_all_hold_is_in_a_file_of_the_first_rank() -> None:

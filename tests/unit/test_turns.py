@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from statehold.checkpoint.cadence.turns import GROWING_MAX, LAG, Rule, Turns, is_past_next
+from statehold.checkpoint.cadence.turns import GROWING_MAX, LAG, SaveRule, Turns, is_past_next
 
 
 def due(turns: Turns, steps: list[int]) -> list[int]:
@@ -51,7 +51,7 @@ def test_until_something_is_told_the_interval_doubles() -> None:
 def test_alone_it_holds_from_the_next_save_on() -> None:
     turns = Turns(None, lag=0)
     turns.call(0, 1)
-    turns.learn(Rule(0, 5))
+    turns.learn(SaveRule(0, 5))
     turns.call(1, 2)
     found = [step for step in range(3, 20) if turns.call(step, step)]
     assert found == [5, 10, 15]
@@ -67,10 +67,10 @@ class Job:
     def __init__(self, ranks: int, seed: int) -> None:
         self.random = random.Random(seed)
         self.ranks = [Turns(None) for _ in range(ranks)]
-        self.under_way: list[list[tuple[int, Rule | None]]] = [[] for _ in range(ranks)]
+        self.under_way: list[list[tuple[int, SaveRule | None]]] = [[] for _ in range(ranks)]
         self.lost: set[tuple[int, int]] = set()  # (rank, number of the save)
         self.number = 0
-        self.note: list[Rule] = []
+        self.note: list[SaveRule] = []
 
     def call(self, step: int) -> list[bool]:
         """One call on all ranks."""
@@ -78,7 +78,7 @@ class Job:
         found = [turns.call(number, step) for turns in self.ranks]
         leader = self.ranks[0]
         if all(found) and leader.pending is None and self.random.random() < 0.5:
-            leader.learn(Rule(number, self.random.choice([1, 2, 3, 7, 10])))
+            leader.learn(SaveRule(number, self.random.choice([1, 2, 3, 7, 10])))
         if found[0]:
             self.note = [leader.rule, *([leader.pending] if leader.pending else [])]
         for rank, is_due in enumerate(found):

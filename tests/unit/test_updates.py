@@ -9,17 +9,17 @@ import pytest
 from statehold.errors import UsageError
 from statehold.planners import placement
 from statehold.planners.interleaving import Device, best_period
-from statehold.planners.updates import PathRates, Work, plan
+from statehold.planners.updates import PathRates, UpdateWork, plan
 from statehold.units import GiB, MiB
 
 GB = 1e9
 
 
-def adamw(parameters: float, rate: float = 1e12) -> Work:
-    return Work(int(parameters), fields=3, gradient_bytes=2, rate=rate)
+def adamw(parameters: float, rate: float = 1e12) -> UpdateWork:
+    return UpdateWork(int(parameters), fields=3, gradient_bytes=2, rate=rate)
 
 
-def memory_for(work: Work, cached: float) -> int:
+def memory_for(work: UpdateWork, cached: float) -> int:
     return int(work.parameters * work.gradient_bytes + cached * work.state_bytes)
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import Progress, emit, sections, table
+from statehold.cli.output import ProgressBar, emit, sections, table
 from statehold.cli.study import report, study
-from statehold.cli.study.choose import Figures, moving_of, rates_of, top
+from statehold.cli.study.choose import StudyFigures, moving_of, rates_of, top
 from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
-from statehold.cli.study.sweep import JUDGED, Comparison
+from statehold.cli.study.sweep import JUDGED, Contrast
 from statehold.cli.tables import Table
 from statehold.errors import NoSpaceError, UsageError, storage_error
 from statehold.io import profile
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def study_at(
     args: argparse.Namespace,
     bench: Callable[[str, int], Bench],
-    more: Sequence[Comparison] = (),
+    more: Sequence[Contrast] = (),
 ) -> study.Study:
     """Measure, choose, write the profile and the records, and print.
 
@@ -126,11 +126,11 @@ def _measured(
     size: int,
     args: argparse.Namespace,
     bench: Callable[[str, int], Bench],
-    more: Sequence[Comparison],
+    more: Sequence[Contrast],
 ) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
     threads = Io().copy_thread_count
-    progress = Progress("measuring")
+    progress = ProgressBar("measuring")
     try:
         made = bench(directory, size)
         return study.run(made, threads, args.seconds, args.full, progress.tell, more)
@@ -198,7 +198,7 @@ def _listed(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _judged_table(figures: Figures) -> Table:
+def _judged_table(figures: StudyFigures) -> Table:
     tops = {operation: top(figures, operation) for operation in JUDGED}
     header, rows = ["STRATEGY"], []
     for operation in JUDGED:
@@ -211,7 +211,9 @@ def _judged_table(figures: Figures) -> Table:
     return table(header, rows, right=" ".join(["OF-BEST", *header[1:]]))
 
 
-def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: float) -> list[str]:
+def _cells(
+    figures: StudyFigures, strategy: Strategy, operation: Operation, top: float
+) -> list[str]:
     rate = figures.of(strategy, operation)
     if rate is None:
         return ["-", "-"]
@@ -219,7 +221,7 @@ def _cells(figures: Figures, strategy: Strategy, operation: Operation, top: floa
     return [f"{rate:.2f}{mark}", f"{rate / top:.2f}"]
 
 
-def _other_table(figures: Figures) -> Table | str:
+def _other_table(figures: StudyFigures) -> Table | str:
     """Factors by which only some strategies are measured."""
     rows = []
     for strategy, operation in figures.rates:

@@ -23,7 +23,7 @@ from statehold.format.manifest import Commit, Manifest, groups_of
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
 from statehold.layout.layout import Box, ExplicitLayout
-from statehold.reading.places import Place, load_manifest
+from statehold.reading.places import StepPlace, load_manifest
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -52,10 +52,10 @@ class Finding:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """What was checked, and the findings."""
 
-    place: Place
+    place: StepPlace
     files: int = 0
     bytes: int = 0
     pieces: int = 0
@@ -84,14 +84,14 @@ def _goes_on(last: Finding, finding: Finding) -> bool:
 
 
 def check_step(
-    fs: Fs, place: Place, reader: SpanReader, done: Callable[[int], None] = lambda _: None
-) -> Report:
+    fs: Fs, place: StepPlace, reader: SpanReader, done: Callable[[int], None] = lambda _: None
+) -> CheckReport:
     """Check every byte of a step. `done` gets the number of bytes checked since its last call."""
     return _Check(fs, place, reader, done).run()
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Document:
     """What one document, a manifest of version 1 or a record, says about data files."""
 
     rank: int
@@ -103,17 +103,17 @@ class _Part:
 
 class _Check:
     def __init__(
-        self, fs: Fs, place: Place, reader: SpanReader, done: Callable[[int], None]
+        self, fs: Fs, place: StepPlace, reader: SpanReader, done: Callable[[int], None]
     ) -> None:
         self.fs = fs
         self.place = place
         self.reader = reader
         self.done = done
-        self.report = Report(place)
+        self.report = CheckReport(place)
         self.known = {MANIFEST_NAME}
         self.cover = _Cover()
 
-    def run(self) -> Report:
+    def run(self) -> CheckReport:
         report = self.report
         try:
             manifest = load_manifest(self.fs, self.place.directory)
@@ -149,11 +149,11 @@ class _Check:
 
     # -- documents ---------------------------------------------------------------------------
 
-    def _parts(self, manifest: Manifest | Commit) -> Iterator[_Part]:
+    def _parts(self, manifest: Manifest | Commit) -> Iterator[_Document]:
         if isinstance(manifest, Manifest):
             chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
             dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-            yield _Part(0, manifest.block_bytes, manifest.files, chunks, dtypes)
+            yield _Document(0, manifest.block_bytes, manifest.files, chunks, dtypes)
             return
         digests: list[dict[str, str]] = []
         for rank in range(manifest.world_size):
@@ -162,7 +162,7 @@ class _Check:
                 digests.append(record.group_digests())
                 self.cover.add(record)
                 dtypes = {name: record.tensors[name].dtype for name in record.chunks}
-                yield _Part(rank, record.block_bytes, record.files, record.chunks, dtypes)
+                yield _Document(rank, record.block_bytes, record.files, record.chunks, dtypes)
         if len(digests) < manifest.world_size:
             self.cover.is_complete = False  # missing files have been reported
         elif groups_of(digests) != dict(manifest.state):
@@ -188,7 +188,7 @@ class _Check:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _spans(self, parts: Iterable[_Part]) -> Iterator[Span]:
+    def _spans(self, parts: Iterable[_Document]) -> Iterator[Span]:
         """The spans to read, file after file; reports problems of the files on the way."""
         for part in parts:
             held: list[list[tuple[int, int, str, str]]] = [[] for _ in part.files]
@@ -201,7 +201,7 @@ class _Check:
                 yield from self._file_spans(part, file, sorted(ranges))
 
     def _file_spans(
-        self, part: _Part, file: FileEntry, ranges: list[tuple[int, int, str, str]]
+        self, part: _Document, file: FileEntry, ranges: list[tuple[int, int, str, str]]
     ) -> Iterator[Span]:
         path = f"{self.place.directory}/{file.name}"
         size = self.fs.stat_bytes(path)
@@ -241,7 +241,7 @@ class _Check:
     # -- headers -----------------------------------------------------------------------------
 
     def _check_header(
-        self, span: Span, part: _Part, file: FileEntry, ranges: list[tuple[int, int, str, str]]
+        self, span: Span, part: _Document, file: FileEntry, ranges: list[tuple[int, int, str, str]]
     ) -> Iterator[Span]:
         """Check that a header agrees with the manifest or the record about the same bytes."""
         bad = list(scan(span))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 
 from statehold.cli import codes
-from statehold.cli.output import Report, emit, note, say
+from statehold.cli.output import ProgressReport, emit, note, say
 from statehold.reading.copying import copy_step
 
 
 def run(args: argparse.Namespace) -> int:
-    with Report("copy") as drawn:
+    with ProgressReport("copy") as drawn:
         copied = copy_step(args.step, args.destination, link=not args.no_links, report=drawn)
     if args.json:
         emit({"path": copied.path, "linked_bytes": copied.linked_bytes,

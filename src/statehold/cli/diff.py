@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
-from statehold.cli.output import Progress, bad, counted, emit, good, plain, say, table, weak
+from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.values import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
@@ -26,7 +26,7 @@ from statehold.format.saved import PlacedChunk
 from statehold.format.selection import matching
 from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
-from statehold.reading.places import NotFoundError, Place, at_rest, file_system
+from statehold.reading.places import NotFoundError, StepPlace, at_rest, file_system
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -45,13 +45,15 @@ def run(args: argparse.Namespace) -> int:
     return codes.FAILED if document["not_compared"] else codes.YES
 
 
-def _beside(fs: Fs, first: Place, args: argparse.Namespace) -> dict[str, Any]:
+def _beside(fs: Fs, first: StepPlace, args: argparse.Namespace) -> dict[str, Any]:
     """The step `first` next to the other one."""
     same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
     return at_rest(fs, f"{same_run}{args.b}", lambda second: _compared(fs, first, second, args))
 
 
-def _compared(fs: Fs, first: Place, second: Place, args: argparse.Namespace) -> dict[str, Any]:
+def _compared(
+    fs: Fs, first: StepPlace, second: StepPlace, args: argparse.Namespace
+) -> dict[str, Any]:
     pair = _Pair(
         Content(first.open(fs, args.rank), first.directory),
         Content(second.open(fs, args.rank), second.directory),
@@ -72,13 +74,13 @@ class _Pair:
         self.tensors = [_chosen(each.saved.tensors, pattern) for each in (a, b)]
         self.values = [_chosen(leaves_of(each.saved.state), pattern) for each in (a, b)]
         self.read_bytes = 0
-        self._progress = Progress("reading", 0)
+        self._progress = ProgressBar("reading", 0)
 
     def document(self) -> dict[str, Any]:
         ours, theirs = self.tensors
         common = [name for name in ours if name in theirs]
         total = sum(bytes_of(ours[name].dtype, ours[name].shape) or 0 for name in common)
-        self._progress = Progress("comparing", total)
+        self._progress = ProgressBar("comparing", total)
         differing, not_compared = [], []
         try:
             for name in common:

@@ -14,7 +14,7 @@ from statehold.cli import codes
 from statehold.cli.output import emit, say, table
 from statehold.cli.places import run_at
 from statehold.reading.places import file_system
-from statehold.reading.sizes import Sizes, sizes, sizes_of_steps
+from statehold.reading.sizes import StepSizes, sizes, sizes_of_steps
 from statehold.units import format_bytes
 
 
@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _document(found: Sizes) -> dict[str, Any]:
+def _document(found: StepSizes) -> dict[str, Any]:
     return {"bytes": found.bytes, "own_bytes": found.own_bytes, "shared_bytes": found.shared_bytes}
 
 
-def _texts(found: Sizes) -> tuple[str, str, str]:
+def _texts(found: StepSizes) -> tuple[str, str, str]:
     return (
         format_bytes(found.bytes),
         format_bytes(found.own_bytes),

@@ -31,7 +31,7 @@ _LINE_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Leftover:
     """A leftover. is_waste: nobody needs it, as far as one can see."""
 
     name: str
@@ -40,7 +40,7 @@ class Left:
     is_waste: bool = False
 
 
-def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Left]:
+def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Leftover]:
     """The leftovers in the run `path`, if it is one, and in the memory of this host."""
     yield from _memory(home_path(shared))
     for folder in dict.fromkeys((shared, path)):
@@ -48,13 +48,13 @@ def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Left
     yield from _in_run(fs, path)
 
 
-def _memory(home: str) -> Iterator[Left]:
+def _memory(home: str) -> Iterator[Leftover]:
     runs = [os.path.join(home, name) for name in _own_directories(home)]
     if not runs:
         return
     used = sum(is_saved_into(run) for run in runs)
     size = format_bytes(sizes(runs).bytes)
-    yield Left(
+    yield Leftover(
         "memory of runs",
         f"{counted(len(runs), 'run')}, {used} in use, {size}",
         f"steps that stay until the host restarts, in {home}; statehold free RUN frees those of a "
@@ -62,40 +62,40 @@ def _memory(home: str) -> Iterator[Left]:
     )
 
 
-def _near(folder: str) -> Iterator[Left]:
+def _near(folder: str) -> Iterator[Leftover]:
     found = [name for name in _own_directories(folder) if name.startswith(PREFIX)]
     if found:
         size = format_bytes(sizes(os.path.join(folder, name) for name in found).bytes)
         means = "files of a restore that is under way or was killed; remove them if it was killed"
-        yield Left("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
+        yield Leftover("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
 
 
-def _in_run(fs: Fs, path: str) -> Iterator[Left]:
+def _in_run(fs: Fs, path: str) -> Iterator[Leftover]:
     left = leftovers_of(fs, path)
     is_used = is_saved_into(path)
     halves = [each for each in left if each["kind"] == "partial"]
     if halves:
         ended = "from a save or copy that did not end; the next one removes it or continues it"
         means = "a job is at work" if is_used else ended
-        yield Left("half steps", _sized(path, halves), means, is_waste=not is_used)
+        yield Leftover("half steps", _sized(path, halves), means, is_waste=not is_used)
     names = [each for each in left if each["kind"] == "shared"]
     if names:
         ended = (
             "names of files of steps that a job kept for its next save; the next job clears them"
         )
         means = "a job is at work" if is_used else ended
-        yield Left("shared files", _sized(path, names), means, is_waste=not is_used)
+        yield Leftover("shared files", _sized(path, names), means, is_waste=not is_used)
     aside = [each for each in left if each["kind"] == "corrupt"]
     if aside:
-        yield Left(
+        yield Leftover(
             "set aside", _sized(path, aside), "damaged and set aside, for a person to inspect", True
         )
     if os.path.lexists(os.path.join(path, FILE_NAME)):
         means = "to list their steps: statehold ls RUN --levels"
-        yield Left("levels", "noted in " + FILE_NAME, means)
+        yield Leftover("levels", "noted in " + FILE_NAME, means)
     line = _last_line(os.path.join(path, LOG_NAME))
     if line:
-        yield Left(
+        yield Leftover(
             "agent's log", line[:120], f"its last report after the death of a trainer: {LOG_NAME}"
         )
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from statehold.checkpoint.levels.copying import Part, SourceFile, part_of
+from statehold.checkpoint.levels.copying import CopyPart, SourceFile, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
@@ -53,7 +53,7 @@ FETCH_BYTES = 64 << 20
 Document = dict[str, Any]
 
 
-class Held(Protocol):
+class HeldSteps(Protocol):
     """The steps of a level, if it can be read."""
 
     def steps(self) -> list[int]: ...
@@ -63,14 +63,14 @@ class Held(Protocol):
 
 
 @dataclass
-class Level:
+class FoundLevel:
     """A level as it was found. state: "there", "not there", "not asked" or "unreadable". held: the
     steps there."""
 
     entry: Remembered
     state: str = "there"
     error: str = ""
-    place: Held | None = None
+    place: HeldSteps | None = None
     held: dict[int, Document] = field(default_factory=dict)
 
     def document(self) -> Document:
@@ -95,7 +95,7 @@ class Level:
         }
 
 
-def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -> list[Level]:
+def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -> list[FoundLevel]:
     """The levels of a run, the nearest first, and their steps. far: also read object stores, with
     `options`."""
     try:
@@ -106,7 +106,7 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     return [level for entry in remembered for level in _all_of(fs, entry, far, options)]
 
 
-def _all_of(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> list[Level]:
+def _all_of(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> list[FoundLevel]:
     """A level; if several hosts have it, also the files that this host keeps for the others."""
     own = _looked_at(fs, entry, far, options)
     beside = os.path.realpath(entry.where) + COPIES_SUFFIX
@@ -139,8 +139,8 @@ def _names(directory: str) -> list[str]:
     return look_beside_a_writer(partial(os.listdir, directory), is_there, directory) or []
 
 
-def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> Level:
-    level = Level(entry)
+def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> FoundLevel:
+    level = FoundLevel(entry)
     try:
         if entry.kind == "objects" and not far:
             level.state = "not asked"
@@ -158,7 +158,7 @@ def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any])
     return level
 
 
-def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> Held:
+def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> HeldSteps:
     is_far = entry.kind == "objects"
     return _InObjects(entry.where, options) if is_far else _InDirectory(fs, entry)
 
@@ -180,7 +180,7 @@ def far_options(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def steps_of(levels: Sequence[Level], *, counting: bool = False) -> list[int]:
+def steps_of(levels: Sequence[FoundLevel], *, counting: bool = False) -> list[int]:
     """The steps that any of the levels has, oldest first. counting: not damaged copies."""
     return sorted(
         {
@@ -192,7 +192,7 @@ def steps_of(levels: Sequence[Level], *, counting: bool = False) -> list[int]:
     )
 
 
-def copies_of(levels: Sequence[Level], step: int) -> list[tuple[Level, Document]]:
+def copies_of(levels: Sequence[FoundLevel], step: int) -> list[tuple[FoundLevel, Document]]:
     """The copies of a step, the nearest first."""
     return [(level, level.held[step]) for level in levels if step in level.held]
 
@@ -276,7 +276,7 @@ class _InObjects:
     def about(self) -> Document:
         return {}
 
-    def _whole(self, step: int) -> Part:
+    def _whole(self, step: int) -> CopyPart:
         """The files of a step, once they have the right sizes."""
         part = self._part(step)
         for file in part.files:
@@ -295,7 +295,7 @@ class _InObjects:
         except CorruptionError:
             return ""
 
-    def _part(self, step: int) -> Part:
+    def _part(self, step: int) -> CopyPart:
         documents, where = _Documents(self._objects, step), self._objects.path(step)
         return part_of(documents, where, lambda saved, _: range(saved))
 

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any, TextIO
 
 from statehold.cli import progress, terminal
-from statehold.cli.progress import Progress as Progress
-from statehold.cli.progress import Report as Report
+from statehold.cli.progress import ProgressBar as ProgressBar
+from statehold.cli.progress import ProgressReport as ProgressReport
 from statehold.cli.tables import Styled, Table
 from statehold.units import format_age
 

@@ -31,7 +31,7 @@ DEEPSPEED_BYTES = 32  # of a parameter and step: planners/updates
 def run(args: argparse.Namespace) -> int:
     fields, gradient_bytes = _TYPES[args.dtype]
     parameters, rate = _number(args.parameters, "--parameters"), _number(args.rate, "--rate")
-    work = updates.Work(math.ceil(parameters), fields, gradient_bytes, rate)
+    work = updates.UpdateWork(math.ceil(parameters), fields, gradient_bytes, rate)
     paths = [_path(text, is_full_duplex=args.full_duplex) for text in args.path]
     size = None if args.subgroup is None else parse_bytes(args.subgroup)
     found = updates.plan(work, parse_bytes(args.memory), paths, _device(args), size)
@@ -84,7 +84,7 @@ def _number(text: str, option: str) -> float:
 
 
 def _document(
-    work: updates.Work, paths: list[updates.PathRates], found: updates.Update
+    work: updates.UpdateWork, paths: list[updates.PathRates], found: updates.UpdatePlan
 ) -> dict[str, Any]:
     each_way = work.fields * updates.FIELD_BYTES * (1 - found.cached) if paths else 0.0
     return {
@@ -101,7 +101,7 @@ def _document(
     }
 
 
-def _use(paths: list[updates.PathRates], found: updates.Update) -> str:
+def _use(paths: list[updates.PathRates], found: updates.UpdatePlan) -> str:
     whole = found.host_bytes // MiB if paths else -(-found.host_bytes // MiB)  # all of it, if alone
     tiers = [f'Host("{whole}MiB")'] if whole else []
     tiers += [f'Path("{path.name}")' for path in paths]
@@ -111,9 +111,9 @@ def _use(paths: list[updates.PathRates], found: updates.Update) -> str:
 
 def _parts(
     args: argparse.Namespace,
-    work: updates.Work,
+    work: updates.UpdateWork,
     paths: list[updates.PathRates],
-    found: updates.Update,
+    found: updates.UpdatePlan,
     document: dict[str, Any],
 ) -> Iterator[str | Table]:
     yield (
@@ -127,7 +127,7 @@ def _parts(
     yield f"Use: {document['use']}"
 
 
-def _path_table(paths: list[updates.PathRates], found: updates.Update) -> Table:
+def _path_table(paths: list[updates.PathRates], found: updates.UpdatePlan) -> Table:
     rows = [
         (path.name, *(f"{rate / 1e9:.2f}" for rate in (path.read, path.write, path.bandwidth)),
          count, format_bytes(count * found.subgroup_bytes))
@@ -137,7 +137,7 @@ def _path_table(paths: list[updates.PathRates], found: updates.Update) -> Table:
     return table(header, rows, right=" ".join(header[1:]), foot="(GB/s)")
 
 
-def _times(work: updates.Work, found: updates.Update, document: dict[str, Any]) -> str:
+def _times(work: updates.UpdateWork, found: updates.UpdatePlan, document: dict[str, Any]) -> str:
     moved = 2 * document["bytes_per_parameter"]["read"]
     lines = [
         f"An update takes {format_seconds(found.update_s)}. It is bounded by the {found.bound}: "

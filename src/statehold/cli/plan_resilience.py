@@ -20,7 +20,7 @@ from statehold.cli.tables import Table
 from statehold.errors import UsageError
 from statehold.planners import resilience, traces
 from statehold.planners.policies import Job
-from statehold.planners.resilience import Choice, Rates
+from statehold.planners.resilience import PolicyChoice, Rates
 from statehold.units import format_seconds
 
 # The least and the most of each option. The simulation is for jobs; beyond these it has no end.
@@ -87,12 +87,12 @@ def _trace(args: argparse.Namespace) -> traces.Trace:
         except (OSError, UnicodeDecodeError) as error:
             facts = {"file": args.trace, "error": str(error)}
             raise UsageError("the trace cannot be read", facts=facts) from error
-    return traces.Drawn(
+    return traces.DrawnTrace(
         args.replicas, args.mtbf, args.seed, args.shape, args.nodes, args.repair_seconds
     )
 
 
-def _document(job: Job, rates: Rates, found: Sequence[Choice]) -> dict[str, Any]:
+def _document(job: Job, rates: Rates, found: Sequence[PolicyChoice]) -> dict[str, Any]:
     return {
         **asdict(job),
         "mtbf_s": rates.mtbf_s,
@@ -117,13 +117,13 @@ def _document(job: Job, rates: Rates, found: Sequence[Choice]) -> dict[str, Any]
     }
 
 
-def _best(found: Sequence[Choice]) -> str | None:
+def _best(found: Sequence[PolicyChoice]) -> str | None:
     """The best policy that finishes, and trains every sample."""
     exact = [each for each in found if each.outcome.is_finished and not each.outcome.lost_batches]
     return resilience.best(exact).chosen.policy if exact else None
 
 
-def _parts(job: Job, rates: Rates, found: Sequence[Choice]) -> Iterator[str | Table]:
+def _parts(job: Job, rates: Rates, found: Sequence[PolicyChoice]) -> Iterator[str | Table]:
     rows = [_row(each) for each in found]
     header = ("POLICY", "REDUNDANCY", "INTERVAL", "SPARES", "TIME", "GOODPUT", "UP", "RESTARTS",
               "LOST", "AGAIN")  # fmt: skip
@@ -140,7 +140,7 @@ def _parts(job: Job, rates: Rates, found: Sequence[Choice]) -> Iterator[str | Ta
     yield f"Use: {best}" if best else "No policy finishes the job with every sample."
 
 
-def _row(each: Choice) -> tuple[object, ...]:
+def _row(each: PolicyChoice) -> tuple[object, ...]:
     chosen, out = each.chosen, each.outcome
     settings = (chosen.policy, chosen.redundancy, format_seconds(chosen.interval_s), chosen.spares)
     if not out.is_finished:
@@ -152,7 +152,7 @@ def _row(each: Choice) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _draw(found: Sequence[Choice], path: Path) -> None:
+def _draw(found: Sequence[PolicyChoice], path: Path) -> None:
     """A bar for each policy that finishes: where its time goes."""
     try:
         importlib.import_module("matplotlib").use("Agg")

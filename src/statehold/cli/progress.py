@@ -24,10 +24,10 @@ _CLEAR = "\r\x1b[K"
 _TEXT_MAX = 100
 
 _guard = threading.RLock()
-_current: Progress | None = None
+_current: ProgressBar | None = None
 
 
-class Progress:
+class ProgressBar:
     """Bytes done of `total_bytes`, or with 0 work whose end nobody knows."""
 
     def __init__(self, label: str, total_bytes: int = 0) -> None:
@@ -89,21 +89,21 @@ class Progress:
             self._line.draw(self._text, self._share)
 
 
-class Report:
+class ProgressReport:
     """Draws what a function reports: the bytes done, and those in all. A context manager."""
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self._done = 0
 
     def __call__(self, done: int, total: int) -> None:
         if self._progress is None:
-            self._progress = Progress(self._label, total)
+            self._progress = ProgressBar(self._label, total)
         self._progress.advance(done - self._done)
         self._done = done
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> ProgressReport:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,14 +122,14 @@ def hide() -> None:
 @contextlib.contextmanager
 def busy(label: str) -> Iterator[None]:
     """Show that work goes on, until other progress is shown."""
-    progress = Progress(label)
+    progress = ProgressBar(label)
     try:
         yield
     finally:
         progress.close()
 
 
-def _set_current(progress: Progress) -> None:
+def _set_current(progress: ProgressBar) -> None:
     global _current
     with _guard:
         hide()

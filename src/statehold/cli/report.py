@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from statehold._version import __version__
 from statehold.cli import codes, show
 from statehold.cli.costs import costs_of
-from statehold.cli.levels import Level, copies_of, far_options, levels_of, steps_of
+from statehold.cli.levels import FoundLevel, copies_of, far_options, levels_of, steps_of
 from statehold.cli.output import emit, say
 from statehold.cli.page import page_of
 from statehold.cli.places import leftovers_of, run_at
@@ -25,7 +25,7 @@ from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
 from statehold.process.whole_files import replace_file
-from statehold.reading.places import Place, file_system
+from statehold.reading.places import StepPlace, file_system
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
     }
 
 
-def _verify(fs: Fs, looked: Iterable[Level]) -> None:
+def _verify(fs: Fs, looked: Iterable[FoundLevel]) -> None:
     """Every copy that can be read."""
     for level in looked:
         for step, copy in level.held.items():
@@ -92,7 +92,7 @@ def _verify(fs: Fs, looked: Iterable[Level]) -> None:
                     copy["state"] = "damaged"
 
 
-def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
+def _step(looked: Sequence[FoundLevel], step: int) -> dict[str, Any]:
     """A step as its first damaged copy has it, or else its nearest whole or partial copy; and all
     copies."""
     copies = [{"level": level.entry.name, **copy} for level, copy in copies_of(looked, step)]
@@ -103,13 +103,13 @@ def _step(looked: Sequence[Level], step: int) -> dict[str, Any]:
     return {**known, **shown, "copies": copies}
 
 
-def _newest(fs: Fs, looked: Sequence[Level]) -> dict[str, Any] | None:
+def _newest(fs: Fs, looked: Sequence[FoundLevel]) -> dict[str, Any] | None:
     """The contents of the newest step that is readable near by: dtypes, and the largest tensors."""
     near = [level for level in looked if level.entry.kind != "objects"]
     for step in reversed(steps_of(near)):
         for _, copy in copies_of(near, step):
             try:
-                place = Place(copy["path"], step, copy["path"])
+                place = StepPlace(copy["path"], step, copy["path"])
                 contents = show.describe(fs, place.open(fs), place)
             except StateholdError:  # the table of steps has the problem
                 continue

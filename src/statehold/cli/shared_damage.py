@@ -15,13 +15,13 @@ from typing import Any
 
 from statehold.checkpoint.store.directory_names import step_of
 from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.cli.checking import Report
+from statehold.cli.checking import CheckReport
 
 Inode = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedFile:
+class DamagedFile:
     """file: its name in the first of the steps of `run`. elsewhere: how many names it has outside
     of the run."""
 
@@ -38,9 +38,9 @@ class SharedDamage:
     """The damaged files with several names that were found in steps."""
 
     def __init__(self) -> None:
-        self.files: dict[Inode, SharedFile] = {}
+        self.files: dict[Inode, DamagedFile] = {}
 
-    def add(self, report: Report) -> set[str]:
+    def add(self, report: CheckReport) -> set[str]:
         """Take the files of another step. Returns the names of those that were there already."""
         known = set()
         for name in {each.file for each in report.findings if each.file is not None}:
@@ -55,7 +55,7 @@ class SharedDamage:
         return known
 
 
-def _held(run: str, name: str, found: os.stat_result) -> SharedFile:
+def _held(run: str, name: str, found: os.stat_result) -> DamagedFile:
     steps, names = [], 0
     for folder in _folders(run):
         count = sum(1 for each in _files(folder) if os.path.samestat(each, found))
@@ -63,7 +63,7 @@ def _held(run: str, name: str, found: os.stat_result) -> SharedFile:
         if count and step is not None:
             steps.append(step)
         names += count
-    return SharedFile(run, name, tuple(sorted(steps)), max(0, found.st_nlink - names))
+    return DamagedFile(run, name, tuple(sorted(steps)), max(0, found.st_nlink - names))
 
 
 def _folders(run: str) -> Iterable[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.cli import codes, numbers
 from statehold.cli.content import Content
 from statehold.cli.output import (
-    Progress,
+    ProgressBar,
     age,
     counted,
     emit,
@@ -34,8 +34,8 @@ from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
 from statehold.format.selection import matching, nearest
 from statehold.layout.layout import Layout
-from statehold.layout.share import Held
-from statehold.reading.places import NotFoundError, Place, at_rest, file_system, load_manifest
+from statehold.layout.share import HeldTensor
+from statehold.reading.places import NotFoundError, StepPlace, at_rest, file_system, load_manifest
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _looked_at(fs: Fs, place: Place, args: argparse.Namespace) -> dict[str, Any]:
+def _looked_at(fs: Fs, place: StepPlace, args: argparse.Namespace) -> dict[str, Any]:
     saved = place.open(fs, args.rank)
     if args.tensor in saved.tensors:
         return _tensor(saved, place, args.tensor)
@@ -90,7 +90,7 @@ def _keep_matching(document: dict[str, Any], pattern: str) -> None:
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def describe(fs: Fs, saved: SavedStep, place: Place) -> dict[str, Any]:
+def describe(fs: Fs, saved: SavedStep, place: StepPlace) -> dict[str, Any]:
     """The contents of a step, without reading its data."""
     manifest = load_manifest(fs, place.directory)
     tensors = [_entry(saved, name) for name in saved.tensors]
@@ -126,7 +126,7 @@ def _entry(saved: SavedStep, name: str) -> dict[str, Any]:
     }
 
 
-def _layout(held: Held, world_size: int) -> str:
+def _layout(held: HeldTensor, world_size: int) -> str:
     """How a tensor is cut, for people."""
     if held.layout is None:
         return "whole" if world_size == 1 else "each rank its own"
@@ -195,7 +195,7 @@ def _shortened(value: Any) -> str:
 # -- a tensor --------------------------------------------------------------------------------------
 
 
-def _tensor(saved: SavedStep, place: Place, name: str) -> dict[str, Any]:
+def _tensor(saved: SavedStep, place: StepPlace, name: str) -> dict[str, Any]:
     content = Content(saved, place.directory)
     try:
         chunks = content.chunks(name)
@@ -224,7 +224,7 @@ def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | No
     statistics = numbers.Statistics()
     if known:
         numbers.numpy()  # before anything is read
-    progress = Progress(name, nbytes)
+    progress = ProgressBar(name, nbytes)
     try:
         for chunk in content.chunks(name):
             for raw in content.chunk_parts(name, chunk):

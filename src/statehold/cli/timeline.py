@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 
 from statehold.cli.markup import Markup, join, tag
-from statehold.cli.traces import Lane, Mark, Traces
+from statehold.cli.traces import DrawnStage, TimelineRow, Traces
 from statehold.units import format_seconds
 
 # Stages by kind, which the colours show.
@@ -55,12 +55,12 @@ def timeline(traces: Traces) -> Markup:
     return join([_legend(lanes), body, tag("p", reset, about, class_="reading"), note])
 
 
-def _label(lane: Lane, several: bool) -> str:
+def _label(lane: TimelineRow, several: bool) -> str:
     thread = lane.thread.removeprefix("statehold-").removesuffix("_0")
     return f"rank {lane.rank} · {thread}" if several else thread
 
 
-def _legend(lanes: Iterable[Lane]) -> Markup:
+def _legend(lanes: Iterable[TimelineRow]) -> Markup:
     used = {_kind(mark) for lane in lanes for mark in lane.marks}
     items = [
         tag("li", _swatch(kind), meaning) for kind, meaning in _MEANING.items() if kind in used
@@ -73,7 +73,7 @@ def _swatch(kind: str) -> Markup:
                width=10, height=10, aria_hidden="true")  # fmt: skip
 
 
-def _row(lane: Lane, begin: int, end: int, several: bool) -> Markup:
+def _row(lane: TimelineRow, begin: int, end: int, several: bool) -> Markup:
     places = list(_stacked(lane.marks))
     height = _ROW_PX * (max(row for _, row in places) + 1)
     label = _label(lane, several)
@@ -82,7 +82,7 @@ def _row(lane: Lane, begin: int, end: int, several: bool) -> Markup:
     return join([tag("div", label, class_="lane"), tag("div", drawing, class_="track")])
 
 
-def _stacked(marks: Iterable[Mark]) -> Iterator[tuple[Mark, int]]:
+def _stacked(marks: Iterable[DrawnStage]) -> Iterator[tuple[DrawnStage, int]]:
     """Each mark and its row: below the marks that are not over when it begins."""
     ends: list[int] = []
     for mark in marks:
@@ -91,7 +91,7 @@ def _stacked(marks: Iterable[Mark]) -> Iterator[tuple[Mark, int]]:
         yield mark, row
 
 
-def _mark(mark: Mark, row: int, begin: int, end: int) -> Markup:
+def _mark(mark: DrawnStage, row: int, begin: int, end: int) -> Markup:
     span = end - begin
     text = _text(mark)
     return tag(
@@ -107,7 +107,7 @@ def _mark(mark: Mark, row: int, begin: int, end: int) -> Markup:
     )
 
 
-def _text(mark: Mark) -> str:
+def _text(mark: DrawnStage) -> str:
     step = mark.facts.get("step")
     of = "" if step is None else f", step {step}"
     error = mark.facts.get("error")
@@ -115,7 +115,7 @@ def _text(mark: Mark) -> str:
     return f"{mark.name}{of}: {format_seconds((mark.end - mark.begin) / 1e6)}{ended}"
 
 
-def _kind(mark: Mark) -> str:
+def _kind(mark: DrawnStage) -> str:
     return _KIND_OF.get(mark.name, "rest")
 
 

@@ -29,7 +29,7 @@ _ORDER = {"statehold-stage_0": 1, "statehold-commit_0": 2, _ENGINE: 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class DrawnStage:
     """A stage on the timeline, in microseconds of wall-clock time."""
 
     name: str
@@ -39,12 +39,12 @@ class Mark:
 
 
 @dataclass(slots=True)
-class Lane:
+class TimelineRow:
     """A thread of a rank, or its engine: marks in the order of their beginnings."""
 
     rank: int
     thread: str
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[DrawnStage] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Traces:
     and `end`.
     """
 
-    lanes: list[Lane] = field(default_factory=list)
+    lanes: list[TimelineRow] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     restores: list[dict[str, Any]] = field(default_factory=list)
     copies: list[dict[str, Any]] = field(default_factory=list)
@@ -73,7 +73,7 @@ def read_traces(paths: Iterable[str]) -> Traces:
     return found
 
 
-def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
+def _sort_in(found: Traces, rank: int, thread: str, mark: DrawnStage) -> None:
     event = mark.facts.get("event")
     about = {**mark.facts, "rank": rank, "begin": mark.begin, "end": mark.end}
     if type(mark.facts.get("step")) is int:
@@ -86,7 +86,7 @@ def _sort_in(found: Traces, rank: int, thread: str, mark: Mark) -> None:
             found.copies.append(about)
     lane = next((x for x in found.lanes if (x.rank, x.thread) == (rank, thread)), None)
     if lane is None:
-        lane = Lane(rank, thread)
+        lane = TimelineRow(rank, thread)
         found.lanes.append(lane)
     lane.marks.append(mark)
 
@@ -111,14 +111,14 @@ class _File:
         self._threads: dict[tuple[int, int], str] = {}
         self._begun: dict[tuple[int, str, str], tuple[int, dict[str, Any]]] = {}
 
-    def __iter__(self) -> Iterator[tuple[int, str, Mark]]:
+    def __iter__(self) -> Iterator[tuple[int, str, DrawnStage]]:
         for event in self._events:
             try:
                 yield from self._marks(event)
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 self._found.left_out += 1
 
-    def _marks(self, event: dict[str, Any]) -> Iterator[tuple[int, str, Mark]]:
+    def _marks(self, event: dict[str, Any]) -> Iterator[tuple[int, str, DrawnStage]]:
         kind, rank = event["ph"], _rank(event["pid"])
         if kind == "M":
             if event["name"] == "thread_name":
@@ -126,19 +126,19 @@ class _File:
         elif kind == "X":
             lane = int(event["tid"])
             begin, name = _time(event["ts"]), _text(event["name"])
-            mark = Mark(name, begin, begin + _time(event["dur"]), _facts(event))
+            mark = DrawnStage(name, begin, begin + _time(event["dur"]), _facts(event))
             yield rank, self._threads.get((rank, lane), f"thread {lane}"), mark
         elif kind in ("b", "e"):
             yield from self._halves(event, rank)
 
-    def _halves(self, event: dict[str, Any], rank: int) -> Iterator[tuple[int, str, Mark]]:
+    def _halves(self, event: dict[str, Any], rank: int) -> Iterator[tuple[int, str, DrawnStage]]:
         name = _text(event["name"])
         key = rank, _text(event["id"]), name
         if event["ph"] == "b":
             self._begun[key] = _time(event["ts"]), _facts(event)
         elif key in self._begun:
             begin, facts = self._begun.pop(key)
-            yield rank, _ENGINE, Mark(name, begin, max(begin, _time(event["ts"])), facts)
+            yield rank, _ENGINE, DrawnStage(name, begin, max(begin, _time(event["ts"])), facts)
 
 
 def _events_of(path: str) -> list[Any]:

@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import Report, emit, note, say
+from statehold.cli.output import ProgressReport, emit, note, say
 from statehold.integrations.formats.convert import export_step, import_step
 
 _SHOWN = 5
@@ -18,7 +18,7 @@ _SHOWN = 5
 
 def run(args: argparse.Namespace) -> int:
     label = "export" if args.is_export else "import"
-    with Report(label) as drawn, warnings.catch_warnings():
+    with ProgressReport(label) as drawn, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the names are in the answer
         document = _exported(args, drawn) if args.is_export else _imported(args, drawn)
     if args.json:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _exported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
+def _exported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]:
     left_out = export_step(
         args.step, args.destination, args.to, name=args.name, config=args.config, report=drawn
     )
@@ -41,6 +41,6 @@ def _exported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
     return {"path": args.destination, "to": args.to, "left_out": list(left_out)}
 
 
-def _imported(args: argparse.Namespace, drawn: Report) -> dict[str, Any]:
+def _imported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]:
     path = import_step(args.source, args.step, name=args.name, skip=args.skip, report=drawn)
     return {"path": path}

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from statehold.checkpoint.store.replacing import LOOKS_MAX, REPLACED, directory_id, where
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
-from statehold.cli.checking import Finding, Report, check_step
-from statehold.cli.output import Progress, bad, counted, emit, good, plain, say, table, weak
+from statehold.cli.checking import CheckReport, Finding, check_step
+from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.places import run_at, tree_bytes
 from statehold.cli.scanning import SpanReader
-from statehold.cli.shared_damage import SharedDamage, SharedFile
+from statehold.cli.shared_damage import DamagedFile, SharedDamage
 from statehold.errors import StepNotFoundError, storage_error
-from statehold.reading.places import Place, asked_of, file_system, find
+from statehold.reading.places import StepPlace, asked_of, file_system, find
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES if intact else codes.NO
 
 
-def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Report, float]]:
+def _checked(
+    fs: Fs, args: argparse.Namespace
+) -> Iterator[tuple[dict[str, Any], CheckReport, float]]:
     """(output for --json, findings, seconds) of each step, or copy."""
     if not args.levels:
         places = _all(fs, args.step) if args.all else [find(fs, args.step)]
@@ -73,16 +75,18 @@ def _checked(fs: Fs, args: argparse.Namespace) -> Iterator[tuple[dict[str, Any],
                 yield document, report, seconds
 
 
-def verified_copy(fs: Fs, level: levels.Level, step: int) -> Iterator[tuple[Report, float]]:
+def verified_copy(
+    fs: Fs, level: levels.FoundLevel, step: int
+) -> Iterator[tuple[CheckReport, float]]:
     """The findings in a copy of a step at a level; nothing if it was retired meanwhile."""
     if level.place is not None:
         with level.place.near(step) as directory:
             yield from verified(
-                fs, [Place(directory, step, level.entry.name, level.entry.per_host)]
+                fs, [StepPlace(directory, step, level.entry.name, level.entry.per_host)]
             )
 
 
-def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
+def verified(fs: Fs, places: Iterable[StepPlace]) -> Iterator[tuple[CheckReport, float]]:
     """Read and check steps; the findings in each, and the seconds.
 
     A step that its job retires meanwhile is left out.
@@ -95,15 +99,15 @@ def verified(fs: Fs, places: Iterable[Place]) -> Iterator[tuple[Report, float]]:
                 yield report, time.perf_counter() - begin_s
 
 
-def _all(fs: Fs, text: str) -> list[Place]:
+def _all(fs: Fs, text: str) -> list[StepPlace]:
     store = Store(fs, run_at(text))
     steps = store.steps()
     if not steps:
         raise StepNotFoundError("no step is committed in this run", facts={"run": text})
-    return [Place(store.where(step), step, text) for step in steps]
+    return [StepPlace(store.where(step), step, text) for step in steps]
 
 
-def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
+def _verify(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport | None:
     """The findings in one save of a step; None if it was retired meanwhile."""
     for _ in range(LOOKS_MAX):
         before = directory_id(place.directory)
@@ -121,20 +125,20 @@ def _verify(fs: Fs, place: Place, reader: SpanReader) -> Report | None:
     )
 
 
-def _moved(fs: Fs, place: Place) -> Place:
+def _moved(fs: Fs, place: StepPlace) -> StepPlace:
     """The same step where it is now: it may be in the middle of being replaced."""
     return replace(place, directory=where(fs, place.directory.removesuffix(REPLACED)))
 
 
-def _read_all(fs: Fs, place: Place, reader: SpanReader) -> Report:
-    progress = Progress(f"step {place.step}", tree_bytes(place.directory)[0])
+def _read_all(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport:
+    progress = ProgressBar(f"step {place.step}", tree_bytes(place.directory)[0])
     try:
         return check_step(fs, place, reader, progress.advance)
     finally:
         progress.close()
 
 
-def document_of(report: Report, seconds: float) -> dict[str, Any]:
+def document_of(report: CheckReport, seconds: float) -> dict[str, Any]:
     """The output of a step with --json."""
     return {
         "step": report.place.step,
@@ -152,7 +156,7 @@ def document_of(report: Report, seconds: float) -> dict[str, Any]:
     }
 
 
-def _show(report: Report, seconds: float, level: str | None, known: Collection[str]) -> None:
+def _show(report: CheckReport, seconds: float, level: str | None, known: Collection[str]) -> None:
     """known: files whose damage was shown in another step."""
     where = f" at level {level}" if level else ""
     speed = format_bytes(int(report.bytes / max(seconds, 1e-9)))
@@ -178,7 +182,7 @@ def _show(report: Report, seconds: float, level: str | None, known: Collection[s
         say(f"not part of the step: {plain(name)}")
 
 
-def _shown(file: SharedFile) -> str:
+def _shown(file: DamagedFile) -> str:
     steps = ", ".join(map(str, file.steps))
     others = f", and {counted(file.elsewhere, 'name')} outside of the run" if file.elsewhere else ""
     return f"one damaged file that steps share: {plain(file.file)}, in steps {steps}{others}"

@@ -37,7 +37,7 @@ from statehold.format.manifest import check_attempt
 from statehold.format.trees import members_of, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import STEP_MAX, file_name, file_of
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 
 VERSION = 4
 FORMAT = "statehold-record"
@@ -67,13 +67,13 @@ class Record:
     attempt: str
     block_bytes: int
     files: tuple[FileEntry, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
     chunks: Mapping[str, tuple[Chunk, ...]]
     state: Any
     contents: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def tensors(self) -> dict[str, Held]:
+    def tensors(self) -> dict[str, HeldTensor]:
         """The held tensors, by name."""
         return {held.name: held for held in self.held}
 
@@ -123,7 +123,7 @@ class Record:
             "state": self.state,
         }
 
-    def _tensor_document(self, held: Held, meshes: _MeshTable) -> dict[str, Any]:
+    def _tensor_document(self, held: HeldTensor, meshes: _MeshTable) -> dict[str, Any]:
         document = _held_document(held, meshes)
         if held.name in self.contents:
             document["content"] = self.contents[held.name]
@@ -209,7 +209,7 @@ def _affine(shape: Sequence[int], first: int, strides: Sequence[int]) -> tuple[i
     return tuple(ranks)
 
 
-def _held_document(held: Held, meshes: _MeshTable) -> dict[str, Any]:
+def _held_document(held: HeldTensor, meshes: _MeshTable) -> dict[str, Any]:
     layout: dict[str, Any] | None = None
     if isinstance(held.layout, Layout):
         layout = {"mesh": meshes.place(held.layout.mesh), "splits": held.layout.splits}
@@ -331,7 +331,7 @@ class _Reader:
 
     # -- tensors -----------------------------------------------------------------------------
 
-    def _tensor(self, name: str, node: Any) -> Held:
+    def _tensor(self, name: str, node: Any) -> HeldTensor:
         check, where = self.check, f"tensors.{name}"
         self.entries.name(name)
         names = ["dtype", "shape", "layout", "writer", "chunks"]
@@ -344,7 +344,7 @@ class _Reader:
         writer = check.integer(found["writer"], f"{where}.writer", high=replicas - 1)
         if "content" in found:
             self.contents[name] = self._content(name, found["content"])
-        held = Held(name, dtype, shape, layout, writer)
+        held = HeldTensor(name, dtype, shape, layout, writer)
         boxes = self._written(held, present=found["chunks"] != [])
         if self._may_be_runs(layout, boxes):
             chunks = self.entries.runs(found["chunks"], f"{where}.chunks", dtype, boxes[0])
@@ -363,7 +363,7 @@ class _Reader:
         is_free = isinstance(layout, ExplicitLayout)
         return self.version >= 4 and not is_free and bool(boxes) and boxes[0].numel > 0
 
-    def _written(self, held: Held, present: bool) -> list[Box]:
+    def _written(self, held: HeldTensor, present: bool) -> list[Box]:
         """The boxes that this rank writes. An empty one may be written or not."""
         if isinstance(held.layout, ExplicitLayout):
             return sorted(held.layout.boxes_of(self.rank), key=_box_order)

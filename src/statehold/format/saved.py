@@ -28,7 +28,7 @@ from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from statehold.process.cached import cached
 
 MANIFEST_NAME = "manifest.json"
@@ -147,7 +147,7 @@ class SavedStep:
         """How many records were read so far."""
         return 0
 
-    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+    def held(self, name: str) -> list[tuple[Ranks, HeldTensor]]:
         """The entries under a name, for people: the ranks, and their description."""
         raise NotImplementedError
 
@@ -216,9 +216,9 @@ class _WholeStep(SavedStep):
     def files(self) -> tuple[FileEntry, ...]:
         return self._manifest.files
 
-    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+    def held(self, name: str) -> list[tuple[Ranks, HeldTensor]]:
         entry = self._manifest.tensors[name]
-        return [(Ranks.of([0]), Held(name, entry.dtype, entry.shape, None))]
+        return [(Ranks.of([0]), HeldTensor(name, entry.dtype, entry.shape, None))]
 
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
         entry = self._manifest.tensors[name]
@@ -273,7 +273,7 @@ def _record_error(path: str, expected: str, got: str) -> ManifestError:
 class _Version:
     """The description of a tensor by a group of ranks, in the record of `rank`."""
 
-    held: Held
+    held: HeldTensor
     rank: int
     ranks: Ranks
 
@@ -364,7 +364,7 @@ class _SharedStep(SavedStep):
     @cached
     def _versions(self) -> dict[str, list[_Version]]:
         """The entries under each name, in the records that are read."""
-        found: dict[str, dict[tuple[Held, int], list[Ranks]]] = {}
+        found: dict[str, dict[tuple[HeldTensor, int], list[Ranks]]] = {}
         for key, groups in self._looked_at.items():
             for ranks, rank in groups:
                 record = self._records[rank]
@@ -388,7 +388,7 @@ class _SharedStep(SavedStep):
     def _own_version(self, versions: list[_Version]) -> _Version | None:
         return next((each for each in versions if each.rank == self._own), None)
 
-    def held(self, name: str) -> list[tuple[Ranks, Held]]:
+    def held(self, name: str) -> list[tuple[Ranks, HeldTensor]]:
         return [(version.ranks, version.held) for version in self._versions[name]]
 
     # -- where it is -------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class _SharedStep(SavedStep):
                 found.setdefault(name, []).append(shared.ranks)
         return found
 
-    def _writers(self, held: Held, layout: AnyLayout, box: Box) -> Iterable[int]:
+    def _writers(self, held: HeldTensor, layout: AnyLayout, box: Box) -> Iterable[int]:
         """The ranks that wrote the chunks that meet `box`, each once."""
         own = self._own
         if own is not None and _is_box_of(layout, held.shape, own, box):
@@ -470,7 +470,7 @@ class _SharedStep(SavedStep):
         met = layout.boxes(held.shape, within=box)
         return dict.fromkeys(ranks[held.writer] for _, ranks in met)
 
-    def _written_by(self, rank: int, held: Held) -> list[PlacedChunk]:
+    def _written_by(self, rank: int, held: HeldTensor) -> list[PlacedChunk]:
         record = self._records[rank]
         other = record.tensors.get(held.name)
         if other is None or not _agrees(other, held, rank):
@@ -511,7 +511,7 @@ def _copies(version: _Version) -> Iterator[_Version]:
             yield _Version(version.held, rank, Ranks.of([rank]))
 
 
-def _agrees(other: Held, held: Held, rank: int) -> bool:
+def _agrees(other: HeldTensor, held: HeldTensor, rank: int) -> bool:
     """Whether the record of `rank` has `other` for the tensor that another record has as `held`.
 
     For boxes that a planner chose, a rank needs to know only its own. Otherwise each record would
@@ -523,11 +523,11 @@ def _agrees(other: Held, held: Held, rank: int) -> bool:
     return wrote and _kind(other) == _kind(held)
 
 
-def _kind(held: Held) -> tuple[str, tuple[int, ...]]:
+def _kind(held: HeldTensor) -> tuple[str, tuple[int, ...]]:
     return held.dtype, held.shape
 
 
-def _described(held: Held) -> str:
+def _described(held: HeldTensor) -> str:
     """A tensor of a record, for a message."""
     layout = "of one rank alone"
     if isinstance(held.layout, Layout):

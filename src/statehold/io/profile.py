@@ -38,7 +38,7 @@ _HINT = "delete it, or measure again: statehold bench io PATH"
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StorageRates:
     """The highest rates of the storage, in bytes a second, of any strategy of the study: writing
     until durable, and reading data that no memory holds."""
 
@@ -55,7 +55,7 @@ class Profile:
     moving: Moving
     measured: str
     why: tuple[str, ...] = ()
-    rates: Rates | None = None
+    rates: StorageRates | None = None
 
     def encode(self) -> bytes:
         document = {
@@ -114,11 +114,13 @@ def _moving(check: Checker, value: Any) -> Moving:
     )
 
 
-def _rates(check: Checker, value: Any) -> Rates | None:
+def _rates(check: Checker, value: Any) -> StorageRates | None:
     if value is None:
         return None
     found = check.members(value, "rates", ("write_bytes_per_s", "read_bytes_per_s"))
-    return Rates(**{k: check.integer(v, f"rates.{k}", 1, _RATE_MAX) for k, v in found.items()})
+    return StorageRates(
+        **{k: check.integer(v, f"rates.{k}", 1, _RATE_MAX) for k, v in found.items()}
+    )
 
 
 # -- where it lies ---------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def tuned(options: Options, path: str) -> tuple[Options, str]:
     return (options.filled(believed(profile.moving)), "") if profile else (options, "")
 
 
-def rates_of(path: str) -> Rates | None:
+def rates_of(path: str) -> StorageRates | None:
     """The rates of the storage that `path` lies on, if its profile has them."""
     try:
         profile = find("auto", path)

@@ -22,7 +22,7 @@ from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
-    from statehold.tensors.devices.placing import Place
+    from statehold.tensors.devices.placing import ChunkPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Where:
     address: int = 0
     owner: object = None
     box: BoxTarget | None = None
-    external: Place | None = None
+    external: ChunkPlace | None = None
     shared: bool = False
 
     @property
@@ -77,7 +77,9 @@ class Reading:
     files: Sequence[str]
     hint: str  # for the error about a bad piece
 
-    def finish(self, fill: Callable[[ReadJob, Mapping[int, Place]], None] | None = None) -> None:
+    def finish(
+        self, fill: Callable[[ReadJob, Mapping[int, ChunkPlace]], None] | None = None
+    ) -> None:
         """Return once every byte is in place and verified. Otherwise raise ChecksumError.
 
         The error names the tensor. fill: moves bytes to the destinations that the engine cannot
@@ -92,7 +94,7 @@ class Reading:
         finally:
             self.job.cancel()
 
-    def external(self) -> dict[int, Place]:
+    def external(self) -> dict[int, ChunkPlace]:
         """The destinations that the engine cannot reach, by segment."""
         places = enumerate(each.where.external for each in self.segments)
         return {index: place for index, place in places if place is not None}

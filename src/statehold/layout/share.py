@@ -37,7 +37,7 @@ PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """The entry of a record for a tensor that its rank holds, written there or not.
 
     `shape` is global. `layout` is the written one (a large replicated tensor is split over its
@@ -65,7 +65,7 @@ class Share:
     """The part of one rank in a save."""
 
     parts: tuple[Part, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldTensor, ...]
 
 
 def share(specs: Sequence[TensorSpec], rank: int) -> Share:
@@ -79,7 +79,7 @@ def share(specs: Sequence[TensorSpec], rank: int) -> Share:
             written[index] = choice
     held, parts = [], []
     for index, (spec, (layout, writer)) in enumerate(zip(specs, written, strict=True)):
-        held.append(Held(spec.name, spec.dtype, global_shape(spec), layout, writer))
+        held.append(HeldTensor(spec.name, spec.dtype, global_shape(spec), layout, writer))
         part = _part(spec, index, layout, writer, rank)
         if part is not None:
             parts.append(part)
@@ -134,7 +134,7 @@ def _spec_of(spec: TensorSpec, box: Box) -> TensorSpec:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _ShareCut:
     """A way to cut: each run of `parts` neighbouring replicas shares a box, with a piece for each.
 
     Axis `refined` of the old mesh is two axes in `mesh`, unless it is beyond the last one.
@@ -193,7 +193,7 @@ def _choose(specs: Sequence[TensorSpec]) -> list[tuple[Layout | None, int]]:
     return chosen
 
 
-def _ladder(mesh: Mesh, axes: Sequence[int]) -> list[_Cut]:
+def _ladder(mesh: Mesh, axes: Sequence[int]) -> list[_ShareCut]:
     """The cuts of a mesh, from none to one piece a replica; each divides the next."""
     parts, ladder = 1, [_cut(mesh, axes, 1)]
     for axis in reversed(axes):
@@ -214,7 +214,7 @@ def _primes(n: int) -> Iterator[int]:
         yield n
 
 
-def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
+def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _ShareCut:
     """Cut over the last replica axes. An axis that `parts` does not use up becomes two."""
     shape, refined, cut, left = list(mesh.shape), len(mesh.shape), [], parts
     for axis in reversed(axes):
@@ -227,12 +227,12 @@ def _cut(mesh: Mesh, axes: Sequence[int], parts: int) -> _Cut:
         if inner > 1:
             cut.append(axis)
     if refined == len(mesh.shape):
-        return _Cut(parts, mesh, refined, tuple(sorted(cut)))
+        return _ShareCut(parts, mesh, refined, tuple(sorted(cut)))
     moved = sorted(axis + (axis >= refined) for axis in cut)
-    return _Cut(parts, Mesh(tuple(shape), mesh.ranks), refined, tuple(moved))
+    return _ShareCut(parts, Mesh(tuple(shape), mesh.ranks), refined, tuple(moved))
 
 
-def _item(spec: TensorSpec, member: int, ladder: Sequence[_Cut]) -> _Item:
+def _item(spec: TensorSpec, member: int, ladder: Sequence[_ShareCut]) -> _Item:
     """The finest cut that pays, by the nominal size, which is the size of the largest box."""
     assert isinstance(spec.layout, Layout)
     shape = spec.layout.largest_box(global_shape(spec)).shape

@@ -20,7 +20,7 @@ from statehold.errors import InvariantError
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box, Layout
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, check_specs, piece_count
-from statehold.layout.share import Held, global_shape
+from statehold.layout.share import HeldTensor, global_shape
 
 SUM_BYTES = 8
 
@@ -64,15 +64,15 @@ class StoredPart:
     """
 
     files: Sequence[StoredFile] = ()
-    held: Sequence[Held] = ()
+    held: Sequence[HeldTensor] = ()
 
 
-def held_in(files: Sequence[StoredFile]) -> list[Held]:
+def held_in(files: Sequence[StoredFile]) -> list[HeldTensor]:
     """What the record of their rank says of the tensors in `files`, each once."""
-    found: dict[str, Held] = {}
+    found: dict[str, HeldTensor] = {}
     for file in files:
         for spec in file.specs:
-            held = Held(spec.name, spec.dtype, global_shape(spec), spec.layout)
+            held = HeldTensor(spec.name, spec.dtype, global_shape(spec), spec.layout)
             if found.setdefault(spec.name, held) != held:
                 raise _invalid(file, f"{spec.name}: {found[spec.name]}", f"{held}")
     return list(found.values())

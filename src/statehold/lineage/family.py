@@ -26,7 +26,7 @@ from statehold.format.about import Origin
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.reading.places import file_system, load_manifest
-from statehold.reading.sizes import Sizes, sizes
+from statehold.reading.sizes import StepSizes, sizes
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -46,7 +46,7 @@ class Member:
 
     run: str
     steps: Sequence[int]
-    sizes: Sizes
+    sizes: StepSizes
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Sequence[str] = ()
     parent: Origin | None = None

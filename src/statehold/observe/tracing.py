@@ -33,7 +33,7 @@ class _Event(NamedTuple):
     key: str = ""
 
 
-class Span:
+class TracedStage:
     """A stage under way, as a context manager."""
 
     __slots__ = ("_begin_s", "_facts", "_name", "_trace")
@@ -64,9 +64,9 @@ class Trace:
         self._guard = threading.Lock()
         self._epoch_s = time.time() - time.perf_counter()
 
-    def span(self, name: str, **facts: Any) -> Span:
+    def span(self, name: str, **facts: Any) -> TracedStage:
         """A stage that begins when it is entered."""
-        return Span(self, name, facts)
+        return TracedStage(self, name, facts)
 
     def add(self, name: str, begin_s: float, end_s: float, facts: Mapping[str, Any]) -> None:
         """Record a stage on this thread that has ended."""

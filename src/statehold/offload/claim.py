@@ -29,7 +29,7 @@ LOCK_NAME = ".lock"
 _OWNER = 0  # the byte of the lock that the owner has locked
 
 
-class Claim:
+class FolderClaim:
     """The right to use `folder`, until release()."""
 
     def __init__(self, folder: str, lock: LockFile) -> None:
@@ -47,13 +47,13 @@ class Claim:
             self._lock.close()
 
 
-def claim_folder(fs: Fs, directory: str) -> Claim:
+def claim_folder(fs: Fs, directory: str) -> FolderClaim:
     """Claim the first folder in `directory` that nobody has; it is made if need be."""
     claims = (_try_claim(fs, f"{directory}/optimizer-{number}") for number in itertools.count())
     return next(claim for claim in claims if claim is not None)
 
 
-def dead_folders(fs: Fs, directory: str) -> Iterator[Claim]:
+def dead_folders(fs: Fs, directory: str) -> Iterator[FolderClaim]:
     """The folders that nobody has any more, each claimed while it is looked at."""
     for name, is_dir in fs.listdir(directory):
         if is_dir and FOLDER.fullmatch(name):
@@ -65,7 +65,7 @@ def dead_folders(fs: Fs, directory: str) -> Iterator[Claim]:
                     claim.release()
 
 
-def _try_claim(fs: Fs, folder: str) -> Claim | None:
+def _try_claim(fs: Fs, folder: str) -> FolderClaim | None:
     if not fs.is_dir(folder):
         try:
             fs.mkdir(folder)
@@ -81,4 +81,4 @@ def _try_claim(fs: Fs, folder: str) -> Claim | None:
     except OSError as error:
         raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
     lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
-    return Claim(folder, lock)
+    return FolderClaim(folder, lock)

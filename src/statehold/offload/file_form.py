@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import chain
 
 from statehold.layout.plan import BLOCK_BYTES, pieces
-from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
+from statehold.offload.subgroups import ITEM_BYTES, FieldPart, Subgroup
 
 Piece = tuple[int, int]  # the bytes [begin, end) of a file
 
@@ -57,7 +57,7 @@ class FileForm:
         return list(chain.from_iterable(cuts))
 
     @property
-    def layout(self) -> Iterator[tuple[Part, int]]:
+    def layout(self) -> Iterator[tuple[FieldPart, int]]:
         """Each part, and where the next one begins, in bytes of the subgroup."""
         parts = self.subgroup.parts
         ends = [part.begin * ITEM_BYTES for part in parts[1:]] + [self.subgroup.nbytes]

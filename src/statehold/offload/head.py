@@ -23,15 +23,15 @@ from statehold.encoding import header
 from statehold.layout.plan import TensorSpec, metadata_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.offload.file_form import FileForm, Piece
-from statehold.offload.subgroups import ITEM_BYTES, Part, Subgroup
+from statehold.offload.subgroups import ITEM_BYTES, FieldPart, Subgroup
 
 # What a part is in a step: its spec.
-SpecOf = Callable[[Part], TensorSpec]
+SpecOf = Callable[[FieldPart], TensorSpec]
 # A step calls a tensor of parameter `p` "optimizer.state.model.p.exp_avg", say: so many bytes more.
 SPARE_BYTES = 64
 
 
-def own_spec(part: Part, name: str) -> TensorSpec:
+def own_spec(part: FieldPart, name: str) -> TensorSpec:
     """A part that is no tensor of a step, under a name of its own."""
     numel = part.span.numel
     return TensorSpec(name, "F32", (numel,), ITEM_BYTES * numel)
@@ -40,7 +40,7 @@ def own_spec(part: Part, name: str) -> TensorSpec:
 def room_for(subgroup: Subgroup, names: Sequence[str], owner: str) -> int:
     """The bytes that a header of the file of a subgroup may need. names: of all parameters."""
 
-    def spec_of(part: Part) -> TensorSpec:
+    def spec_of(part: FieldPart) -> TensorSpec:
         name = f"{names[part.span.parameter]}.{part.field}.{SPARE_BYTES * 'x'}"
         return own_spec(part, f"{name}.{part.span.parameter}")
 

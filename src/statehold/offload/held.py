@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from statehold.layout.stored import StoredFile
 from statehold.offload.head import Head
-from statehold.offload.store import Store, Stored
+from statehold.offload.store import Stored, SubgroupStore
 
 
 @dataclass(frozen=True)
 class Held:
     """Of each subgroup the generation in `writes`, which the store holds once it is there."""
 
-    store: Store
+    store: SubgroupStore
     writes: Mapping[int, Future[Stored]]
 
     def files(self, heads: Mapping[int, Head]) -> list[StoredFile]:

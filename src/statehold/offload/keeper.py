@@ -17,10 +17,10 @@ from queue import SimpleQueue
 
 from statehold.process.ending import forget, remember
 
-_dropped: list[Keeper] = []  # one operation at a time is atomic
+_dropped: list[OptimizerKeeper] = []  # one operation at a time is atomic
 
 
-class Keeper:
+class OptimizerKeeper:
     """Calls `end` for an `owner`, which `end` must not keep alive. end: may be called twice."""
 
     def __init__(self, owner: object, end: Callable[[], None]) -> None:

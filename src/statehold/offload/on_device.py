@@ -28,7 +28,7 @@ from statehold.offload.memory import Buffers
 from statehold.offload.parameters import Parameter, flat
 from statehold.offload.stats import Timeline
 from statehold.offload.subgroups import ITEM_BYTES, Span, Subgroup, strips
-from statehold.offload.update import Fields, Update
+from statehold.offload.update import Fields, OptimizerUpdate
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.devices.pinning import Pinning
@@ -115,7 +115,7 @@ class OnDevice:
 
     def use(
         self,
-        update: Update,
+        update: OptimizerUpdate,
         gradients: Mapping[int, torch.Tensor],
         subgroup: Subgroup,
         memory: torch.Tensor,
@@ -179,7 +179,9 @@ class OnDevice:
 class _Device:
     """The Side of a subgroup on a device."""
 
-    def __init__(self, lane: Lane, update: Update, gradients: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, lane: Lane, update: OptimizerUpdate, gradients: Mapping[int, torch.Tensor]
+    ) -> None:
         self._lane, self._update, self._gradients = lane, update, gradients
         self._numbers: dict[float, torch.Tensor] = {}
         self.scale = None if update.scale is None else self._number(update.scale.item())

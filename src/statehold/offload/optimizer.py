@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from statehold.errors import UsageError
-from statehold.offload.keeper import Keeper, wait_for_dropped
+from statehold.offload.keeper import OptimizerKeeper, wait_for_dropped
 from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OFFLOADED, OffloadedState
 from statehold.offload.stats import Event, Stats
@@ -59,7 +59,7 @@ class _Offloaded(torch.optim.Optimizer):
         self._offloaded = OffloadedState(
             self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
-        self._keeper = Keeper(self, self._offloaded.close)
+        self._keeper = OptimizerKeeper(self, self._offloaded.close)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

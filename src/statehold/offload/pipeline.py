@@ -31,8 +31,8 @@ import torch
 from statehold.errors import StateholdError
 from statehold.offload.held import Held
 from statehold.offload.memory import Buffers
-from statehold.offload.stalls import Watch
-from statehold.offload.store import Store, Stored
+from statehold.offload.stalls import StallWatch
+from statehold.offload.store import Stored, SubgroupStore
 from statehold.offload.subgroups import Subgroup
 from statehold.offload.targets import Targets
 from statehold.planners import placement
@@ -52,14 +52,14 @@ class _Place:
     stored: Stored | None = None
 
 
-class Pipeline:
+class SubgroupPipeline:
     """Subgroups, and the buffers and paths that hold them. bandwidths: see Targets."""
 
     def __init__(
         self,
         subgroups: Sequence[Subgroup],
         buffers: Buffers,
-        store: Store,
+        store: SubgroupStore,
         bandwidths: Sequence[float],
     ) -> None:
         self._subgroups, self._buffers, self._store = subgroups, buffers, store
@@ -71,7 +71,7 @@ class Pipeline:
         self._elsewhere = ThreadPoolExecutor(1, "statehold-elsewhere")  # begins when it is needed
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
-        self._watch = Watch()
+        self._watch = StallWatch()
         self._writes: dict[int, Future[Stored]] = {}  # for hold()
         if buffers.count < len(subgroups):
             self.targets.reserve(self._exchanges)

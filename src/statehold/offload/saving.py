@@ -17,12 +17,12 @@ from operator import add
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from statehold.observe.once import log_once
 from statehold.offload.file_form import FileForm
 from statehold.offload.head import Head, own_spec
 from statehold.offload.parameters import Parameter
-from statehold.offload.subgroups import ITEM_BYTES, Part, Span
+from statehold.offload.subgroups import ITEM_BYTES, FieldPart, Span
 from statehold.tensors.placements import Placed
 from statehold.tensors.stored import Role, SavedParameter
 
@@ -58,14 +58,14 @@ class Naming:
         """Whether this rank has the files of a parameter."""
         return self.in_files[parameter] and self.saved[parameter].role is Role.WRITES
 
-    def elsewhere(self, parameters: Sequence[int]) -> Iterator[Held]:
+    def elsewhere(self, parameters: Sequence[int]) -> Iterator[HeldTensor]:
         """Which tensors of these another rank has in its files."""
         for index in parameters:
             saved, parameter = self.saved[index], self._parameters[index]
             if self.in_files[index] and saved.role is Role.NAMES:
                 shape = _global_shape(saved.place, parameter)
                 for field in parameter.fields:
-                    yield Held(saved.field(field), DTYPE, shape, saved.place.layout)
+                    yield HeldTensor(saved.field(field), DTYPE, shape, saved.place.layout)
 
     def heads(self, parameters: Sequence[int]) -> Mapping[int, Head] | None:
         """By the index of the subgroup, the headers of files of these parameters.
@@ -118,7 +118,7 @@ class Naming:
                 "its .module, and lay other parameters on a mesh of all ranks"
             )
 
-    def _spec(self, part: Part) -> TensorSpec:
+    def _spec(self, part: FieldPart) -> TensorSpec:
         index, span = part.span.parameter, part.span
         saved, parameter = self.saved[index], self._parameters[index]
         if index not in self._written:

@@ -19,7 +19,7 @@ logger = logging.getLogger("statehold")
 STALL_S = 60.0
 
 
-class Watch:
+class StallWatch:
     """What the threads of an optimizer do with its paths. Thread-safe."""
 
     def __init__(self) -> None:

@@ -36,15 +36,15 @@ from statehold.offload.parameters import (
     flat,
     parameters_of,
 )
-from statehold.offload.pipeline import Pipeline
+from statehold.offload.pipeline import SubgroupPipeline
 from statehold.offload.rules import Rule
 from statehold.offload.saving import Naming
 from statehold.offload.sizes import Sizes
 from statehold.offload.stats import PathStats, Stats
-from statehold.offload.store import Store
+from statehold.offload.store import SubgroupStore
 from statehold.offload.subgroups import Subgroup
 from statehold.offload.tiers import Tier, check_tiers
-from statehold.offload.update import Update, make, parts
+from statehold.offload.update import OptimizerUpdate, make, parts
 from statehold.offload.workers import Workers
 from statehold.process.reentry import enter, note
 from statehold.tensors.storable import is_external, local_of
@@ -106,7 +106,7 @@ class OffloadedState:
             FileForm(each, room_for(each, names, str(self._name))) for each in self._sizes.subgroups
         ]
         self._naming: Naming | None = None  # of the first save
-        self._store = Store(self._paths, forms, names, fs)
+        self._store = SubgroupStore(self._paths, forms, names, fs)
         self.timeline = self._store.timeline
         self._open(groups, every, drains=drains)
         self._failure: BaseException | None = None
@@ -122,7 +122,7 @@ class OffloadedState:
         grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
-        update = Update(self._rule, self.parameters, groups, grads, scale, self._workers)
+        update = OptimizerUpdate(self._rule, self.parameters, groups, grads, scale, self._workers)
         active = [self.parameters[index] for index in update.active]
 
         def use(
@@ -331,7 +331,7 @@ class OffloadedState:
             )  # fmt: skip
             self._mirror = Mirror(self.parameters, self._on_device.spans(), drains=drains)
             undo.callback(self._mirror.close)
-            self._pipeline = Pipeline(subgroups, buffers, self._store, bandwidths)
+            self._pipeline = SubgroupPipeline(subgroups, buffers, self._store, bandwidths)
             undo.pop_all()
 
     def _naming_of(self, saved: Sequence[SavedParameter]) -> Naming | None:

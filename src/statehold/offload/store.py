@@ -32,7 +32,7 @@ from statehold.offload.head import Head
 from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.subgroups import PAGE_BYTES
 from statehold.offload.tiers import Path
-from statehold.offload.turns import Turns
+from statehold.offload.turns import PathTurns
 from statehold.planners.placement import Moved
 from statehold.units import MiB
 
@@ -67,7 +67,7 @@ class PathMeters:
         self.read, self.written, self.both = Meter(), Meter(), Meter()
 
 
-class Store:
+class SubgroupStore:
     """All paths of an optimizer. forms: of the files of all subgroups. names: of all parameters.
 
     fs: a file system from the caller, which stays open.
@@ -95,12 +95,12 @@ class Store:
             )
             owned.callback(self._engine.close)
             self.files: list[StateFiles] = []
-            self._turns: list[Turns] = []
+            self._turns: list[PathTurns] = []
             for number, path in enumerate(paths):
                 self.files.append(StateFiles(fs, path.directory))
                 owned.callback(self.files[-1].close)
                 takes_turns = path.exclusive and fs.backend != "sim"
-                self._turns.append(Turns(path.directory if takes_turns else None))
+                self._turns.append(PathTurns(path.directory if takes_turns else None))
                 owned.callback(self._turns[-1].close)
                 self._engine.set_limit(number, None, path.rate or 0)
             self._owned = owned.pop_all()

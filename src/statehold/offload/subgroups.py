@@ -64,7 +64,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FieldPart:
     """One field of one span: the elements [begin, begin + span.numel) of the subgroup."""
 
     field: str
@@ -89,14 +89,14 @@ class Subgroup:
     fields: tuple[tuple[str, ...], ...]  # by span
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[FieldPart, ...]:
         """In the order of their bytes."""
         names = dict.fromkeys(name for fields in self.fields for name in fields)
         found, begin = [], 0
         for name in names:
             for span, fields in zip(self.spans, self.fields, strict=True):
                 if name in fields:
-                    found.append(Part(name, span, begin))
+                    found.append(FieldPart(name, span, begin))
                     begin += _aligned(span.numel)
         return tuple(found)
 
@@ -106,7 +106,7 @@ class Subgroup:
         items = sum(_aligned(part.span.numel) for part in self.parts)
         return -(-items * ITEM_BYTES // PAGE_BYTES) * PAGE_BYTES
 
-    def parts_in(self, begin_bytes: int, end_bytes: int) -> list[Part]:
+    def parts_in(self, begin_bytes: int, end_bytes: int) -> list[FieldPart]:
         """The parts with bytes in this range of the subgroup."""
         begin, end = begin_bytes // ITEM_BYTES, -(-end_bytes // ITEM_BYTES)
         return [

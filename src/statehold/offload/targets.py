@@ -24,7 +24,7 @@ from statehold.errors import (
     StorageError,
     TruncatedFileError,
 )
-from statehold.offload.store import Store
+from statehold.offload.store import SubgroupStore
 from statehold.planners import placement
 
 logger = logging.getLogger("statehold")
@@ -42,7 +42,7 @@ class Targets:
     def __init__(
         self,
         sizes: Sequence[int],
-        store: Store,
+        store: SubgroupStore,
         bandwidths: Sequence[float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -89,7 +89,7 @@ class Turn:
                 self._changed.notify_all()
 
 
-class Turns:
+class PathTurns:
     """The turns of the optimizer that makes this, on the path `directory`: `read` and `write`.
 
     directory: None waits for nobody.

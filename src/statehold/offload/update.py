@@ -18,11 +18,11 @@ import torch
 
 from statehold.offload.parameters import MASTER, Parameter
 from statehold.offload.rules import Batch, Rule
-from statehold.offload.subgroups import Part, Span, Subgroup, strips
+from statehold.offload.subgroups import FieldPart, Span, Subgroup, strips
 from statehold.offload.workers import STRIP, Workers
 
 
-def parts(subgroup: Subgroup, memory: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+def parts(subgroup: Subgroup, memory: torch.Tensor) -> Iterator[tuple[FieldPart, torch.Tensor]]:
     """Every field of every span, and its elements in the buffer of the subgroup."""
     for part in subgroup.parts:
         yield part, memory[part.begin : part.begin + part.span.numel]
@@ -68,7 +68,7 @@ class Side(Protocol):
         """How many updates the parameter has had, with this one."""
 
 
-class Update:
+class OptimizerUpdate:
     """An update of the parameters that have a gradient now.
 
     grads: by parameter, flat, on the host. grad_scale: on the host, too.

@@ -45,7 +45,7 @@ class Loss(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class FailureRates:
     """Failures a second of a job, by loss."""
 
     process: float
@@ -56,19 +56,19 @@ class Rates:
         return (self.process, self.node, self.cluster)[loss]
 
 
-def rates_of(nodes: int, node_mtbf_s: float | None = None) -> Rates:
+def rates_of(nodes: int, node_mtbf_s: float | None = None) -> FailureRates:
     """The rates of a job on so many nodes. node_mtbf_s: the mean time between failures of one
     node."""
     nodes_rate = nodes / (node_mtbf_s or NODE_MTBF_S)
     of_processes = _OF_PROCESSES / _INTERRUPTIONS
-    return Rates(
+    return FailureRates(
         process=1 / JOB_MTBF_S + of_processes * nodes_rate,
         node=(1 - of_processes) * nodes_rate,
         cluster=1 / CLUSTER_MTBF_S,
     )
 
 
-def rates_by_level(survived: Sequence[Loss], rates: Rates) -> list[float]:
+def rates_by_level(survived: Sequence[Loss], rates: FailureRates) -> list[float]:
     """For each level, nearest first, how often a restart needs it.
 
     A restart needs a level after failures that it survives and no nearer level survives, and if the

@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Step:
+class StepLeft:
     """What is left of a step: its compute time, work added by failures, its reduction."""
 
     compute_s: float
@@ -119,7 +119,7 @@ class Policy:
         """The batches of samples in each step that are never trained, while replicas are lost."""
         return 0.0
 
-    def recover(self, job: Job, step: Step, empty: Set[int], lost: int) -> float:
+    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
         """Add what a loss costs to a step that goes on. Returns the batches computed again."""
         alive = job.replicas - len(empty)
         microbatches = -(-job.microbatches // (alive + 1))
@@ -127,7 +127,7 @@ class Policy:
         return microbatches / job.microbatches
 
     @staticmethod
-    def _again(job: Job, step: Step, added_s: float) -> None:
+    def _again(job: Job, step: StepLeft, added_s: float) -> None:
         """After the loss of a replica; a reduction that is under way begins again."""
         step.added_s += job.detect_s + added_s
         step.reduce_s = job.reduce_s
@@ -170,7 +170,7 @@ class Quota(Policy):
     def unused(self, job: Job, alive: int) -> float:
         return 1 - alive / job.replicas
 
-    def recover(self, job: Job, step: Step, empty: Set[int], lost: int) -> float:
+    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
         super().recover(job, step, empty, lost)
         return 0.0
 
@@ -199,7 +199,7 @@ class Stacked(Policy):
     def compute_s(self, job: Job, alive: int) -> float:
         return stack_depth(job.replicas, job.replicas - alive) * job.compute_s
 
-    def recover(self, job: Job, step: Step, empty: Set[int], lost: int) -> float:
+    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
         """Losses while stacks are computed share one shard of work; later ones need their own."""
         depth = stack_depth(job.replicas, len(empty) - 1)
         missing = self.stacks.orphans(lost, empty, depth)
@@ -215,7 +215,7 @@ class Replicated(Stacked):
     def compute_s(self, job: Job, alive: int) -> float:
         return self.stacks.redundancy * job.compute_s
 
-    def recover(self, job: Job, step: Step, empty: Set[int], lost: int) -> float:
+    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
         self._again(job, step, 0.0)
         return 0.0
 

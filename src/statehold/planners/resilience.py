@@ -57,7 +57,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PolicyChoice:
     """closed: what the closed forms say. chosen: after the simulation, with its outcome."""
 
     closed: Settings
@@ -65,13 +65,15 @@ class Choice:
     outcome: Outcome
 
 
-def plan(job: Job, rates: Rates, trace: Trace, policies: Iterable[str] = POLICIES) -> list[Choice]:
+def plan(
+    job: Job, rates: Rates, trace: Trace, policies: Iterable[str] = POLICIES
+) -> list[PolicyChoice]:
     """The best settings of each policy on the same trace, the best policy first."""
     found = [refined(job, settings(job, rates, each), rates, trace) for each in policies]
     return sorted(found, key=lambda each: -each.outcome.goodput_allocated)
 
 
-def best(choices: Iterable[Choice]) -> Choice:
+def best(choices: Iterable[PolicyChoice]) -> PolicyChoice:
     """The most useful work for each machine, among the policies that train every sample."""
     return max(
         (each for each in choices if not each.outcome.lost_batches),
@@ -120,17 +122,17 @@ def _stacked(job: Job, rates: Rates) -> Settings:
     return Settings("stacked", max(min(interval_s, INTERVAL_S_MAX), job.step_s), 0, depth)
 
 
-def refined(job: Job, closed: Settings, rates: Rates, trace: Trace) -> Choice:
+def refined(job: Job, closed: Settings, rates: Rates, trace: Trace) -> PolicyChoice:
     """Try other spares, then other redundancies, then other intervals, on the trace."""
     chosen, outcome = closed, _outcome(job, closed, trace)
     if not outcome.is_finished and not closed.redundancy > 1:
-        return Choice(closed, chosen, outcome)
+        return PolicyChoice(closed, chosen, outcome)
     for others in (_spares, _redundancies, _intervals):
         for tried in others(job, chosen, rates):
             found = _outcome(job, tried, trace)
             if found.goodput_allocated > outcome.goodput_allocated:
                 chosen, outcome = tried, found
-    return Choice(closed, chosen, outcome)
+    return PolicyChoice(closed, chosen, outcome)
 
 
 def _spares(job: Job, chosen: Settings, rates: Rates) -> list[Settings]:

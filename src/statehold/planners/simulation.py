@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import UsageError
-from statehold.planners.policies import Job, Policy, Step
+from statehold.planners.policies import Job, Policy, StepLeft
 from statehold.planners.traces import Trace
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def simulate(
 
     interval_s: of training between two checkpoints; infinite for none.
     """
-    return _Run(job, policy, trace, interval_s, spares).outcome()
+    return _SimulatedRun(job, policy, trace, interval_s, spares).outcome()
 
 
 def _simpy() -> Any:
@@ -218,7 +218,7 @@ class _Unsaved:
     replicas_s: float = 0.0
 
 
-class _Run:
+class _SimulatedRun:
     """One run. The trainer is a process that failures interrupt while it trains or saves."""
 
     def __init__(
@@ -288,7 +288,7 @@ class _Run:
             step.spend(max(0.0, self._env.now - begin_s - whole * length_s))
             yield from self._finish(step, event)
 
-    def _finish(self, step: Step, event: _Loss | None) -> Waiting:
+    def _finish(self, step: StepLeft, event: _Loss | None) -> Waiting:
         """The rest of a step in which something has happened."""
         normal_s = step.spent_s + step.left_s
         while True:
@@ -306,14 +306,14 @@ class _Run:
                     1, self._machines.replicas, step.spent_s, step.spent_s - normal_s
                 )
 
-    def _recover(self, step: Step, loss: _Loss) -> None:
+    def _recover(self, step: StepLeft, loss: _Loss) -> None:
         """The survivors go on. The work of the lost one, and a reduction, are done again."""
         empty = self._machines.empty
         reduced_s = self._job.reduce_s - step.reduce_s if step.is_reducing else 0.0
         self._out.thrown_away_s += step.spent_s + reduced_s * self._machines.replicas
         self._out.again_batches += self._policy.recover(self._job, step, empty, loss.place)
 
-    def _drop(self, step: Step) -> Waiting:
+    def _drop(self, step: StepLeft) -> Waiting:
         self._out.lost_s += step.spent_s + self._job.detect_s
         self._out.thrown_away_s += step.spent_s * (self._machines.replicas + 1)
         self._at.lost_batches += 1
@@ -356,8 +356,10 @@ class _Run:
             self._machines.restart()
         out.down_s += self._env.now - begin_s
 
-    def _new_step(self) -> Step:
-        return Step(self._policy.compute_s(self._job, self._machines.replicas), self._job.reduce_s)
+    def _new_step(self) -> StepLeft:
+        return StepLeft(
+            self._policy.compute_s(self._job, self._machines.replicas), self._job.reduce_s
+        )
 
     def _commit(self, steps: int, alive: int, taken_s: float, recovery_s: float = 0.0) -> None:
         """alive: the replicas in these steps, before a loss that ended them."""

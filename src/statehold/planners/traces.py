@@ -45,7 +45,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTrace:
     """Failures of nodes, each with a Weibull clock that begins at 0 and again after each repair.
 
     mtbf_s: of the whole job, by the mean of the clocks. With a shape below 1 a young job fails more
@@ -117,7 +117,7 @@ class Given:
         return self.duration_s / len(self.failures)
 
 
-Trace = Drawn | Given
+Trace = DrawnTrace | Given
 
 
 def parse(text: str) -> Given:

@@ -52,7 +52,7 @@ class PathRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class UpdateWork:
     """What is updated.
 
     fields: float32 arrays of a parameter on the tiers. gradient_bytes: of a parameter, in host
@@ -70,7 +70,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdatePlan:
     """A plan. counts: subgroups of each path. buffers: bytes of host memory in transit, which
     hold state between updates, too. cached: the share of the state that memory holds."""
 
@@ -93,12 +93,12 @@ class Update:
 
 
 def plan(
-    work: Work,
+    work: UpdateWork,
     memory_bytes: int,
     paths: Sequence[PathRates],
     device: Device | None = None,
     subgroup_bytes: int | None = None,
-) -> Update:
+) -> UpdatePlan:
     """The fastest update with so much host memory for gradients and state.
 
     Raises UsageError with the figures if the memory is too small for the buffers, or for the state
@@ -125,7 +125,7 @@ def plan(
     lanes = best_period(work.rate, device, carried) if device else None
     parameter_s = lanes.parameter_s if lanes else 1 / work.rate
     compute_s = work.parameters * parameter_s
-    return Update(
+    return UpdatePlan(
         subgroup_bytes=size,
         counts=tuple(counts),
         host_bytes=held - transit,
@@ -139,7 +139,7 @@ def plan(
     )
 
 
-def _subgroup_bytes(work: Work, room: int, paths: int) -> int:
+def _subgroup_bytes(work: UpdateWork, room: int, paths: int) -> int:
     """What the optimizer chooses, but no more than memory has buffers for."""
     size = placement.choose_subgroup_bytes(work.state_bytes)
     if not paths:
@@ -148,7 +148,9 @@ def _subgroup_bytes(work: Work, room: int, paths: int) -> int:
     return max(placement.SUBGROUP_BYTES_MIN, min(size, fits))
 
 
-def _check_room(work: Work, room: int, transit: int, gradients: int, *, has_paths: bool) -> None:
+def _check_room(
+    work: UpdateWork, room: int, transit: int, gradients: int, *, has_paths: bool
+) -> None:
     needed = min(transit, work.state_bytes) if has_paths else work.state_bytes
     if room >= needed:
         return

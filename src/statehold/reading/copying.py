@@ -12,7 +12,7 @@ from statehold import _core
 from statehold.checkpoint.levels.step_copies import CopiedStep, Report, copy_into
 from statehold.errors import UsageError
 from statehold.options.paths import check_run
-from statehold.reading.places import Place, at_rest
+from statehold.reading.places import StepPlace, at_rest
 
 TRANSFERS = 16
 
@@ -44,7 +44,7 @@ def copy_step(
     """
     target = check_run(destination)
 
-    def copy(place: Place) -> CopiedStep:
+    def copy(place: StepPlace) -> CopiedStep:
         if place.is_part:
             raise UsageError(
                 "other hosts have files of this step, so it cannot be copied from here",

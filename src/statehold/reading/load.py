@@ -30,7 +30,7 @@ from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.progress import Progress
-from statehold.reading.places import Place, asked_of, at_rest, file_system
+from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.reading.tree import part_of
 from statehold.tensors import dtypes, nodes
 from statehold.tensors.built import value_of
@@ -112,7 +112,7 @@ class _Wanted(NamedTuple):
     device: torch.device
 
 
-def _loaded(fs: Fs, place: Place, rank: int | None, wanted: _Wanted) -> Any:
+def _loaded(fs: Fs, place: StepPlace, rank: int | None, wanted: _Wanted) -> Any:
     saved = place.open(fs, rank)
     node = part_of(saved.state, wanted.name, place.label)
     differing = nodes.differing(node)
@@ -131,7 +131,7 @@ def _loaded(fs: Fs, place: Place, rank: int | None, wanted: _Wanted) -> Any:
 class _Tensors:
     """The tensors of one load: made first, and then filled together."""
 
-    def __init__(self, saved: SavedStep, place: Place, wanted: _Wanted) -> None:
+    def __init__(self, saved: SavedStep, place: StepPlace, wanted: _Wanted) -> None:
         self._saved = saved
         self._directory = place.directory
         self._wanted = wanted

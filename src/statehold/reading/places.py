@@ -58,7 +58,7 @@ def file_system() -> Fs:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPlace:
     """A step on disk. label: the argument that named it. is_part: other hosts have the files of the
     ranks that have none here."""
 
@@ -122,10 +122,10 @@ def step_in(text: str) -> tuple[str, int]:
     return check_run(found["run"]), int(found["step"])
 
 
-def find(fs: Fs, text: str) -> Place:
+def find(fs: Fs, text: str) -> StepPlace:
     """The step that an argument means. Raises StepNotFoundError."""
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
-        return Place(directory_of(text), _number_of(fs, text), text)
+        return StepPlace(directory_of(text), _number_of(fs, text), text)
     run, wanted = asked_of(text)
     store = Store(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
@@ -134,7 +134,7 @@ def find(fs: Fs, text: str) -> Place:
         raise StepNotFoundError("no step is committed in this run", facts={"run": run}, hint=hint)
     if wanted not in store.steps():
         store.open(wanted)  # raises, and lists the existing steps
-    return Place(store.where(wanted), wanted, text)
+    return StepPlace(store.where(wanted), wanted, text)
 
 
 def tell_misnamed(run: str) -> None:
@@ -191,7 +191,7 @@ def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:
     return Manifest.decode(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
 
 
-def at_rest(fs: Fs, text: str, look: Callable[[Place], T]) -> T:
+def at_rest(fs: Fs, text: str, look: Callable[[StepPlace], T]) -> T:
     """The result of `look` at the step that an argument means, read from one save of it.
 
     Raises StepNotFoundError, also if the step was retired meanwhile.

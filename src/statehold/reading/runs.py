@@ -21,7 +21,7 @@ from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
 from statehold.reading.load import load
 from statehold.reading.places import (
-    Place,
+    StepPlace,
     at_rest,
     file_system,
     load_manifest,
@@ -134,7 +134,7 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.path}: {len(self)} steps>"
 
-    def _described(self, place: Place) -> Step:
+    def _described(self, place: StepPlace) -> Step:
         manifest = load_manifest(self._store.fs, place.directory)
         saved = place.open(self._store.fs)
         tensors = {

@@ -17,7 +17,7 @@ from statehold.checkpoint.store.pool import POOL_NAME
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StepSizes:
     """bytes: of the files. own_bytes: of those that no other directory has. files: how many."""
 
     bytes: int
@@ -30,7 +30,7 @@ class Sizes:
         return self.bytes - self.own_bytes
 
 
-def sizes(directories: Iterable[str], beside: Iterable[str] = ()) -> Sizes:
+def sizes(directories: Iterable[str], beside: Iterable[str] = ()) -> StepSizes:
     """The files below these directories. beside: directories whose names do not count as others."""
     directories = list(directories)
     found, names = dict[tuple[int, int], os.stat_result](), Counter[tuple[int, int]]()
@@ -41,10 +41,10 @@ def sizes(directories: Iterable[str], beside: Iterable[str] = ()) -> Sizes:
     for status in _files(set(beside).difference(directories)):
         names[status.st_dev, status.st_ino] += 1
     own = [each.st_size for key, each in found.items() if names[key] >= each.st_nlink]
-    return Sizes(sum(each.st_size for each in found.values()), sum(own), len(found))
+    return StepSizes(sum(each.st_size for each in found.values()), sum(own), len(found))
 
 
-def sizes_of_steps(run: str, directories: Iterable[str]) -> Sizes:
+def sizes_of_steps(run: str, directories: Iterable[str]) -> StepSizes:
     """The files of steps of a run; names that wait for its next save do not count as others."""
     return sizes(directories, [f"{run}/{POOL_NAME}"])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from statehold.layout.layout import Box
 
 
-class Piece(NamedTuple):
+class ChangedPiece(NamedTuple):
     """The bytes [begin, end) of a file of a step, and their checksum in hexadecimal digits."""
 
     file: str
@@ -28,18 +28,20 @@ class Piece(NamedTuple):
     file_bytes: int
 
 
-class Known(NamedTuple):
+class KnownTensor(NamedTuple):
     """The chunks of a tensor in a step, by their boxes, and the grid of its checksums."""
 
     chunks: Mapping[Box, PlacedChunk]
     block_bytes: int
 
     @classmethod
-    def of(cls, chunks: Sequence[PlacedChunk], block_bytes: int) -> Known:
+    def of(cls, chunks: Sequence[PlacedChunk], block_bytes: int) -> KnownTensor:
         return cls({chunk.box: chunk for chunk in chunks}, block_bytes)
 
 
-def changed_pieces(chunk: PlacedChunk, block_bytes: int, known: Known | None) -> Iterator[Piece]:
+def changed_pieces(
+    chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None
+) -> Iterator[ChangedPiece]:
     """The pieces of a chunk whose bytes differ from what is known; None: nothing is."""
     before = _comparable(chunk, block_bytes, known)
     if before == chunk.sums:
@@ -48,10 +50,10 @@ def changed_pieces(chunk: PlacedChunk, block_bytes: int, known: Known | None) ->
     for index, (begin, end, digits) in enumerate(cut):
         at = index * SUM_DIGITS
         if before is None or before[at : at + SUM_DIGITS] != digits:
-            yield Piece(chunk.file, begin, end, digits, chunk.file_bytes)
+            yield ChangedPiece(chunk.file, begin, end, digits, chunk.file_bytes)
 
 
-def _comparable(chunk: PlacedChunk, block_bytes: int, known: Known | None) -> str | None:
+def _comparable(chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None) -> str | None:
     """The checksums of the same pieces before; None if they were other pieces."""
     before = known.chunks.get(chunk.box) if known and known.block_bytes == block_bytes else None
     if before is None or before.end - before.begin != chunk.end - chunk.begin:

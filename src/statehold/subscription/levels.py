@@ -14,7 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.replacing import directory_id
 from statehold.checkpoint.store.store import Store
@@ -34,7 +34,7 @@ class ReadPlace(DirectoryPlace):
     def __init__(self, fs: Fs, entry: Remembered) -> None:
         store = Store(fs, os.path.realpath(entry.where))
         engine = CopyEngine(fs, _COPY_BYTES)
-        super().__init__(Site(entry.name, store, entry.where, fs, engine, yields=False))
+        super().__init__(StoreSite(entry.name, store, entry.where, fs, engine, yields=False))
         self.read_bytes = 0
         self.could_not_list = False
 

@@ -19,9 +19,9 @@ import torch
 from statehold.errors import ManifestError, UsageError
 from statehold.format.selection import Selection
 from statehold.layout.layout import Box
-from statehold.subscription.changes import Known, Piece, changed_pieces
+from statehold.subscription.changes import ChangedPiece, KnownTensor, changed_pieces
 from statehold.tensors import dtypes, optimizers
-from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.parts import is_stateful
 from statehold.tensors.restore import check_takes_values, prepare
 from statehold.tensors.storable import is_dtensor, memory_of, version_of
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Move(NamedTuple):
     """A piece that differs, and its place: there it begins at byte `low` of the chunk."""
 
-    piece: Piece
-    place: Place
+    piece: ChangedPiece
+    place: ChunkPlace
     low: int
     name: str
 
@@ -46,17 +46,17 @@ class Filled(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    known: Known
+    known: KnownTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class Prepared:
     """A step that fits the live tensors. known: what each has, once the moves are done. relied: the
     tensors of which pieces may be left out, because of what they have now."""
 
     moves: list[Move]
     restoration: Restoration
-    known: dict[str, tuple[torch.Tensor, Known]]
+    known: dict[str, tuple[torch.Tensor, KnownTensor]]
     relied: dict[str, Filled]
 
     @property
@@ -71,14 +71,14 @@ class Matched:
         }
 
 
-def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Filled]) -> Matched:
+def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Filled]) -> Prepared:
     """Match the state of a consumer with a step. in_place: what its tensors have now.
 
     Raises StateMismatchError if they differ, ManifestError for a step that contradicts itself.
     """
     restoration = prepare(state, saved, selection=Selection(only=list(map(str, state))))
     moves: list[Move] = []
-    known: dict[str, tuple[torch.Tensor, Known]] = {}
+    known: dict[str, tuple[torch.Tensor, KnownTensor]] = {}
     relied: dict[str, Filled] = {}
     for destination in restoration.destinations:
         chunks = saved.chunks(destination.name, destination.box)
@@ -91,8 +91,8 @@ def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Fil
             if pieces:
                 place = _place(destination, chunk.box, chunk.begin)
                 moves += [Move(p, place, p.begin - chunk.begin, destination.name) for p in pieces]
-        known[key] = destination.tensor, Known.of(chunks, saved.block_bytes)
-    return Matched(moves, restoration, known, relied)
+        known[key] = destination.tensor, KnownTensor.of(chunks, saved.block_bytes)
+    return Prepared(moves, restoration, known, relied)
 
 
 def _key(destination: Destination) -> str:
@@ -100,16 +100,16 @@ def _key(destination: Destination) -> str:
     return f"{destination.tensor.data_ptr()} {destination.name}"
 
 
-def _still_known(filled: Filled | None, tensor: torch.Tensor) -> Known | None:
+def _still_known(filled: Filled | None, tensor: torch.Tensor) -> KnownTensor | None:
     if filled is None or memory_of(filled.tensor) != memory_of(tensor):
         return None
     return filled.known if filled.version == version_of(tensor) else None
 
 
-def _place(destination: Destination, box: Box, begin: int) -> Place:
+def _place(destination: Destination, box: Box, begin: int) -> ChunkPlace:
     dtype = destination.tensor.dtype
     shape = dtypes.torch_box(dtype, box).shape
-    place = Place.of(destination.part(box), dtype, shape, Box.whole(shape))
+    place = ChunkPlace.of(destination.part(box), dtype, shape, Box.whole(shape))
     if not place.is_aligned(begin):
         raise ManifestError(
             "a tensor of a step does not begin at a multiple of its element's size",

@@ -26,7 +26,7 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File
-    from statehold.subscription.changes import Piece
+    from statehold.subscription.changes import ChangedPiece
     from statehold.subscription.preparing import Move
 
 # (name, bytes) of a file -> its path.
@@ -133,7 +133,7 @@ class Spare:
         return self._engine
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[list[int], int]:
+def _placed(pieces: Sequence[ChangedPiece]) -> tuple[list[int], int]:
     """Where each piece goes, and the bytes of all.
 
     Each is as far from a page as in its file, so most need no copy on their way.

@@ -34,7 +34,7 @@ from statehold.reading.places import file_system, tell_misnamed
 from statehold.subscription.consumer import Changes
 from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, levels_of
-from statehold.subscription.preparing import Filled, Matched, check_state, match
+from statehold.subscription.preparing import Filled, Prepared, check_state, match
 from statehold.subscription.spare import Spare
 from statehold.subscription.update import Update
 from statehold.subscription.watching import Watching
@@ -300,12 +300,12 @@ class Subscription:
         read_s = time.perf_counter() - begun_s
         return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, put)
 
-    def _matched(self, saved: SavedStep) -> Matched:
+    def _matched(self, saved: SavedStep) -> Prepared:
         filled = self._in_place.filled if self._in_place else {}
         with torch.no_grad():
             return match(self._state, saved, self._changes.without(filled))
 
-    def _put(self, matched: Matched, at: list[int], in_place: partial[_InPlace]) -> None:
+    def _put(self, matched: Prepared, at: list[int], in_place: partial[_InPlace]) -> None:
         with self._busy():
             is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
             self._changes.check(matched.relied)

@@ -177,7 +177,7 @@ class Stamps:
         return zip(*columns, strict=True)
 
 
-class Run:
+class ColumnRun:
     """Of tensors that were captured one after the other the columns that are the same while the
     structure of the state stays as it is. Runs are equal if they are the same object."""
 
@@ -189,7 +189,7 @@ class Run:
 
 
 # A run, or these fields of one tensor.
-Part = Run | tuple[Any, ...]
+Part = ColumnRun | tuple[Any, ...]
 
 
 class Structure:
@@ -308,7 +308,7 @@ class Tensors(Sequence[CapturedTensor]):
         """The columns of the parts."""
         for part in (self._parts or [])[self._worked_out :]:
             self._worked_out += 1
-            if isinstance(part, Run):
+            if isinstance(part, ColumnRun):
                 for column, more in zip(self._columns, part.columns, strict=True):
                     column.extend(more)
             else:
@@ -338,7 +338,7 @@ class Tensors(Sequence[CapturedTensor]):
         for column, value in zip(self._live, tensor[_STRUCTURE:], strict=True):
             column.append(value)
 
-    def extend(self, run: Run, *live: Iterable[Any]) -> None:
+    def extend(self, run: ColumnRun, *live: Iterable[Any]) -> None:
         """live: the other columns, in the order of the fields of a tensor."""
         self._add(run)
         for column, more in zip(self._live, live, strict=True):
@@ -346,7 +346,7 @@ class Tensors(Sequence[CapturedTensor]):
 
     def _add(self, part: Part) -> None:
         if self._parts is None:
-            self._parts = [Run(*map(tuple, self._columns))]
+            self._parts = [ColumnRun(*map(tuple, self._columns))]
             self._worked_out = 1
         self._parts.append(part)
 

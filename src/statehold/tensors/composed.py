@@ -57,7 +57,7 @@ def as_real(place: Placed) -> Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _InnerTensor:
     """A plain live tensor, and the saved one that goes there."""
 
     live: torch.Tensor
@@ -94,7 +94,9 @@ class Composed:
 
     # -- into what is there ------------------------------------------------------------------
 
-    def _parts(self, live: torch.Tensor, node: Any, place: Placed, path: str) -> list[_Part] | str:
+    def _parts(
+        self, live: torch.Tensor, node: Any, place: Placed, path: str
+    ) -> list[_InnerTensor] | str:
         if (name := nodes.payload(node, "$tensor")) is not None:
             return self._plain(live, name, place)
         if COMPLEX in node:
@@ -103,12 +105,12 @@ class Composed:
             return self._parts(self._real(local_of(live)), node[COMPLEX], as_real(place), path)
         return self._inner(live, node[SUBCLASS], place, path)
 
-    def _plain(self, live: torch.Tensor, name: str, place: Placed) -> list[_Part] | str:
+    def _plain(self, live: torch.Tensor, name: str, place: Placed) -> list[_InnerTensor] | str:
         if not is_storable(live) or not self._memory.fits(live, name, place):
             return self._memory.described(name)
         if overlaps_itself(local_of(live)):
             return "an expanded tensor, which cannot be written"
-        return [_Part(live, name, place)]
+        return [_InnerTensor(live, name, place)]
 
     def _real(self, live: torch.Tensor) -> torch.Tensor:
         """The real view of a complex tensor; of a conjugate one that of a copy, moved later."""
@@ -120,7 +122,7 @@ class Composed:
 
     def _inner(
         self, live: torch.Tensor, saved: Mapping[str, Any], place: Placed, path: str
-    ) -> list[_Part] | str:
+    ) -> list[_InnerTensor] | str:
         local = local_of(live)
         if not subclasses.is_allowed(local) or name_of(type(local)) != saved["class"]:
             return f"a {saved['class']}"
@@ -133,7 +135,7 @@ class Composed:
             if found_places is None:
                 return f"a {saved['class']} that was saved in another layout"
             found = found_places
-        parts: list[_Part] = []
+        parts: list[_InnerTensor] = []
         for name, tensor in form.tensors.items():
             where = adapters.inner_path(path, name)
             each = self._parts(tensor, saved["tensors"][name], found[name], where)
@@ -206,7 +208,7 @@ class Composed:
 
 
 def _difference(
-    form: subclasses.Form, local: torch.Tensor, saved: Mapping[str, Any], place: Placed
+    form: subclasses.SubclassForm, local: torch.Tensor, saved: Mapping[str, Any], place: Placed
 ) -> str | None:
     """In what a live tensor differs from a saved one of its class, its inner tensors aside."""
     part, shape = saved["part"], tuple(local.shape) if place.shape is None else place.shape

@@ -36,7 +36,7 @@ class Facts(NamedTuple):
     layouts: list[Any]
 
 
-class Reading(NamedTuple):
+class BatchFacts(NamedTuple):
     """A batch as it is now. tensors: of DTensors what they hold here; wrappers: DTensors, else
     None; the others are the columns of these names (CapturedTensor). places: what two tensors share
     when they may be one: addresses, and the ids of DTensors."""
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     places: list[int]
 
 
-def read(values: Sequence[Any]) -> Reading | None:
+def read(values: Sequence[Any]) -> BatchFacts | None:
     """What a batch shows; None unless all of it are ordinary tensors, or DTensors of such."""
     wrappers: list[Any] = [None] * len(values)
     tensors, layouts = values, list[Any]()
@@ -85,7 +85,7 @@ def read(values: Sequence[Any]) -> Reading | None:
         moved = [0 if each is None else each._version for each in wrappers]
         versions = list(map(add, versions, moved))
     impls = list(map(_impl, tensors))
-    return Reading(facts, tensors, storages, impls, versions, addresses, wrappers, places)
+    return BatchFacts(facts, tensors, storages, impls, versions, addresses, wrappers, places)
 
 
 def layout_of(tensor: Any) -> tuple[Any, ...]:

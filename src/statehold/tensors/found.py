@@ -26,7 +26,7 @@ from statehold.tensors.captured import captured
 from statehold.tensors.columns import Tensors, described
 from statehold.tensors.facts import read
 from statehold.tensors.placements import OWN, Placed
-from statehold.tensors.recognition import Batch, Key, Seen
+from statehold.tensors.recognition import Key, Seen, SeenBatch
 from statehold.tensors.storable import ORDINARY, is_external, memory_of
 
 _is_leaf = attrgetter("is_leaf")
@@ -61,7 +61,7 @@ class Found:
         self._waiting: list[tuple[int, Sequence[int]]] = []
         # Names. Those of recognised batches, which shared none in the capture before, wait, too.
         self._taken: set[str] = set()
-        self._batches: list[Batch] = []
+        self._batches: list[SeenBatch] = []
 
     # -- many at once ----------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Found:
         if is_usual and len(sights) == len(values):
             strided = [each.strided for each in added]
             are_gated = [each.is_gated for each in added]
-            batch = Batch(observed, reading.facts, sights, strided, are_gated, nodes)
+            batch = SeenBatch(observed, reading.facts, sights, strided, are_gated, nodes)
             self._seen.batches_now[key] = batch
 
     def _add_places(self, places: Sequence[int]) -> bool:

@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from statehold.errors import UnsupportedValueError
 from statehold.tensors import first_iterator, positions
-from statehold.tensors.positions import Refused as Refused
+from statehold.tensors.positions import PositionRefused as PositionRefused
 from statehold.tensors.rng import get_state, set_state
 
 # A member that is added to a loader's state: {path of the loader: state of its generator}.
@@ -114,9 +114,10 @@ def _has_own_generator(loader: Any) -> bool:
 
 
 def fitted(value: Any, state: Any) -> Any:
-    """What state_of() gave, for the workers and samplers that the loaders have now. Raises Refused.
+    """What state_of() gave, for the workers and samplers that the loaders have now.
 
-    Nothing says which of several loaders a position is of, so those have to be alike.
+    Nothing says which of several loaders a position is of, so those have to be alike. Raises
+    PositionRefused.
     """
     found = [loader for _, loader in found_in(value) if first_iterator.is_supported(loader)]
     kinds = {(loader.num_workers, type(loader.sampler)) for loader in found}

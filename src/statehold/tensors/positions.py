@@ -29,12 +29,12 @@ _COMMON = (
 _OF_DATASET = dict.fromkeys(("dataset_state", "fetcher_state"))
 
 
-class Refused(Exception):
+class PositionRefused(Exception):
     """A position that the loader cannot take: what it expects, and what is there."""
 
 
 def fitted(state: Any, loader: Any) -> Any:
-    """A state in which each position is one that `loader` takes. Raises Refused."""
+    """A state in which each position is one that `loader` takes. Raises PositionRefused."""
     if isinstance(state, Mapping) and (_YIELDED in state or _SNAPSHOT in state):
         return _of_loader(state, loader)
     if type(state) is dict:
@@ -52,7 +52,7 @@ def _of_loader(state: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
     own = [state, *snapshot.get(_WORKERS, {}).values()]
     has_own = any(each.get(key) is not None for each in own for key in _OF_DATASET)
     if has_own or state.get(_SINCE) or any(key not in main for key in _COMMON):
-        raise Refused(
+        raise PositionRefused(
             f"the position of a loader with num_workers={loader.num_workers}",
             f"one with num_workers={saved}, which a dataset or a snapshot ties to its workers",
         )
@@ -83,4 +83,4 @@ def _check_sampler(state: Any, loader: Any) -> None:
     ).__module__.startswith("torch.utils.data.")
     if ("sampler_state" in state and forgets) or ("sampler_iter_state" in state and draws_anew):
         got = "that of a sampler of another kind, as with another shuffle= or sampler="
-        raise Refused(f"the position of a loader with a {type(sampler).__name__}", got)
+        raise PositionRefused(f"the position of a loader with a {type(sampler).__name__}", got)

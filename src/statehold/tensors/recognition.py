@@ -21,8 +21,8 @@ from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout, Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import dtypes
-from statehold.tensors.columns import Form, Run, Structure, Tensors
-from statehold.tensors.facts import Facts, Reading
+from statehold.tensors.columns import ColumnRun, Form, Structure, Tensors
+from statehold.tensors.facts import BatchFacts, Facts
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import Strided
 
@@ -42,7 +42,7 @@ class Sight:
     is_usual: bool
 
 
-class Batch:
+class SeenBatch:
     """What tensors showed that were found one after the other, each as one of its own.
 
     observed: all else that decided names, places and kinds, by equality. nodes: what came of it.
@@ -61,7 +61,7 @@ class Batch:
     ) -> None:
         self.observed, self.facts, self.sights, self.nodes = observed, facts, sights, nodes
         self.names = frozenset(sights)
-        self._run = Run(
+        self._run = ColumnRun(
             [sight.spec for sight in sights.values()],
             list(map(Form, facts.dtypes, facts.shapes, facts.strides, facts.devices)),
             strided,
@@ -70,7 +70,7 @@ class Batch:
             are_gated,
         )
 
-    def add_to(self, tensors: Tensors, reading: Reading) -> None:
+    def add_to(self, tensors: Tensors, reading: BatchFacts) -> None:
         """The tensors of a reading with equal facts."""
         _, live, storages, impls, versions, addresses, wrappers, _ = reading
         tensors.extend(self._run, live, storages, impls, versions, addresses, wrappers)
@@ -93,8 +93,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
-        self.batches_before: dict[Key, Batch] = {}
-        self.batches_now: dict[Key, Batch] = {}
+        self.batches_before: dict[Key, SeenBatch] = {}
+        self.batches_now: dict[Key, SeenBatch] = {}
         self._mappings_before: dict[str, _Mapping] = {}
         self._mappings_now: dict[str, _Mapping] = {}
         self._before: dict[str, Sight] = {}

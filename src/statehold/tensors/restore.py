@@ -284,7 +284,7 @@ class _Matcher(OptimizerMatching):
         value = self.rebuild(self._state_of(live, node), node)
         try:
             value = loaders.fitted(live, value)
-        except loaders.Refused as refused:
+        except loaders.PositionRefused as refused:
             self.problem(path, *refused.args)
         self.restoration.objects.append(partial(_load, loaders.load, live, value, path))
         self.restoration.stateful.append((path, live))

@@ -23,7 +23,7 @@ import torch
 
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 from statehold.layout.stored import StoredFile
 from statehold.tensors.placements import Placed
 
@@ -48,7 +48,7 @@ class StoredState:
     tree: Any
     files: Callable[[], Sequence[StoredFile]]
     release: Callable[[], None]
-    elsewhere: Sequence[Held] = ()
+    elsewhere: Sequence[HeldTensor] = ()
 
 
 class Role(Enum):

@@ -36,7 +36,7 @@ _CACHED_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class InnerRule:
     """What is known of the inner tensors of a DTensor's local one, by name.
 
     rowwise: the first dimension follows that of the whole tensor, in order, so it can be cut
@@ -47,13 +47,13 @@ class Rule:
     shared: frozenset[str] = frozenset()
 
 
-_UNKNOWN = Rule()
+_UNKNOWN = InnerRule()
 _QUANTIZED = "torchao.quantization"
-_KNOWN: dict[str, Rule] = {
-    "torchao.optim.subclass_8bit.OptimState8bit": Rule(
+_KNOWN: dict[str, InnerRule] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": InnerRule(
         frozenset({"codes", "scale"}), frozenset({"qmap"})
     ),
-    "torchao.optim.subclass_fp8.OptimStateFp8": Rule(frozenset({"codes", "scale"})),
+    "torchao.optim.subclass_fp8.OptimStateFp8": InnerRule(frozenset({"codes", "scale"})),
     # The context of these holds the shape of the local tensor: another layout has another one.
     "torchao.optim.subclass_4bit.OptimState4bit": _UNKNOWN,
     f"{_QUANTIZED}.Int8Tensor": _UNKNOWN,
@@ -67,7 +67,7 @@ _KNOWN: dict[str, Rule] = {
     "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
     **dict.fromkeys(adapters.ADAPTERS, _UNKNOWN),
 }
-_allowed: dict[str, tuple[Any, Rule]] = {}
+_allowed: dict[str, tuple[Any, InnerRule]] = {}
 
 
 def allow_tensor_class(
@@ -94,7 +94,7 @@ def allow_tensor_class(
             "a tensor class cannot be taken apart",
             facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
         )
-    _allowed[name_of(cls)] = cls, Rule(frozenset(rowwise), frozenset(shared))
+    _allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
 
 
 def is_allowed(tensor: torch.Tensor) -> bool:
@@ -109,7 +109,7 @@ def is_allowed(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SubclassForm:
     """A tensor taken apart: its class, its context as a node, its inner tensors by name."""
 
     kind: str
@@ -117,7 +117,7 @@ class Form:
     tensors: Mapping[str, torch.Tensor]
 
 
-def form_of(tensor: Any, path: str, depth: int = 0) -> Form:
+def form_of(tensor: Any, path: str, depth: int = 0) -> SubclassForm:
     """Take a tensor apart; its inner tensors share its memory. depth: the levels of nodes around.
 
     Raises UnsupportedValueError, with the path, for a context that is not made of plain values, and
@@ -134,7 +134,7 @@ def form_of(tensor: Any, path: str, depth: int = 0) -> Form:
     except UnsupportedValueError as error:
         error.hint = f"{kind} has this value outside its tensors; no step can hold it; {error.hint}"
         raise error.with_fact("class", kind) from None
-    return Form(kind, node, tensors)
+    return SubclassForm(kind, node, tensors)
 
 
 def _apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -226,7 +226,7 @@ def _class_of(kind: str, path: str) -> Any:
 # -- sharded ---------------------------------------------------------------------------------------
 
 
-def places(form: Form, place: Placed) -> dict[str, Placed] | None:
+def places(form: SubclassForm, place: Placed) -> dict[str, Placed] | None:
     """Where the inner tensors of a local tensor lie, which itself lies at `place`.
 
     None where only this layout can put them together again: each rank has its own then.
@@ -270,7 +270,7 @@ def inner_place(kind: str, name: str, place: Placed, shape: tuple[int, ...]) -> 
     return Placed(layout, shape, _rows_of(place.shape, place.box, shape))
 
 
-def _rule_of(kind: str) -> Rule:
+def _rule_of(kind: str) -> InnerRule:
     return _allowed[kind][1] if kind in _allowed else _KNOWN.get(kind, _UNKNOWN)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from statehold.cli.study.choose import (
-    Figures,
+    StudyFigures,
     best_of,
     choose,
     combined,
@@ -18,9 +18,9 @@ from statehold.cli.study.choose import (
     rates_of,
     score,
 )
-from statehold.cli.study.strategies import Mover, Operation, Strategy
-from statehold.cli.study.sweep import JUDGED, Comparison, bytes_of, centre, neighbours
-from statehold.io.profile import Rates
+from statehold.cli.study.strategies import MovedBy, Operation, Strategy
+from statehold.cli.study.sweep import JUDGED, Contrast, bytes_of, centre, neighbours
+from statehold.io.profile import StorageRates
 from statehold.options.io import Moving
 from statehold.units import MiB
 
@@ -28,9 +28,9 @@ MIDDLE = centre(2)
 FRESH, OVERWRITE, COLD = JUDGED
 
 
-def figures_of(rate: Callable[[Strategy, Operation], float]) -> Figures:
+def figures_of(rate: Callable[[Strategy, Operation], float]) -> StudyFigures:
     """What a sweep around the middle would measure on a storage with these rates."""
-    figures = Figures()
+    figures = StudyFigures()
     for strategy in (*neighbours(MIDDLE, False), *neighbours(bytes_of(MIDDLE), False)):
         figures.add(strategy, {operation: rate(strategy, operation) for operation in JUDGED})
     return figures
@@ -46,7 +46,7 @@ def test_what_moves_more_has_to_win_by_more() -> None:
     def rate(factor: float, strategy: Strategy, _: Operation) -> float:
         return factor * (4.4 if strategy.depth == 1 else 4.0)
 
-    def study_of(spread: float) -> Figures:
+    def study_of(spread: float) -> StudyFigures:
         figures = figures_of(partial(rate, 1.0))
         for factor in (1 - spread, 1 + spread):
             again = figures_of(partial(rate, factor))
@@ -55,7 +55,7 @@ def test_what_moves_more_has_to_win_by_more() -> None:
         return figures
 
     still, moving = study_of(0.01), study_of(0.2)
-    assert margin(Figures()) == 0.1
+    assert margin(StudyFigures()) == 0.1
     assert margin(still) == 0.03
     assert margin(moving) > 0.1
     assert choose(still, still.engines(), MIDDLE) == replace(MIDDLE, depth=1)
@@ -70,11 +70,11 @@ def test_what_is_clearly_better_is_taken() -> None:
 
 def test_the_best_levels_are_combined() -> None:
     def rate(strategy: Strategy, _: Operation) -> float:
-        better = (strategy.block_bytes == 4 * MiB, strategy.mover is Mover.THREADS)
+        better = (strategy.block_bytes == 4 * MiB, strategy.mover is MovedBy.THREADS)
         return 4.0 + sum(better)
 
     figures = figures_of(rate)
-    wanted = replace(MIDDLE, block_bytes=4 * MiB, mover=Mover.THREADS)
+    wanted = replace(MIDDLE, block_bytes=4 * MiB, mover=MovedBy.THREADS)
     assert combined(figures, MIDDLE, False) == wanted
     assert wanted in likely(figures, MIDDLE, False)
     figures.add(wanted, dict.fromkeys(JUDGED, 6.0))
@@ -104,12 +104,12 @@ def test_bytes_that_nobody_copies_are_no_setting() -> None:
 
 
 def test_without_figures_nothing_changes() -> None:
-    assert choose(Figures(), [], MIDDLE) == MIDDLE
-    assert best_of(Figures(), [MIDDLE], COLD) is None
+    assert choose(StudyFigures(), [], MIDDLE) == MIDDLE
+    assert best_of(StudyFigures(), [MIDDLE], COLD) is None
 
 
 def test_medians_and_what_moved() -> None:
-    figures = Figures()
+    figures = StudyFigures()
     for rate in (3.0, 9.0, 4.0):
         figures.add(MIDDLE, {COLD: rate, FRESH: 4.0})
     assert figures.of(MIDDLE, COLD) == 4.0
@@ -124,24 +124,26 @@ def test_a_profile_says_what_was_chosen() -> None:
 
 def test_the_limit_of_a_storage_is_what_anybody_reached() -> None:
     plain = bytes_of(MIDDLE)
-    figures = Figures()
+    figures = StudyFigures()
     assert rates_of(figures) is None
     figures.add(MIDDLE, {FRESH: 1.0, OVERWRITE: 2.5, COLD: 3.0})
     figures.add(plain, {FRESH: 2.0, OVERWRITE: 2.0, COLD: 4.0})
-    assert rates_of(figures) == Rates(write_bytes_per_s=2_500_000_000, read_bytes_per_s=4 * 10**9)
+    assert rates_of(figures) == StorageRates(
+        write_bytes_per_s=2_500_000_000, read_bytes_per_s=4 * 10**9
+    )
 
 
 def test_findings_are_sentences() -> None:
     one = replace(MIDDLE, depth=1)
-    figures = Figures()
+    figures = StudyFigures()
     for rate in (2.0, 2.2):
         figures.add(one, {COLD: rate, FRESH: 1.0})
     figures.add(MIDDLE, {COLD: 4.2, FRESH: rate / 2})
-    made = [Comparison("one", "many", (one, each), (MIDDLE, each)) for each in JUDGED]
+    made = [Contrast("one", "many", (one, each), (MIDDLE, each)) for each in JUDGED]
     assert finding(figures, made) == (
         "one, as a share of many: fresh 0.91 (1.00 / 1.10 GB/s), cold 0.50 (2.10 / 4.20 GB/s)"
     )
-    assert finding(Figures(), made) is None
+    assert finding(StudyFigures(), made) is None
     figures.add(one, {COLD: 4.0})
     text = finding(figures, made)
     assert text is not None

@@ -14,7 +14,16 @@ import pytest
 from statehold.errors import CorruptionError
 from statehold.io import mounts
 from statehold.io.mounts import Mount, mount_of
-from statehold.io.profile import Profile, Rates, decode, find, path_for, rates_of, save, tuned
+from statehold.io.profile import (
+    Profile,
+    StorageRates,
+    decode,
+    find,
+    path_for,
+    rates_of,
+    save,
+    tuned,
+)
 from statehold.options import Options
 from statehold.options.io import DEFAULTS, Io, Moving
 from statehold.units import MiB
@@ -24,7 +33,7 @@ MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_thr
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Profile:
-    rates = Rates(write_bytes_per_s=10**9, read_bytes_per_s=3 * 10**9)
+    rates = StorageRates(write_bytes_per_s=10**9, read_bytes_per_s=3 * 10**9)
     when = "2026-11-21T15:00:00+00:00"
     return Profile(mount_of(str(tmp_path)), MOVING, when, ("because",), rates)
 

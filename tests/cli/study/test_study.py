@@ -15,10 +15,10 @@ import pytest
 import statehold
 from statehold.cli import main
 from statehold.cli.study.measure import Bench, Timing
-from statehold.cli.study.memory import Memory, kept
+from statehold.cli.study.memory import MappedMemory, kept
 from statehold.cli.study.sessions import EngineSession, open_session
 from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
-from statehold.cli.study.study import Proof, Study, is_lost, run
+from statehold.cli.study.study import Remeasured, Study, is_lost, run
 from statehold.cli.study.sweep import cases_of, centre, comparisons, strategies
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, decode, path_for, save
@@ -33,13 +33,13 @@ SWEEP = list(dict.fromkeys(strategy for strategy, _ in FIGURES))
 
 
 @pytest.fixture(scope="module")
-def pattern() -> Memory:
+def pattern() -> MappedMemory:
     return kept(4 * MiB)
 
 
 @pytest.mark.parametrize("strategy", SWEEP, ids=lambda strategy: strategy.name)
 def test_every_strategy_saves_and_restores(
-    tmp_path: Path, pattern: Memory, strategy: Strategy
+    tmp_path: Path, pattern: MappedMemory, strategy: Strategy
 ) -> None:
     session = open_session(strategy, STATE, pattern, str(tmp_path))
     nbytes = spans_of(STATE, aligned=not strategy.is_engine)[-1][1]
@@ -285,8 +285,8 @@ def test_who_is_better_side_by_side_takes_the_place() -> None:
 
 
 def test_a_rival_that_is_worse_in_something_wins_nothing() -> None:
-    def proof(operation: Operation, ratio: float) -> Proof:
-        return Proof("statehold", operation, MIDDLE, MIDDLE, ratio, ratio, ratio, 3)
+    def proof(operation: Operation, ratio: float) -> Remeasured:
+        return Remeasured("statehold", operation, MIDDLE, MIDDLE, ratio, ratio, ratio, 3)
 
     writes, reads = Operation.OVERWRITE, Operation.COLD
     assert is_lost([proof(writes, 0.9), proof(reads, 1.0)])

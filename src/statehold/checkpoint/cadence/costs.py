@@ -67,7 +67,7 @@ class Interval:
         return f"{text}: each {cost}; {100 * self.waste:.2g} % of the time is lost"
 
 
-class Costs:
+class MeasuredCosts:
     """Measures, and chooses, for rank 0. names: the levels, nearest first."""
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from statehold.checkpoint.cadence.costs import Costs, Interval
+from statehold.checkpoint.cadence.costs import Interval, MeasuredCosts
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
-from statehold.checkpoint.cadence.turns import LAG, Rule, Turns
+from statehold.checkpoint.cadence.turns import LAG, SaveRule, Turns
 from statehold.checkpoint.telemetry.copies import LevelWatch
 from statehold.options import Options
 from statehold.planners.failures import Loss, rates_by_level, rates_of
@@ -40,7 +40,7 @@ class Spec(Protocol):
     def survives(self) -> Loss: ...
 
 
-class Named(Protocol):
+class NamedLevel(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -52,7 +52,7 @@ class Copier(Protocol):
     def level(self) -> str: ...
 
     @property
-    def place(self) -> Named: ...
+    def place(self) -> NamedLevel: ...
 
     @property
     def is_busy(self) -> bool: ...
@@ -100,7 +100,7 @@ class Schedule:
         steps = NEVER if is_timed else first.steps
         self.turns = Turns(steps, lag=0 if is_alone else LAG)
         measured = self.is_led or any(every.is_auto for every in self._every)
-        self._costs = Costs(self._names) if measured and membership.leads else None
+        self._costs = MeasuredCosts(self._names) if measured and membership.leads else None
         self._copies = _Copies(copiers)
         self._intervals: dict[str, Interval] = {}
 
@@ -155,7 +155,7 @@ class Schedule:
     def learn(self, message: Sequence[int] | None) -> None:
         """The others: the facts in the outcome of a committed save."""
         if message is not None:
-            self.turns.learn(Rule(*message))
+            self.turns.learn(SaveRule(*message))
 
     def note(self) -> list[list[int]]:
         """Rank 0: the note for a rank that missed an outcome."""
@@ -164,7 +164,7 @@ class Schedule:
 
     def catch_up(self, note: Sequence[Sequence[int]]) -> None:
         """A rank that may have missed something, with the note of rank 0."""
-        rule, *pending = [Rule(*each) for each in note]
+        rule, *pending = [SaveRule(*each) for each in note]
         self.turns.adopt(rule)
         for each in pending:
             self.turns.learn(each)
@@ -174,7 +174,7 @@ class Schedule:
             return
         first = intervals[self._names[0]]
         if self.is_led and first.steps != self.turns.rule.steps:
-            self.turns.learn(Rule(number, first.steps))
+            self.turns.learn(SaveRule(number, first.steps))
         for copier in self._copiers:
             # The copies of the first level on other hosts get its steps.
             interval = None if copier.level == self._names[0] else intervals.get(copier.level)
@@ -200,7 +200,7 @@ class _Copies:
         self._finished = [0] * len(copiers)
         self._on_hosts_s: dict[str, float] = {}
 
-    def under_way(self, costs: Costs) -> set[str]:
+    def under_way(self, costs: MeasuredCosts) -> set[str]:
         """The levels that may slow the training down now, or have since the last call."""
         found = set()
         for index, copier in enumerate(self._copiers):
@@ -212,7 +212,7 @@ class _Copies:
                 self.took(costs, copier.level, copier.place.name, copier.took_s)
         return found
 
-    def took(self, costs: Costs, level: str, place: str, seconds: float) -> None:
+    def took(self, costs: MeasuredCosts, level: str, place: str, seconds: float) -> None:
         """A step took so long to `place`, which is the level or its copies on other hosts."""
         if place != level:
             self._on_hosts_s[level] = seconds

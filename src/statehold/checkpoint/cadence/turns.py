@@ -35,7 +35,7 @@ _RECENT = LAG + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SaveRule:
     """A save at every so many steps, for calls above the number `since`."""
 
     since: int
@@ -50,12 +50,12 @@ class Turns:
     """
 
     def __init__(self, steps: int | None, lag: int = LAG) -> None:
-        self._rule = Rule(-1, steps or 1)
+        self._rule = SaveRule(-1, steps or 1)
         self._is_growing = steps is None
         self._lag = lag
-        self._pending: Rule | None = None
+        self._pending: SaveRule | None = None
         self._pending_last = -1
-        self._found: Rule | None = None
+        self._found: SaveRule | None = None
         self._last_step: int | None = None
         self._due = deque([-1] * _RECENT, maxlen=_RECENT)
 
@@ -82,23 +82,23 @@ class Turns:
         return self._due[-3]
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> SaveRule:
         """The rule in force."""
         return self._rule
 
     @property
-    def pending(self) -> Rule | None:
+    def pending(self) -> SaveRule | None:
         """A rule that was announced and is not in force yet. `since` is the save that announced
         it."""
         return self._pending
 
-    def learn(self, rule: Rule) -> None:
+    def learn(self, rule: SaveRule) -> None:
         """Take in the rule of a save's outcome; a rule may come several times."""
         if rule.since > self._pending_last:
             self._pending_last = rule.since
             self._pending = rule
 
-    def adopt(self, rule: Rule) -> None:
+    def adopt(self, rule: SaveRule) -> None:
         """The rule in force on rank 0."""
         self._found = rule
 
@@ -107,11 +107,11 @@ class Turns:
         pending = self._pending
         if pending is not None and pending.since <= self._due[-1 - self._lag]:
             self._pending = None
-            self._hold(Rule(number, pending.steps))
+            self._hold(SaveRule(number, pending.steps))
         elif self._is_growing:
-            self._rule = Rule(-1, min(2 * self._rule.steps, GROWING_MAX))
+            self._rule = SaveRule(-1, min(2 * self._rule.steps, GROWING_MAX))
 
-    def _hold(self, rule: Rule) -> None:
+    def _hold(self, rule: SaveRule) -> None:
         self._rule = rule
         self._is_growing = False
 

@@ -77,7 +77,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopyPart:
     """The part that a rank has to copy of a step: data files, and records (name, content), if any.
 
     `manifest` is the same on all ranks.
@@ -103,7 +103,7 @@ class Copy:
 
     step: int
     attempt: str | None
-    part: Part
+    part: CopyPart
     source: Source
     before: Callable[[int], None]
     watch: CopyWatch
@@ -173,7 +173,7 @@ class Copied:
         return self.raw
 
 
-def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection[int]]) -> Part:
+def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection[int]]) -> CopyPart:
     """The part of a step to copy: the files of the ranks in `share`, which gets the number of all
     ranks that have saved, and the manifest.
 
@@ -184,7 +184,7 @@ def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
         files = data_files(manifest.files, chunks, manifest.block_bytes)
-        return Part(files if 0 in share(1, raw) else (), (), raw)
+        return CopyPart(files if 0 in share(1, raw) else (), (), raw)
     files, records = (), []
     for writer in share(manifest.world_size, raw):
         documents: dict[str, bytes] = {}
@@ -197,7 +197,7 @@ def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection
         files += data_files(record.files, dict(record.chunks), record.block_bytes)
         name = record_name(writer, manifest.world_size)
         records.append((name, documents[name]))
-    return Part(files, tuple(records), raw)
+    return CopyPart(files, tuple(records), raw)
 
 
 def data_files(

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import DataFile, Part, part_of
-from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.copying import CopyPart, DataFile, part_of
+from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
@@ -103,7 +103,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
     return fork(base.fs, base.where(step), first.store.root)
 
 
-def _take(place: DirectoryPlace, part: Part, step: int, where: str) -> list[DataFile]:
+def _take(place: DirectoryPlace, part: CopyPart, step: int, where: str) -> list[DataFile]:
     """Have the step in the child, except for its manifest; the files that were copied."""
     place.store.begin(step)
     files = {f"{where}/{file.name}": file for file in part.files}
@@ -134,7 +134,7 @@ def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace
     store, engine = Store(fs, child, reuse=False), CopyEngine(fs, _BUFFER_BYTES)
     if store.root == base:
         raise UsageError("a run cannot begin from a step of its own", facts={"run": child})
-    place = DirectoryPlace(Site("child", store, child, fs, engine, yields=False))
+    place = DirectoryPlace(StoreSite("child", store, child, fs, engine, yields=False))
     try:
         place.prepare(None)
         if steps := store.steps():

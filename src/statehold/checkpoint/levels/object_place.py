@@ -18,7 +18,7 @@ from statehold.checkpoint.levels.at_parent import urls_at_parent
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
-from statehold.checkpoint.levels.places import Shared
+from statehold.checkpoint.levels.places import SharedPlace
 from statehold.checkpoint.store.object_names import shared_name
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.retention import Retention
@@ -29,7 +29,7 @@ from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
 
 
-class ObjectPlace(Shared):
+class ObjectPlace(SharedPlace):
     """The steps of a run in an object store.
 
     keep: which committed steps stay (options/keep).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import Identity
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, Site
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, StoreSite
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.objects import ObjectSteps
@@ -75,7 +75,7 @@ def open_places(
         def engine_of() -> CopyEngine:
             return only or CopyEngine(fs, buffer_bytes)
 
-        site = Site(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
+        site = StoreSite(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
         if isinstance(level, Memory) and level.path is None:
             site = replace(site, make_home=home)
         if isinstance(level, Directory) and not level.per_host:

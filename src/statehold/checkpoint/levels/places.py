@@ -218,7 +218,7 @@ class Below:
         return read_standing(self._fs, step, lambda directory: act(f"{directory}/{name}"))
 
 
-class Shared:
+class SharedPlace:
     """The common part of levels that all ranks see."""
 
     @property
@@ -254,7 +254,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class StoreSite:
     """Where the store of a level lies, and how steps get there.
 
     called: the directory as the user named it. yields: an agent opens it (store/lock).
@@ -272,13 +272,13 @@ class Site:
     make_home: Callable[[], object] = lambda: None
 
 
-class DirectoryPlace(Shared):
+class DirectoryPlace(SharedPlace):
     """A store on a file system.
 
     Thread-safe: the trainer or a promotion prepares it, whichever comes first.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: StoreSite) -> None:
         self.name = site.name
         self.store = site.store
         self._site = site

@@ -36,7 +36,7 @@ def is_of_storage(error: Exception) -> bool:
     return isinstance(error, StorageError) and error.errno not in _GONE
 
 
-class Level(Protocol):
+class LevelReader(Protocol):
     """The interface of a level."""
 
     @property
@@ -61,7 +61,7 @@ class Saves:
         """The save that is open; "" if there is none."""
         return self._opened.get(step, "")
 
-    def open(self, step: int, level: Level, manifest: bytes) -> bool:
+    def open(self, step: int, level: LevelReader, manifest: bytes) -> bool:
         """The manifest of a step at a level was read: that save is open now, unless it was given
         up."""
         save = self._at[step, level.name] = sha256(manifest)
@@ -70,11 +70,11 @@ class Saves:
         self._opened[step] = save
         return True
 
-    def unread(self, step: int, level: Level, error: StateholdError) -> None:
+    def unread(self, step: int, level: LevelReader, error: StateholdError) -> None:
         """The manifest of a step at a level could not be read."""
         self._at[step, level.name] = _UNKNOWN if is_of_storage(error) else _UNREADABLE
 
-    def is_another(self, step: int, level: Level) -> bool:
+    def is_another(self, step: int, level: LevelReader) -> bool:
         """Whether a level has another save of the step than the one that is open."""
         save = self._save_at(step, level)
         return save not in (_UNREADABLE, self._opened.get(step, save))
@@ -87,7 +87,7 @@ class Saves:
         """Whether a save of this step was given up."""
         return any(each == step for each, _ in self._given_up)
 
-    def has_another(self, step: int, levels: Iterable[Level]) -> bool:
+    def has_another(self, step: int, levels: Iterable[LevelReader]) -> bool:
         """Whether a level has a save of the step that is neither open nor given up."""
         saves = {self._save_at(step, level) for level in levels}
         return any(
@@ -95,7 +95,7 @@ class Saves:
             for save in saves
         )
 
-    def has_changed(self, step: int, level: Level) -> bool:
+    def has_changed(self, step: int, level: LevelReader) -> bool:
         """Whether a level has lost the step since it was read, or has another save of it.
 
         If the storage failed, only a loss can be seen.
@@ -117,7 +117,7 @@ class Saves:
         self._at = {at: save for at, save in self._at.items() if at[0] != step}
         self._intact = {at: save for at, save in self._intact.items() if at[0] != step}
 
-    def _save_at(self, step: int, level: Level) -> str:
+    def _save_at(self, step: int, level: LevelReader) -> str:
         """The save that a level has, by a valid manifest; otherwise _UNREADABLE."""
         key = step, level.name
         if key not in self._intact:
@@ -131,7 +131,7 @@ class Saves:
         return self._intact[key]
 
 
-def _read(step: int, level: Level) -> str:
+def _read(step: int, level: LevelReader) -> str:
     try:
         return sha256(level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
     except _FAILURES:

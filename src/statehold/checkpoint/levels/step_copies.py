@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.forking import check_standing
-from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
@@ -36,7 +36,7 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.levels.copying import Part
+    from statehold.checkpoint.levels.copying import CopyPart
 
 _BUFFER_BYTES = 16 * MiB
 
@@ -87,7 +87,7 @@ def copy_into(
         return CopiedStep(place.store.path(step), watch.linked_bytes, copied)
 
 
-def _there(fs: Fs, destination: str, step: int, part: Part) -> CopiedStep | None:
+def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | None:
     """The step, if the destination has it. Raises UsageError if it is another save of it."""
     store = Store(fs, os.path.realpath(destination))
     if step not in whole_steps(store):
@@ -106,7 +106,7 @@ def _opened(fs: Fs, destination: str) -> Iterator[DirectoryPlace]:
     """The destination, locked. After an error it keeps what the next copy can use."""
     store = Store(fs, os.path.realpath(destination), reuse=False)
     engine = CopyEngine(fs, _BUFFER_BYTES)
-    place = DirectoryPlace(Site("destination", store, destination, fs, engine, yields=False))
+    place = DirectoryPlace(StoreSite("destination", store, destination, fs, engine, yields=False))
     try:
         place.prepare(None)
         yield place

@@ -23,7 +23,7 @@ from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.layout.layout import Box
 from statehold.layout.plan import FROZEN_KEY, file_name, file_of
 from statehold.layout.ranges import Range, ranges
-from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.dtypes import torch_box, torch_shape
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class ReadPlan:
         else:
             grid = self._saved.block_bytes
             found = ranges(chunk.begin, chunk.sums, shape, box, item_bytes, grid)
-        place = Place.of(target, dtype, shape, box) if external else None
+        place = ChunkPlace.of(target, dtype, shape, box) if external else None
         if place is not None and not place.is_aligned(chunk.begin):
             raise _unaligned(name, chunk, item_bytes)
         for part in found:

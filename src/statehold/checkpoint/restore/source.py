@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.nearest import Nearest
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Site
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.format.about import check_origin
@@ -28,7 +28,7 @@ def steps_of(fs: Fs, run: str) -> Nearest:
     """The steps in the directory of a run."""
     store = Store(fs, run, reuse=False)
     engine = CopyEngine(fs, _BUFFER_BYTES)
-    return Nearest([DirectoryPlace(Site("source", store, run, fs, engine, yields=False))], run)
+    return Nearest([DirectoryPlace(StoreSite("source", store, run, fs, engine, yields=False))], run)
 
 
 def check_source(source: str | None, levels: Levels) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.save.gate import Held
+from statehold.checkpoint.save.gate import HeldSave
 from statehold.checkpoint.save.handle import Passage, Save
 from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
@@ -29,7 +29,7 @@ from statehold.errors import StorageError, TornSnapshot
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.tensors import fingerprints, memory_moves
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 from statehold.tensors.gradients import frozen_in
 from statehold.units import GiB
 
@@ -156,7 +156,7 @@ class Saver:
     def _begin_with(
         self,
         captured: Capture,
-        held: Held,
+        held: HeldSave,
         state: Mapping[str, Any],
         number: int,
         about: About,
@@ -215,7 +215,7 @@ class Saver:
         return ends
 
     def _start(
-        self, work: Work, held: Held, captured: Capture, compared: Sequence[CapturedTensor]
+        self, work: Work, held: HeldSave, captured: Capture, compared: Sequence[CapturedTensor]
     ) -> None:
         """Begin to copy the captured tensors, and hand `work` over: wholly, or not at all.
 
@@ -234,7 +234,7 @@ class Saver:
             work.shared.start_first()
             work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
             work.shared.start()
-            sources = work.shared.sources(Source(work.job, ordered.tensors))
+            sources = work.shared.sources(JobSource(work.job, ordered.tensors))
             work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)

@@ -57,7 +57,7 @@ class Pass(Protocol):
 
 
 @dataclass(eq=False)
-class Held:
+class HeldSave:
     """What updates wait for. storages: those from which the save copies, by their `_cdata`, which
     no other storage has as long as the save keeps them."""
 
@@ -84,7 +84,7 @@ class Gate:
     def __init__(self) -> None:
         # By save. Only single calls of dict change it: threads that train other models pass the
         # gate, too, and a lock could be taken twice by a signal handler that saves.
-        self._held: dict[Passage, Held] = {}
+        self._held: dict[Passage, HeldSave] = {}
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -121,11 +121,11 @@ class Gate:
             step,
         )
 
-    def hold_for(self, save: Passage, storages: Sequence[UntypedStorage] = ()) -> Held:
+    def hold_for(self, save: Passage, storages: Sequence[UntypedStorage] = ()) -> HeldSave:
         """Hold updates until `save` is staged, or until its `passing`, once it is set, lets them
         through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
-        held = Held(save, list(map(attrgetter("_cdata"), storages)))
+        held = HeldSave(save, list(map(attrgetter("_cdata"), storages)))
         self._held[save] = held
         self.stand()
         return held

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NICENESS = 5  # like the threads that copy
 
 
-class Claim(NamedTuple):
+class BytesClaim(NamedTuple):
     """`tensors`, in file order and dense in host memory, have the bytes of a file.
 
     plan, sums: of the file.
@@ -41,7 +41,7 @@ class Claim(NamedTuple):
     sums: bytes
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A piece of a tensor of a file, both by number, and its checksum in the file."""
 
     file: int
@@ -51,12 +51,12 @@ class Piece(NamedTuple):
     expected: int
 
 
-def refuted(claims: Sequence[Claim], runtime: Runtime) -> list[set[int]]:
+def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
     """Of each claim, the indices of tensors that differ from the file."""
     found = [piece for file, claim in enumerate(claims) for piece in _pieces(file, claim)]
     left = iter(found)  # next() takes one at a time, whichever thread asks
 
-    def compare(_: int) -> list[Piece]:
+    def compare(_: int) -> list[FilePiece]:
         return [
             each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
         ]
@@ -87,14 +87,14 @@ def windows(plan: SavePlan) -> list[tuple[int, int]]:
     return found
 
 
-def _pieces(file: int, claim: Claim) -> Iterator[Piece]:
+def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
     plan, tensors, sums = claim
     places = zip(plan.begins, plan.specs, tensors.addresses, windows(plan), strict=True)
     for index, (at, spec, address, (low, high)) in enumerate(places):
         cuts = pieces(at, spec.nbytes, BLOCK_BYTES)
         expected = struct.iter_unpack("<Q", sums[low:high])
         for (begin, end), (value,) in zip(cuts, expected, strict=True):
-            yield Piece(file, index, address + begin - at, end - begin, value)
+            yield FilePiece(file, index, address + begin - at, end - begin, value)
 
 
 def low_priority(count: int) -> ThreadPoolExecutor:

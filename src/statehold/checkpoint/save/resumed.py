@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownFile:
     """A shared file of a committed step. keys, begins: of its parts, in file order. sums: of all
     its pieces, as a save has them. header: as it is in the file; nobody has compared it."""
 
@@ -43,7 +43,7 @@ class Known:
     sums: bytes
 
 
-def known_files(store: Store, step: int, rank: int | None, world: int) -> list[Known]:
+def known_files(store: Store, step: int, rank: int | None, world: int) -> list[KnownFile]:
     """The shared files that `rank` of `world` ranks (None: the only one) has written of a step.
 
     Nothing if the step cannot be read, or if another number of ranks has saved it.
@@ -61,7 +61,7 @@ def _shares(store: Store, step: int) -> bool:
     return any(is_shared(name) for name, _ in store.fs.listdir(store.where(step)))
 
 
-def _files(fs: Fs, saved: SavedStep, directory: str) -> list[Known]:
+def _files(fs: Fs, saved: SavedStep, directory: str) -> list[KnownFile]:
     held: dict[str, list[tuple[Key, PlacedChunk]]] = {}
     foreign = set()  # files of an optimizer on tiers, whose padding is no tensor of the state
     for name, chunks in saved.own_chunks():
@@ -84,9 +84,11 @@ def _begin(each: tuple[Key, PlacedChunk]) -> int:
     return each[1].begin
 
 
-def _known(fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]) -> Known:
+def _known(
+    fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]
+) -> KnownFile:
     chunks = [chunk for _, chunk in found]
-    return Known(
+    return KnownFile(
         path=path,
         header=_header(fs, path, chunks[0].begin),
         keys=tuple(key for key, _ in found),

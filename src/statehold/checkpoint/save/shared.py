@@ -30,13 +30,13 @@ from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.save.proof import Claim, differing, refuted
+from statehold.checkpoint.save.proof import BytesClaim, differing, refuted
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
 from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import SavePlan, plan_save
 from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import StoredFile
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
@@ -79,7 +79,7 @@ class Register(Protocol):
     def spare_engine(self) -> Engine:
         """An engine whose buffers no save takes."""
 
-    def made(self, file: SharedFile, replaces: Link | None) -> None:
+    def made(self, file: SharedFile, replaces: FileLink | None) -> None:
         """A file is durable, and the save that has written it uses it."""
 
     def refused(self, paths: Collection[str]) -> None:
@@ -88,12 +88,12 @@ class Register(Protocol):
     def committed(self, plan: RankPlan, sums: bytes) -> None:
         """A step is committed. plan, sums: of the rank's own file."""
 
-    def ended(self, shared: Shared, *, failed: bool) -> None:
+    def ended(self, shared: SharedFiles, *, failed: bool) -> None:
         """A save has ended. If it failed, a shared file may be the reason: none is linked again."""
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class FileLink:
     """A shared file that a save links, and what the state has now for it.
 
     job: compares it, unless it is compared in place. changed: of its parts. is_replaced: the step
@@ -114,7 +114,7 @@ class Fresh:
     plan: RankPlan
     ordered: Ordered | None
     seen: Stamps
-    replaces: Link | None = None
+    replaces: FileLink | None = None
     path: str = ""
     file: File | None = None
     job: WriteJob | None = None
@@ -122,17 +122,19 @@ class Fresh:
 
 
 @dataclass(eq=False, slots=True)
-class Shared:
+class SharedFiles:
     """The shared files of one save. `register` is None if there are none."""
 
     register: Register | None = None
-    links: list[Link] = field(default_factory=list)
+    links: list[FileLink] = field(default_factory=list)
     fresh: list[Fresh] = field(default_factory=list)
     written: list[SharedFile] = field(default_factory=list)
     _proven: Event = field(default_factory=lambda: Event())
     _replacing: list[Fresh] = field(default_factory=list)
-    _first: list[Fresh | Link] = field(default_factory=list)  # whose jobs were started, in order
-    _later: list[Fresh | Link] = field(default_factory=list)
+    _first: list[Fresh | FileLink] = field(
+        default_factory=list
+    )  # whose jobs were started, in order
+    _later: list[Fresh | FileLink] = field(default_factory=list)
     _store: Store | None = None
     _attempt: str | None = None
 
@@ -153,7 +155,7 @@ class Shared:
         return sum(file.plan.save.file_bytes for file in self.written)
 
     @property
-    def _planned(self) -> list[Fresh | Link]:
+    def _planned(self) -> list[Fresh | FileLink]:
         return [*self.fresh, *self.links]
 
     # -- the thread that trains, and the stage thread -------------------------------------------
@@ -166,14 +168,14 @@ class Shared:
         """Begin to copy the rest. After the rank's own file."""
         self._start_all(self._later, are_eager=False)
 
-    def _start_all(self, started: list[Fresh | Link], *, are_eager: bool) -> None:
+    def _start_all(self, started: list[Fresh | FileLink], *, are_eager: bool) -> None:
         for each in self._planned:
             if _ordered(each).segments.are_eager is are_eager:
                 self._start(each, self._register.runtime.engine)
                 if each.job is not None:
                     started.append(each)
 
-    def sources(self, own: Source) -> list[Source]:
+    def sources(self, own: JobSource) -> list[JobSource]:
         """All jobs of the save, in the order in which they were started."""
         return [*map(_source, self._first), own, *map(_source, self._later)]
 
@@ -191,7 +193,7 @@ class Shared:
         finally:
             self._proven.set()
 
-    def _compare(self, links: Sequence[Link]) -> None:
+    def _compare(self, links: Sequence[FileLink]) -> None:
         found = refuted([_claim(link) for link in links], self._register.runtime)
         for link, changed in zip(links, found, strict=True):
             link.changed = changed
@@ -252,14 +254,14 @@ class Shared:
             if not each.is_durable:
                 self._finish(each)
 
-    def _finish_all(self, started: Sequence[Fresh | Link]) -> None:
+    def _finish_all(self, started: Sequence[Fresh | FileLink]) -> None:
         for each in started:
             if isinstance(each, Fresh):
                 self._finish(each)
             else:
                 self._settle(each)
 
-    def _settle(self, link: Link) -> None:
+    def _settle(self, link: FileLink) -> None:
         """Wait for the comparison, and write the file that the step has if some bytes differ."""
         job = _job(link)
         job.wait_compared(None)
@@ -308,7 +310,7 @@ class Shared:
 
     # -- one file ----------------------------------------------------------------------------
 
-    def _start(self, each: Fresh | Link, engine: Engine) -> None:
+    def _start(self, each: Fresh | FileLink, engine: Engine) -> None:
         ordered = _ordered(each)
         if isinstance(each, Fresh):
             each.job = start_write(engine, each.plan.save, ordered)
@@ -351,25 +353,25 @@ class Shared:
         self._register.made(file, link)
 
 
-def _ordered(each: Fresh | Link) -> Ordered:
+def _ordered(each: Fresh | FileLink) -> Ordered:
     assert each.ordered is not None
     return each.ordered
 
 
-def _job(each: Fresh | Link) -> WriteJob:
+def _job(each: Fresh | FileLink) -> WriteJob:
     assert each.job is not None
     return each.job
 
 
-def _source(each: Fresh | Link) -> Source:
-    return Source(_job(each), _ordered(each).tensors)
+def _source(each: Fresh | FileLink) -> JobSource:
+    return JobSource(_job(each), _ordered(each).tensors)
 
 
-def _claim(link: Link) -> Claim:
-    return Claim(link.file.plan.save, _ordered(link).tensors, link.file.sums)
+def _claim(link: FileLink) -> BytesClaim:
+    return BytesClaim(link.file.plan.save, _ordered(link).tensors, link.file.sums)
 
 
-def _replacement(link: Link) -> Fresh:
+def _replacement(link: FileLink) -> Fresh:
     plan = link.file.plan
     again = plan_of(plan.share.parts, plan.save)
     return Fresh(again, link.ordered, link.file.seen, replaces=link)

@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.save.proof import windows
-from statehold.checkpoint.save.resumed import Known, known_files
+from statehold.checkpoint.save.resumed import KnownFile, known_files
 from statehold.checkpoint.save.shared import (
+    FileLink,
     Fresh,
-    Link,
-    Shared,
     SharedFile,
+    SharedFiles,
     plan_file,
     plan_of,
 )
@@ -63,7 +63,7 @@ class Sharing:
         self._place = place
         self._peers = peers
         self._restored: int | None = None  # a step that nobody has looked at yet
-        self._resumed: list[Known] = []  # its files that are not in the pool
+        self._resumed: list[KnownFile] = []  # its files that are not in the pool
         self._resumed_step: int | None = None
         self._is_new = False  # the structure of the state, or what was restored
         self._guard = threading.Lock()
@@ -92,13 +92,13 @@ class Sharing:
 
     def split(
         self, plan: RankPlan, captured: Tensors, frozen: Callable[[], Set[int]]
-    ) -> tuple[RankPlan, Shared]:
+    ) -> tuple[RankPlan, SharedFiles]:
         """The plan of the rank's own file in this save, and the shared files.
 
         frozen: the addresses of what needs no gradient, asked when the structure has changed.
         """
         with self._guard:
-            shared = Shared(self)
+            shared = SharedFiles(self)
             if self._is_off:
                 return plan, shared
             if plan.share is not self._share:
@@ -144,7 +144,7 @@ class Sharing:
             if known not in self._resumed and taken.isdisjoint(known.keys):
                 self._name(known, plan, captured)
 
-    def _files_of_restored(self) -> list[Known]:
+    def _files_of_restored(self) -> list[KnownFile]:
         step, self._restored = self._restored, None
         if step is not None and not self._place.is_apart:
             rank, world = (self._peers.rank, self._peers.world_size) if self._peers else (None, 1)
@@ -152,7 +152,7 @@ class Sharing:
             self._resumed_step = step
         return self._resumed
 
-    def _name(self, known: Known, plan: RankPlan, captured: Tensors) -> None:
+    def _name(self, known: KnownFile, plan: RankPlan, captured: Tensors) -> None:
         its = plan_of([self._parts[key] for key in known.keys], plan.save)
         save = its.save.as_written(known.header)
         if save is None or (save.begins, save.file_bytes) != (known.begins, known.file_bytes):
@@ -165,7 +165,7 @@ class Sharing:
             written = RankPlan(save, its.share)
             self._files.append(SharedFile(store, path, written, known.sums, seen, steps=1))
 
-    def _links(self, captured: Tensors) -> list[Link]:
+    def _links(self, captured: Tensors) -> list[FileLink]:
         links = []
         for file in list(self._files):
             link = self._link(file, captured)
@@ -176,7 +176,7 @@ class Sharing:
                 links.append(link)
         return links
 
-    def _link(self, file: SharedFile, captured: Tensors) -> Link | None:
+    def _link(self, file: SharedFile, captured: Tensors) -> FileLink | None:
         """None if the state has not all parts of the file, or if some have changed."""
         if file.share is not self._share and not self._fit(file):
             return None
@@ -186,7 +186,7 @@ class Sharing:
             self._history.broke(changed)
             return None
         file.seen = seen
-        return Link(file, file.order.ordered(file.plan, captured))
+        return FileLink(file, file.order.ordered(file.plan, captured))
 
     def _fit(self, file: SharedFile) -> bool:
         """Let the plan of the file have its parts as the state has them now, if it has them all."""
@@ -229,7 +229,7 @@ class Sharing:
 
     # -- the thread that commits ---------------------------------------------------------------
 
-    def made(self, file: SharedFile, replaces: Link | None) -> None:
+    def made(self, file: SharedFile, replaces: FileLink | None) -> None:
         with self._guard:
             file.users += 1
             if replaces is not None:
@@ -265,7 +265,7 @@ class Sharing:
                 (same if is_same else changed).append(key)
             self._history.saved(same, changed)
 
-    def ended(self, shared: Shared, *, failed: bool) -> None:
+    def ended(self, shared: SharedFiles, *, failed: bool) -> None:
         with self._guard:
             for each in shared.fresh:
                 self._making.difference_update(keys_of(each.plan))

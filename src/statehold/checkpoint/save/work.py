@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
-from statehold.checkpoint.save.shared import Shared
+from statehold.checkpoint.save.shared import SharedFiles
 from statehold.format.about import NOTHING, About
 from statehold.layout.stored import StoredPart
 
@@ -61,7 +61,7 @@ class Work:
     is_last: bool = False
     about: About = NOTHING
     error: StateholdError | None = None
-    shared: Shared = field(default_factory=Shared)
+    shared: SharedFiles = field(default_factory=SharedFiles)
     stored: list[StoredState] = field(default_factory=list)
     taken: StoredPart = field(default_factory=StoredPart)
     job: WriteJob = field(init=False)

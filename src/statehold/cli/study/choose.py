@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from statehold.cli.study.strategies import Operation, Strategy
-from statehold.cli.study.sweep import JUDGED, Comparison, Figure, neighbours
-from statehold.io.profile import Rates
+from statehold.cli.study.sweep import JUDGED, Contrast, Figure, neighbours
+from statehold.io.profile import StorageRates
 from statehold.options.io import Moving
 
 # Two settings whose scores differ by less are equally good, however still the storage is.
@@ -34,7 +34,7 @@ _GB = 1e9
 
 
 @dataclass
-class Figures:
+class StudyFigures:
     """GB/s by strategy and operation, one for each time it was measured."""
 
     rates: dict[Figure, list[float]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Figures:
 
 
 def best_of(
-    figures: Figures, candidates: Iterable[Strategy], operation: Operation
+    figures: StudyFigures, candidates: Iterable[Strategy], operation: Operation
 ) -> Strategy | None:
     """The candidate with the highest median, or None without measurements."""
     found = [(figures.of(each, operation) or 0.0, i, each) for i, each in enumerate(candidates)]
@@ -69,7 +69,7 @@ def best_of(
     return top[2] if top and top[0] > 0 else None
 
 
-def score(figures: Figures, strategy: Strategy, candidates: Iterable[Strategy]) -> float:
+def score(figures: StudyFigures, strategy: Strategy, candidates: Iterable[Strategy]) -> float:
     """The smallest share of the best that a strategy reaches in any operation that counts."""
     pool, shares = list(candidates), []
     for operation in JUDGED:
@@ -80,7 +80,7 @@ def score(figures: Figures, strategy: Strategy, candidates: Iterable[Strategy]) 
     return min(shares, default=0.0)
 
 
-def margin(figures: Figures) -> float:
+def margin(figures: StudyFigures) -> float:
     """Scores that differ by less differ by chance, as the spread of the figures of a study
     shows."""
     found = [
@@ -97,7 +97,7 @@ def _deviation(rates: list[float]) -> float:
     return median(abs(rate - middle) for rate in rates) / middle
 
 
-def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
+def combined(figures: StudyFigures, middle: Strategy, full: bool) -> Strategy:
     """The best value of each setting, as measured around the middle, combined.
 
     A value that wins by less than the noise stays at the middle's.
@@ -111,7 +111,7 @@ def combined(figures: Figures, middle: Strategy, full: bool) -> Strategy:
     return best
 
 
-def likely(figures: Figures, middle: Strategy, full: bool) -> list[Strategy]:
+def likely(figures: StudyFigures, middle: Strategy, full: bool) -> list[Strategy]:
     """The candidates: the middle, the best of each setting together, and the best so far.
 
     They are measured more often, because the best of many single figures is the luckiest.
@@ -121,7 +121,7 @@ def likely(figures: Figures, middle: Strategy, full: bool) -> list[Strategy]:
     return list(dict.fromkeys([middle, combined(figures, middle, full), *ranked[:LIKELY]]))
 
 
-def choose(figures: Figures, candidates: list[Strategy], middle: Strategy) -> Strategy:
+def choose(figures: StudyFigures, candidates: list[Strategy], middle: Strategy) -> Strategy:
     """The settings for the profile, of `candidates`, judged by the best of everything."""
     scores = {each: score(figures, each, figures.engines()) for each in candidates}
     if not scores:
@@ -146,15 +146,15 @@ def moving_of(strategy: Strategy) -> Moving:
     )
 
 
-def rates_of(figures: Figures) -> Rates | None:
+def rates_of(figures: StudyFigures) -> StorageRates | None:
     """The rates of the storage: the highest of any strategy, with or without copies and checksums,
     into new files or old ones."""
     write = max(top(figures, Operation.FRESH), top(figures, Operation.OVERWRITE))
     read = top(figures, Operation.COLD)
-    return Rates(int(write * _GB), int(read * _GB)) if write and read else None
+    return StorageRates(int(write * _GB), int(read * _GB)) if write and read else None
 
 
-def top(figures: Figures, operation: Operation) -> float:
+def top(figures: StudyFigures, operation: Operation) -> float:
     """The best rate of all strategies; 0 without measurements."""
     best = best_of(figures, figures.strategies(), operation)
     return (figures.of(best, operation) or 0.0) if best else 0.0
@@ -163,7 +163,7 @@ def top(figures: Figures, operation: Operation) -> float:
 # -- findings --------------------------------------------------------------------------------------
 
 
-def finding(figures: Figures, same: Iterable[Comparison]) -> str | None:
+def finding(figures: StudyFigures, same: Iterable[Contrast]) -> str | None:
     """Comparisons of the same two things as one sentence, or None without measurements."""
     parts, what = [], ""
     for each in same:

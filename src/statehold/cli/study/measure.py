@@ -12,8 +12,8 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from statehold.cli.study.memory import Memory, kept
-from statehold.cli.study.sessions import Session, open_session
+from statehold.cli.study.memory import MappedMemory, kept
+from statehold.cli.study.sessions import TimedStrategy, open_session
 from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
 from statehold.errors import StateholdError
 
@@ -36,9 +36,11 @@ class Bench:
         self.directory = directory
         self.state = state
         states = (state, *others)
-        self.memory: Memory = kept(max(spans_of(each, aligned=True)[-1][1] for each in states))
+        self.memory: MappedMemory = kept(
+            max(spans_of(each, aligned=True)[-1][1] for each in states)
+        )
 
-    def open(self, strategy: Strategy) -> tuple[Session, int]:
+    def open(self, strategy: Strategy) -> tuple[TimedStrategy, int]:
         """A strategy, ready to be timed, and the bytes that it moves."""
         session = open_session(strategy, self.state, self.memory, self.directory)
         return session, self.state.total_bytes
@@ -66,7 +68,7 @@ class Bench:
                 os.unlink(entry.path)
 
 
-def _prepare(session: Session, operation: Operation) -> None:
+def _prepare(session: TimedStrategy, operation: Operation) -> None:
     """Bring the page cache into the state that the restore should find."""
     if operation.is_write:
         return

@@ -14,7 +14,7 @@ import os
 _PATTERN_BYTES = 1 << 20
 
 
-class Memory:
+class MappedMemory:
     """So many bytes at `address`, seen as `view`."""
 
     def __init__(self, nbytes: int) -> None:
@@ -29,8 +29,8 @@ class Memory:
         self._map.madvise(mmap.MADV_HUGEPAGE)
 
 
-def kept(nbytes: int) -> Memory:
-    memory = Memory(nbytes)
+def kept(nbytes: int) -> MappedMemory:
+    memory = MappedMemory(nbytes)
     with contextlib.suppress(OSError):  # a kernel without them: slower, for all strategies alike
         memory.prefer_huge_pages()
     pattern = os.urandom(_PATTERN_BYTES)
@@ -40,6 +40,6 @@ def kept(nbytes: int) -> Memory:
     return memory
 
 
-def new(nbytes: int) -> Memory:
+def new(nbytes: int) -> MappedMemory:
     """As an allocator gives it: none of its pages exists yet."""
-    return Memory(nbytes)
+    return MappedMemory(nbytes)

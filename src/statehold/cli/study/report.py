@@ -11,9 +11,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from statehold.cli.study.choose import Figures, finding, moving_of, rates_of
+from statehold.cli.study.choose import StudyFigures, finding, moving_of, rates_of
 from statehold.cli.study.strategies import Strategy
-from statehold.cli.study.study import Proof, Study
+from statehold.cli.study.study import Remeasured, Study
 from statehold.io.profile import described
 from statehold.units import format_bytes
 
@@ -61,7 +61,7 @@ def _value(strategy: Strategy, name: str) -> object:
     return value.value if name == "mover" else value
 
 
-def proved(proof: Proof) -> str:
+def proved(proof: Remeasured) -> str:
     """One proof as a sentence."""
     against = {
         "statehold": "a rival setting",
@@ -94,12 +94,12 @@ def document(study: Study) -> dict[str, Any]:
     }
 
 
-def _rates(figures: Figures) -> dict[str, int] | None:
+def _rates(figures: StudyFigures) -> dict[str, int] | None:
     rates = rates_of(figures)
     return asdict(rates) if rates else None
 
 
-def _strategy(figures: Figures, strategy: Strategy) -> dict[str, Any]:
+def _strategy(figures: StudyFigures, strategy: Strategy) -> dict[str, Any]:
     measured = {
         operation.value: {
             "gb_per_s": figures.of(each, operation),

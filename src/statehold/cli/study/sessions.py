@@ -14,7 +14,7 @@ from array import array
 from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold import _core
-from statehold.cli.study.memory import Memory, new
+from statehold.cli.study.memory import MappedMemory, new
 from statehold.cli.study.strategies import Operation, State, Strategy, spans_of
 from statehold.units import MiB
 
@@ -26,7 +26,7 @@ _GRID_BYTES = MiB  # of the checksums, as in data files
 _BUFFERS_MIN = 2
 
 
-class Session(Protocol):
+class TimedStrategy(Protocol):
     """One strategy, ready to be timed."""
 
     @property
@@ -35,7 +35,9 @@ class Session(Protocol):
     def close(self) -> None: ...
 
 
-def open_session(strategy: Strategy, state: State, memory: Memory, directory: str) -> Session:
+def open_session(
+    strategy: Strategy, state: State, memory: MappedMemory, directory: str
+) -> TimedStrategy:
     if strategy.is_engine:
         return EngineSession(strategy, state, memory, directory)
     return RawSession(strategy, state, directory)
@@ -64,7 +66,9 @@ class RawSession:
 class EngineSession:
     """One file, as a Checkpointer saves and restores it, without plan and commit."""
 
-    def __init__(self, strategy: Strategy, state: State, memory: Memory, directory: str) -> None:
+    def __init__(
+        self, strategy: Strategy, state: State, memory: MappedMemory, directory: str
+    ) -> None:
         self._spans = spans_of(state, aligned=False)
         self._nbytes = self._spans[-1][1]
         self._memory = memory
@@ -101,7 +105,7 @@ class EngineSession:
         job.finish()
         self._sums = job.checksums()
 
-    def _restore(self, memory: Memory) -> None:
+    def _restore(self, memory: MappedMemory) -> None:
         job = self._engine.read(
             files=self.paths,
             file_bytes=[self._nbytes],
@@ -111,7 +115,7 @@ class EngineSession:
         )
         job.wait(None)
 
-    def _segments(self, memory: Memory) -> dict[str, Any]:
+    def _segments(self, memory: MappedMemory) -> dict[str, Any]:
         return {
             "block_bytes": _GRID_BYTES,
             "begins": array("q", [begin for begin, _ in self._spans]),

@@ -15,7 +15,7 @@ from statehold.units import KiB, MiB, format_bytes
 PAGE_BYTES = 4 * KiB
 
 
-class Mover(str, Enum):
+class MovedBy(str, Enum):
     """Who moves the bytes."""
 
     IO_URING = "io_uring"
@@ -54,7 +54,7 @@ class Strategy:
         copied, bytes only move.
     """
 
-    mover: Mover = Mover.IO_URING
+    mover: MovedBy = MovedBy.IO_URING
     block_bytes: int = 16 * MiB
     depth: int = 32
     copy_threads: int = 0

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from statehold.cli.study.choose import Figures, best_of, choose, likely, margin, score
+from statehold.cli.study.choose import StudyFigures, best_of, choose, likely, margin, score
 from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Case, Operation, Strategy
 from statehold.cli.study.sweep import (
     JUDGED,
-    Comparison,
+    Contrast,
     Figure,
     bytes_of,
     cases_of,
@@ -42,7 +42,7 @@ Show = Callable[[str, float], None]  # what runs now, and the share of the time 
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Remeasured:
     """The chosen settings against the best other ones of a kind, measured again in turns.
 
     ratio: the median of the ratios of the turns; `low` and `high` are their ends.
@@ -68,8 +68,8 @@ class Study:
 
     middle: Strategy
     full: bool
-    compared: list[Comparison]
-    figures: Figures = field(default_factory=Figures)
+    compared: list[Contrast]
+    figures: StudyFigures = field(default_factory=StudyFigures)
     refused: dict[Strategy, str] = field(default_factory=dict)
     unmeasured: list[Strategy] = field(default_factory=list)
     rounds: int = 0
@@ -77,7 +77,7 @@ class Study:
     score: float = 0.0
     score_before: float = 0.0
     margin: float = 0.0
-    proofs: list[Proof] = field(default_factory=list)
+    proofs: list[Remeasured] = field(default_factory=list)
     took_s: float = 0.0
 
 
@@ -87,7 +87,7 @@ def run(
     seconds: float,
     full: bool,
     show: Show,
-    more: Sequence[Comparison] = (),
+    more: Sequence[Contrast] = (),
 ) -> Study:
     """Measure, choose, prove. more: comparisons with strategies that statehold does not have."""
     middle = centre(copy_threads)
@@ -193,21 +193,21 @@ def _prove(study: Study, clock: _Clock) -> None:
         study.proofs += _duel(clock, "bytes", plain, rival)
 
 
-def _rivals(figures: Figures, pool: Sequence[Strategy], chosen: Strategy) -> list[Strategy]:
+def _rivals(figures: StudyFigures, pool: Sequence[Strategy], chosen: Strategy) -> list[Strategy]:
     """The best others in the operations that are proved."""
     others = [each for each in pool if each != chosen]
     found = [best_of(figures, others, operation) for operation in PROVED]
     return list(dict.fromkeys(each for each in found if each is not None))
 
 
-def is_lost(duel: Sequence[Proof]) -> bool:
+def is_lost(duel: Sequence[Remeasured]) -> bool:
     """Whether the other is better in its worst operation, by more than chance."""
     own = min((proof.ratio for proof in duel), default=1.0)
     others = min((1 / proof.ratio for proof in duel), default=1.0)
     return own < 1 - SLACK and others > own
 
 
-def _turned(proof: Proof) -> Proof:
+def _turned(proof: Remeasured) -> Remeasured:
     """The same from the other side."""
     return replace(
         proof,
@@ -219,7 +219,7 @@ def _turned(proof: Proof) -> Proof:
     )
 
 
-def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[Proof]:
+def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[Remeasured]:
     """Both in turns, until a part of the remaining time is over; the first of each turn changes."""
     cases = cases_of([(each, operation) for each in (chosen, rival) for operation in PROVED])
     ratios: dict[Operation, list[float]] = {operation: [] for operation in PROVED}
@@ -233,6 +233,8 @@ def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[P
         for operation, found in ratios.items():
             found.append(rates[chosen][operation] / rates[rival][operation])
     return [
-        Proof(kind, operation, chosen, rival, median(found), min(found), max(found), len(found))
+        Remeasured(
+            kind, operation, chosen, rival, median(found), min(found), max(found), len(found)
+        )
         for operation, found in ratios.items()
     ]

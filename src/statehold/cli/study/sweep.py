@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from statehold.cli.study.strategies import Case, Mover, Operation, Strategy
+from statehold.cli.study.strategies import Case, MovedBy, Operation, Strategy
 from statehold.options.io import DEFAULTS
 from statehold.units import KiB, MiB
 
@@ -30,7 +30,7 @@ Figure = tuple[Strategy, Operation]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Contrast:
     """Two figures that differ in one thing, called `what` and `than`."""
 
     what: str
@@ -42,7 +42,7 @@ class Comparison:
 def centre(copy_threads: int) -> Strategy:
     """How statehold saves without a profile."""
     return Strategy(
-        mover=Mover.IO_URING,
+        mover=MovedBy.IO_URING,
         block_bytes=DEFAULTS.buffer_bytes,
         depth=DEFAULTS.queue_depth,
         copy_threads=copy_threads,
@@ -60,7 +60,7 @@ def neighbours(middle: Strategy, full: bool) -> list[Strategy]:
     found = [middle]
     found += [replace(middle, block_bytes=size) for size in blocks]
     found += [replace(middle, depth=depth) for depth in depths]
-    found += [replace(middle, mover=mover) for mover in (Mover.IO_URING, Mover.THREADS)]
+    found += [replace(middle, mover=mover) for mover in (MovedBy.IO_URING, MovedBy.THREADS)]
     if middle.is_engine:
         found += [replace(middle, copy_threads=count) for count in THREADS]
     else:
@@ -68,7 +68,7 @@ def neighbours(middle: Strategy, full: bool) -> list[Strategy]:
     return list(dict.fromkeys(found))
 
 
-def comparisons(middle: Strategy) -> list[Comparison]:
+def comparisons(middle: Strategy) -> list[Contrast]:
     """The comparisons of the findings, each on a write and, if it matters, on a restore."""
     what, than = "copying and checksumming on the way", "moving bytes only"
     return [
@@ -80,27 +80,27 @@ def comparisons(middle: Strategy) -> list[Comparison]:
 
 def pairs(
     what: str, than: str, a: Strategy, b: Strategy, operations: Sequence[Operation] = JUDGED
-) -> list[Comparison]:
-    return [Comparison(what, than, (a, each), (b, each)) for each in operations]
+) -> list[Contrast]:
+    return [Contrast(what, than, (a, each), (b, each)) for each in operations]
 
 
-def _transfers(plain: Strategy) -> list[Comparison]:
+def _transfers(plain: Strategy) -> list[Contrast]:
     return [
         *pairs("blocks of 256 KiB", "blocks of 16 MiB",
                 replace(plain, block_bytes=SMALL_BYTES), plain),
         *pairs("one transfer at a time", f"{plain.depth} at a time", replace(plain, depth=1),
                 plain),
-        *pairs("pread and pwrite on threads", "io_uring", replace(plain, mover=Mover.THREADS),
+        *pairs("pread and pwrite on threads", "io_uring", replace(plain, mover=MovedBy.THREADS),
                 plain),
-        Comparison("writing new files", "overwriting files", (plain, FRESH), (plain, OVERWRITE)),
+        Contrast("writing new files", "overwriting files", (plain, FRESH), (plain, OVERWRITE)),
     ]  # fmt: skip
 
 
-def in_memory(strategy: Strategy, how: str) -> list[Comparison]:
+def in_memory(strategy: Strategy, how: str) -> list[Contrast]:
     """Restores into memory that has just been allocated, against memory that is there."""
     what, than = f"{how} into memory allocated just now", "into memory that is there already"
     return [
-        Comparison(what, than, (strategy, new), (strategy, old))
+        Contrast(what, than, (strategy, new), (strategy, old))
         for new, old in ((Operation.COLD_NEW, COLD), (Operation.WARM_NEW, Operation.WARM))
     ]
 
@@ -108,7 +108,7 @@ def in_memory(strategy: Strategy, how: str) -> list[Comparison]:
 # -- cases -----------------------------------------------------------------------------------------
 
 
-def strategies(middle: Strategy, full: bool, compared: Iterable[Comparison]) -> list[Figure]:
+def strategies(middle: Strategy, full: bool, compared: Iterable[Contrast]) -> list[Figure]:
     """Every figure of the first rounds; those for the choice of a profile come first."""
     judged = [*neighbours(middle, full), *neighbours(bytes_of(middle), full)]
     found = [(strategy, operation) for strategy in judged for operation in JUDGED]

@@ -27,7 +27,7 @@ from statehold.integrations.dcp.tree import Path, nest
 from statehold.integrations.dcp.writing import Piece, Place, Written
 from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.plan import BLOCK_BYTES
-from statehold.layout.share import Held
+from statehold.layout.share import HeldTensor
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -142,7 +142,7 @@ def _record(place: Place, written: Written, state: Any, placed: Sequence[Placed]
         if piece.box.numel and boxes[piece.name].setdefault(piece.box, rank) == rank:
             _check_once(piece, written, rank == place.rank)
     held = [
-        Held(
+        HeldTensor(
             piece.name,
             piece.dtype,
             piece.shape,

@@ -36,7 +36,7 @@ from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.columns import CapturedTensor, Tensors, described
 from statehold.tensors.devices import Devices
-from statehold.tensors.devices.jobs import Source
+from statehold.tensors.devices.jobs import JobSource
 from statehold.tensors.storable import check_storable, is_external, is_view_of_other_values
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _write_file(
     job = start_write(engine, plan, Ordered(ordered, Segments.of(plan, ordered.structure)))
     try:
         job.attach(open_file(fs, path, plan.file_bytes))
-        copies = devices.copies([Source(job, ordered)], Capture(ordered, None))
+        copies = devices.copies([JobSource(job, ordered)], Capture(ordered, None))
         if copies is not None:
             copies.run()
         job.wait_written(None)

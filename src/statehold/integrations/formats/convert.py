@@ -29,7 +29,7 @@ from statehold.integrations.formats.trees import nbytes_of, without
 from statehold.observe.progress import Progress
 from statehold.options.paths import absolute
 from statehold.process.warn import warn_caller
-from statehold.reading.places import Place, at_rest, file_system, step_in
+from statehold.reading.places import StepPlace, at_rest, file_system, step_in
 
 _SHOWN = 12
 # (bytes done, bytes in all) -> nothing.
@@ -108,7 +108,7 @@ class _Export(NamedTuple):
     beside: Mapping[str, bytes]
     report: Report | None
 
-    def run(self, place: Place) -> list[str]:
+    def run(self, place: StepPlace) -> list[str]:
         raw = self.fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
         saved = place.open(self.fs)
         name = self.name

@@ -19,7 +19,7 @@ from statehold.tensors.columns import CapturedTensor
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.fingerprinting import Fingerprinting
 from statehold.tensors.devices.gathering import Gathering
-from statehold.tensors.devices.jobs import Fills, Lent, Source
+from statehold.tensors.devices.jobs import Fills, JobSource, Lent
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.relay import named_failures, relay
 
@@ -29,7 +29,7 @@ class DeviceCopies:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[JobSource],
         captured: Capture,
         compared: Sequence[CapturedTensor],
         mover: Mover,

@@ -12,11 +12,11 @@ from statehold.tensors.columns import CapturedTensor, Structure
 from statehold.tensors.devices.backends import BlockingBackend, StreamBackend
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.cuda import CudaBackend
-from statehold.tensors.devices.jobs import CallCopies, Fills, LentT, ReadyJob, Source
+from statehold.tensors.devices.jobs import CallCopies, Fills, JobSource, LentT, ReadyJob
 from statehold.tensors.devices.loading import load
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.pinning import Pinning
-from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of
 
@@ -45,7 +45,7 @@ class Devices:
 
     def copies(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[JobSource],
         captured: Capture,
         compared: Iterable[CapturedTensor] = (),
     ) -> DeviceCopies | None:
@@ -62,7 +62,7 @@ class Devices:
             return None
         return DeviceCopies(sources, captured, there, self._mover(devices, others))
 
-    def load(self, job: ReadyJob[LentT], places: Mapping[int, Place]) -> None:
+    def load(self, job: ReadyJob[LentT], places: Mapping[int, ChunkPlace]) -> None:
         """Empty every buffer of a read into the places on devices, by segment. The calling thread's
         current device and streams are the same after it."""
         if places:
@@ -74,7 +74,7 @@ class Devices:
         if self._pinning is not None:
             self._pinning.close()
 
-    def _devices_of(self, sources: Sequence[Source]) -> _Devices:
+    def _devices_of(self, sources: Sequence[JobSource]) -> _Devices:
         structures = [tensors.structure for _, tensors in sources]
         if self._known is None or self._known[0] != structures:
             found: dict[int, torch.device] = {}

@@ -71,7 +71,7 @@ class ReadyJob(Protocol[LentT]):
     def ready_left(self) -> int: ...
 
 
-class Source(NamedTuple):
+class JobSource(NamedTuple):
     """The tensors of a job: its segment i + 1 is tensors[i]."""
 
     job: FillJob[Any]
@@ -103,13 +103,13 @@ class Fills:
     no buffer waits here for those of a younger job. The segments of all are counted as one row.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[JobSource]) -> None:
         self._jobs = [job for job, _ in sources]
         counts = [len(tensors) + 1 for _, tensors in sources]
         self._firsts = list(accumulate(counts, initial=0))[:-1]
         self._at = 0  # the job whose fills are handed out now
 
-    def numbered(self, sources: Sequence[Source]) -> Iterator[tuple[int, Tensors]]:
+    def numbered(self, sources: Sequence[JobSource]) -> Iterator[tuple[int, Tensors]]:
         """The tensors of each job, and the number of the first one's segment."""
         for first, (_, tensors) in zip(self._firsts, sources, strict=True):
             yield first + 1, tensors

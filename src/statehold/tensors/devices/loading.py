@@ -19,7 +19,7 @@ from statehold.tensors.devices.backends import Stream
 from statehold.tensors.devices.elements import SCRATCH_BYTES_MIN, SMALL_BYTES
 from statehold.tensors.devices.jobs import LentT, Piece, ReadyJob
 from statehold.tensors.devices.mover import Mover
-from statehold.tensors.devices.placing import Place
+from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.devices.relay import relay
 from statehold.tensors.storable import device_of, without_flags
 
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
     at: int
     nbytes: int
-    place: Place
+    place: ChunkPlace
     low: int
 
 
@@ -47,7 +47,7 @@ class _Run(NamedTuple):
     parts: list[_Part]
 
 
-def load(job: ReadyJob[LentT], places: Mapping[int, Place], mover: Mover) -> None:
+def load(job: ReadyJob[LentT], places: Mapping[int, ChunkPlace], mover: Mover) -> None:
     """Empty every buffer of a read into the places, by segment. What the current streams are given
     from then on comes after it."""
     loading = _Loading(places)
@@ -64,7 +64,7 @@ def load(job: ReadyJob[LentT], places: Mapping[int, Place], mover: Mover) -> Non
 class _Loading:
     """What is enqueued for each buffer."""
 
-    def __init__(self, places: Mapping[int, Place]) -> None:
+    def __init__(self, places: Mapping[int, ChunkPlace]) -> None:
         self._places = places
         self._scratch: dict[torch.device, torch.Tensor] = {}
 

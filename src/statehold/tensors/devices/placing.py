@@ -2,8 +2,8 @@
 
 Invariants: no memory is set aside for a place. A place takes any run of bytes of its chunk, in any
 order; what it does not want of a run is left. An element is in one run only: chunks begin at a
-multiple of their element's size in the file (`Place.is_aligned`), and runs are cut where blocks of
-the checksum grid end.
+multiple of their element's size in the file (`ChunkPlace.is_aligned`), and runs are cut where
+blocks of the checksum grid end.
 Not here: which bytes are read (read_plan), buffers, streams and scratch memory (loading).
 """
 
@@ -22,7 +22,7 @@ from statehold.tensors.devices.elements import as_moved, flat
 from statehold.tensors.storable import is_view_of_other_values, part_of, without_flags
 
 
-class Place(NamedTuple):
+class ChunkPlace(NamedTuple):
     """A place for the elements `wanted` of a dense chunk of `shape` and `dtype`, counted from the
     chunk's first: `target`, which has their shape.
 
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     @classmethod
     def of(
         cls, target: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], wanted: Box
-    ) -> Place:
+    ) -> ChunkPlace:
         """The place for `wanted`; its segment begins where the chunk does."""
         steps = tuple([math.prod(shape[dim + 1 :]) for dim in range(len(shape))])
         first = sum(map(operator.mul, wanted.offsets, steps))

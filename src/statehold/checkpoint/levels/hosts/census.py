@@ -77,7 +77,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedFiles:
     """The places of the files of a step: `holders`, hosts with their own files first.
 
     save: sha256 of the manifest, which tells the saves of a step apart; "" if no host can read it.
@@ -92,7 +92,7 @@ class Placed:
         return [self.world_size, each, self.save]
 
     @classmethod
-    def of(cls, document: Sequence[Any]) -> Placed:
+    def of(cls, document: Sequence[Any]) -> PlacedFiles:
         world_size, holders, save = document
         return cls(world_size, tuple(Holder(h, c, _ranks(w), m) for h, c, w, m in holders), save)
 
@@ -107,13 +107,13 @@ class Placed:
                         found[writer].append(holder.host)
         return found
 
-    def with_copies(self, copies: Mapping[int, Iterable[int]]) -> Placed:
+    def with_copies(self, copies: Mapping[int, Iterable[int]]) -> PlacedFiles:
         """The same, with the copies that hosts hold now, which include the earlier ones."""
         kept = [at for at in self.holders if not (at.is_copy and at.host in copies)]
         more = [Holder(host, True, Ranks.of(writers)) for host, writers in copies.items()]
         return replace(self, holders=(*kept, *more))
 
-    def with_copies_of(self, other: Placed) -> Placed:
+    def with_copies_of(self, other: PlacedFiles) -> PlacedFiles:
         """The same, with the copies that hosts hold according to `other`, too."""
         hosts = {holder.host for holder in other.holders if holder.is_copy}
         return self.with_copies({at: self.copied_to(at) | other.copied_to(at) for at in hosts})
@@ -141,12 +141,12 @@ def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
 
 def settled(
     holdings: Iterable[tuple[int, Holding]],
-) -> tuple[dict[int, Placed], dict[int, Ranks]]:
+) -> tuple[dict[int, PlacedFiles], dict[int, Ranks]]:
     """From (host, what it has): the whole steps, and for all others the missing writers."""
     by_step: dict[int, list[tuple[int, Holding]]] = {}
     for host, holding in holdings:
         by_step.setdefault(holding.step, []).append((host, holding))
-    whole: dict[int, Placed] = {}
+    whole: dict[int, PlacedFiles] = {}
     missing: dict[int, Ranks] = {}
     for step, found in by_step.items():
         saves = _saves(found)
@@ -158,7 +158,9 @@ def settled(
     return whole, missing
 
 
-def together(by_level: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str, dict[int, Placed]]:
+def together(
+    by_level: Mapping[str, Sequence[tuple[int, Holding]]],
+) -> dict[str, dict[int, PlacedFiles]]:
     """By level, the parts of steps that are whole at no level, but across several.
 
     One host may have lost its memory, and another one its disk.
@@ -166,7 +168,7 @@ def together(by_level: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str,
     at = [(name, host, holding) for name, each in by_level.items() for host, holding in each]
     whole, _ = settled((index, holding) for index, (_, _, holding) in enumerate(at))
     alone = {step for each in by_level.values() for step in settled(each)[0]}
-    found: dict[str, dict[int, Placed]] = {name: {} for name in by_level}
+    found: dict[str, dict[int, PlacedFiles]] = {name: {} for name in by_level}
     for step in whole.keys() - alone:
         for name, mine in found.items():
             holders = tuple(
@@ -179,7 +181,9 @@ def together(by_level: Mapping[str, Sequence[tuple[int, Holding]]]) -> dict[str,
     return found
 
 
-def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool, str], Placed]]:
+def _saves(
+    found: Sequence[tuple[int, Holding]],
+) -> list[tuple[tuple[bool, bool, str], PlacedFiles]]:
     """The saves of a step, with their ranks in this order: whole, whole without copies, younger."""
     saves = []
     for manifest in sorted({held.manifest for _, held in found} - {""}) or [""]:
@@ -194,14 +198,14 @@ def _saves(found: Sequence[tuple[int, Holding]]) -> list[tuple[tuple[bool, bool,
             Holder(host, held.is_copy, held.writers, held.manifest == manifest)
             for host, held in sorted(here, key=lambda each: (each[1].is_copy, each[0]))
         ]
-        placed = Placed(world_size, tuple(holders), manifest)
+        placed = PlacedFiles(world_size, tuple(holders), manifest)
         own = replace(placed, holders=tuple(each for each in holders if not each.is_copy))
         created = max(held.created for _, held in here)
         saves.append(((not _missing(placed).ranges, not _missing(own).ranges, created), placed))
     return saves
 
 
-def _missing(placed: Placed) -> Ranks:
+def _missing(placed: PlacedFiles) -> Ranks:
     there = Ranks.union(holder.writers for holder in placed.holders)
     return Ranks.of(rank for rank in range(placed.world_size) if rank not in there)
 

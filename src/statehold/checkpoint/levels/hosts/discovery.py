@@ -21,8 +21,8 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from statehold.checkpoint.levels.hosts.census import Holding, Placed, settled, together
-from statehold.checkpoint.levels.hosts.place import Host, HostPlace
+from statehold.checkpoint.levels.hosts.census import Holding, PlacedFiles, settled, together
+from statehold.checkpoint.levels.hosts.place import HostPlace, KnownHost
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
 from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
@@ -108,7 +108,7 @@ class Hosts:
         self._guard = threading.Lock()
         self._is_known = not places or peers is None
         if peers is None:
-            only = Host(socket.gethostname(), (0,), {})
+            only = KnownHost(socket.gethostname(), (0,), {})
             for place in places:
                 place.met((only,), 0, 0, exchange.near(place))
         self._learned = False
@@ -221,7 +221,7 @@ class Hosts:
             elif len(known) > 1:
                 names = (place.name, place.copies.name)
                 files = {each: self._exchange.reach(address, secret, each) for each in names}
-            hosts.append(Host(name, ranks, files))
+            hosts.append(KnownHost(name, ranks, files))
         place.met(hosts, mine, rank, self._exchange.near(place))
         if rank == 0:
             _warn_of_missing_copies(place, len(hosts))
@@ -306,7 +306,7 @@ def _settled(by_level: Mapping[str, Holdings], apart: Collection[str]) -> dict[s
 
 def _take(place: HostPlace, found: Mapping[str, Any]) -> None:
     place.take_census(
-        {step: Placed.of(document) for step, document in found["whole"]},
-        {step: Placed.of(document) for step, document in found["joint"]},
+        {step: PlacedFiles.of(document) for step, document in found["whole"]},
+        {step: PlacedFiles.of(document) for step, document in found["joint"]},
         {step: Ranks(tuple(map(tuple, ranges))) for step, ranges in found["missing"]},
     )

@@ -23,7 +23,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.levels.hosts.census import Holder, Holding, Placed, lacking_hosts, settled
+from statehold.checkpoint.levels.hosts.census import (
+    Holder,
+    Holding,
+    PlacedFiles,
+    lacking_hosts,
+    settled,
+)
 from statehold.checkpoint.levels.hosts.views import (
     Far,
     FarSource,
@@ -31,9 +37,15 @@ from statehold.checkpoint.levels.hosts.views import (
     Nearby,
     Reach,
     Scattered,
-    View,
+    StoreView,
 )
-from statehold.checkpoint.levels.places import Carriers, CopyEngine, DirectoryPlace, Share, Site
+from statehold.checkpoint.levels.places import (
+    Carriers,
+    CopyEngine,
+    DirectoryPlace,
+    Share,
+    StoreSite,
+)
 from statehold.checkpoint.store.order import check_newest
 from statehold.errors import StateholdError, StorageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -53,7 +65,7 @@ logger = logging.getLogger("statehold")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class KnownHost:
     """A host as others see it: its ranks, and how to reach its files.
 
     The first of the ranks leads there. `files`: place name -> source; empty for this host.
@@ -79,20 +91,22 @@ class HostPlace(DirectoryPlace):
     copies: the copies of other hosts' files on this host.
     """
 
-    def __init__(self, site: Site, copies: CopiesAt) -> None:
+    def __init__(self, site: StoreSite, copies: CopiesAt) -> None:
         super().__init__(site)
         self.wanted_copies = copies.wanted
-        self.hosts: tuple[Host, ...] = ()
+        self.hosts: tuple[KnownHost, ...] = ()
         self.mine = 0
         self.copies = CopiesPlace(self, copies, site)
         self._near: Nearby | None = None
         self._knowing = threading.Lock()
-        self._placed: dict[int, Placed] = {}  # what is whole, as far as this rank knows
+        self._placed: dict[int, PlacedFiles] = {}  # what is whole, as far as this rank knows
         self._committed: set[int] = set()  # of it, by this job
         self._copying: Counter[int] = Counter()  # how many copies from here are under way
         self._censuses = 0  # those that this rank has begun
         self._copied_in: dict[int, int] = {}  # by step, the newest one when its last copy ended
-        self._seen: dict[int, Placed] = {}  # what was whole at the last census, the same on all
+        self._seen: dict[
+            int, PlacedFiles
+        ] = {}  # what was whole at the last census, the same on all
         self._logged: set[int] = set()
 
     # -- what is known ---------------------------------------------------------------------
@@ -102,7 +116,7 @@ class HostPlace(DirectoryPlace):
         """Whether several hosts share this level, each with a part of it."""
         return len(self.hosts) > 1
 
-    def met(self, hosts: Sequence[Host], mine: int, rank: int, near: Nearby) -> None:
+    def met(self, hosts: Sequence[KnownHost], mine: int, rank: int, near: Nearby) -> None:
         """The ranks have met: these hosts have the level, and this is the mine-th of them.
 
         near: the place for fetched files of other hosts.
@@ -119,8 +133,8 @@ class HostPlace(DirectoryPlace):
 
     def take_census(
         self,
-        found: Mapping[int, Placed],
-        joint: Mapping[int, Placed],
+        found: Mapping[int, PlacedFiles],
+        joint: Mapping[int, PlacedFiles],
         missing: Mapping[int, Ranks],
     ) -> None:
         """The result of a census over all hosts.
@@ -135,7 +149,7 @@ class HostPlace(DirectoryPlace):
             known = {step: self._with_late_copies(step, placed) for step, placed in found.items()}
             self._seen, self._placed = {**joint, **found}, {**known, **late}
 
-    def _with_late_copies(self, step: int, placed: Placed) -> Placed:
+    def _with_late_copies(self, step: int, placed: PlacedFiles) -> PlacedFiles:
         """What a census has found of a step, and the copies that may have been too late for it.
 
         When a host lists its steps for a census, all ranks have begun the census before it. So the
@@ -174,11 +188,11 @@ class HostPlace(DirectoryPlace):
                     found.append(Holding.seen(step, is_copy, names, manifest))
         return found
 
-    def placed(self, step: int) -> Placed | None:
+    def placed(self, step: int) -> PlacedFiles | None:
         """The places of the files of a step, if it is whole."""
         return self.known().get(step)
 
-    def known(self) -> dict[int, Placed]:
+    def known(self) -> dict[int, PlacedFiles]:
         """The whole steps, and the places of their files."""
         if self.is_apart:
             with self._knowing:
@@ -203,15 +217,17 @@ class HostPlace(DirectoryPlace):
             return
         check_newest(self.store.root, step, (newest, *self.known()), self.known)
 
-    def views(self) -> list[View]:
+    def views(self) -> list[StoreView]:
         """The files of this host, and those of others, nearest first; as of the last census."""
         return self._views(self._seen if self.is_apart else self.known())
 
-    def _views(self, placed: Mapping[int, Placed]) -> list[View]:
+    def _views(self, placed: Mapping[int, PlacedFiles]) -> list[StoreView]:
         hosts = range(len(self.hosts) or 1)
         around = sorted(hosts, key=lambda host: (host - self.mine) % len(hosts))
         return [
-            View(self._called_at(host, is_copy), host, is_copy, placed, self._reach(host, is_copy))
+            StoreView(
+                self._called_at(host, is_copy), host, is_copy, placed, self._reach(host, is_copy)
+            )
             for host in around
             for is_copy in (False, True)
         ]
@@ -281,7 +297,7 @@ class HostPlace(DirectoryPlace):
         with self._knowing:
             # A newer step was whole nowhere.
             self._placed = {each: at for each, at in self._placed.items() if each < step}
-            self._placed[step] = Placed(len(carriers), tuple(own), sha256(manifest))
+            self._placed[step] = PlacedFiles(len(carriers), tuple(own), sha256(manifest))
             self._committed.add(step)
             self._forget_retired()
         self._remove_halves(lambda each: each > step)
@@ -364,9 +380,9 @@ class CopiesPlace(DirectoryPlace):
     A step is here if it survives the loss of as many hosts as wanted.
     """
 
-    def __init__(self, level: HostPlace, at: CopiesAt, site: Site) -> None:
+    def __init__(self, level: HostPlace, at: CopiesAt, site: StoreSite) -> None:
         name, called = f"{level.name}.copies", f"{site.called}{COPIES_SUFFIX}"
-        super().__init__(Site(name, at.store, called, site.fs, at.engine, site.yields))
+        super().__init__(StoreSite(name, at.store, called, site.fs, at.engine, site.yields))
         self._level = level
         self._planned: dict[int, list[int]] = {}
         self._missed: _Missed | None = None
@@ -384,11 +400,11 @@ class CopiesPlace(DirectoryPlace):
             return []
         return self._whole(self._level.known())
 
-    def newest_of(self, placed: Mapping[int, Placed]) -> int | None:
+    def newest_of(self, placed: Mapping[int, PlacedFiles]) -> int | None:
         """The newest of these steps that survives the loss of hosts."""
         return max(self._whole(placed), default=None) if self.takes_steps else None
 
-    def _whole(self, placed: Mapping[int, Placed]) -> list[int]:
+    def _whole(self, placed: Mapping[int, PlacedFiles]) -> list[int]:
         return [step for step in sorted(placed) if not self._lacking(placed[step].hosts)]
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
@@ -408,7 +424,7 @@ class CopiesPlace(DirectoryPlace):
 
         return plan
 
-    def _plan(self, placed: Placed | None, carriers: Sequence[int]) -> None:
+    def _plan(self, placed: PlacedFiles | None, carriers: Sequence[int]) -> None:
         """Which hosts get the files of which writers, of a step that is there as `placed` says."""
         hosts = self._level.hosts
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from statehold.checkpoint.levels.hosts.wire import Head, Wire, WireError
+from statehold.checkpoint.levels.hosts.wire import MessageHead, Wire, WireError
 from statehold.errors import (
     StateholdError,
     StorageError,
@@ -110,9 +110,11 @@ class RemoteFiles:
 
     def _ask(
         self, wire: Wire, path: str, until: float, fields: Mapping[str, str] = {}
-    ) -> tuple[Head, int]:
+    ) -> tuple[MessageHead, int]:
         """The head of the answer, and the length of its body."""
-        request = Head(("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields})
+        request = MessageHead(
+            ("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields}
+        )
         wire.send(request.encode(), until)
         head = wire.head(until)
         if len(head.words) < 2 or head.words[0] != "HTTP/1.1":
@@ -123,7 +125,7 @@ class RemoteFiles:
             raise WireError("a body without a length")
         return head, head.body_bytes
 
-    def _refusal(self, head: Head, path: str) -> StateholdError:
+    def _refusal(self, head: MessageHead, path: str) -> StateholdError:
         """The error for an unexpected answer."""
         status, where = head.words[1], f"{self.url}/{path}"
         if status == "404":

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from statehold.checkpoint.levels.hosts.served import Served, UnreadableError
-from statehold.checkpoint.levels.hosts.wire import Head, Wire, WireError
+from statehold.checkpoint.levels.hosts.wire import MessageHead, Wire, WireError
 from statehold.errors import UsageError
 from statehold.process.forks import forget_in_children
 
@@ -201,7 +201,7 @@ class FileServer:
 
     # -- requests --------------------------------------------------------------------------
 
-    def _answer(self, wire: Wire, head: Head) -> bool:
+    def _answer(self, wire: Wire, head: MessageHead) -> bool:
         """Answer a request; False: then hang up."""
         if len(head.words) != 3 or head.words[2] != "HTTP/1.1" or head.body_bytes:
             return _refuse(wire, "400 Bad Request", hang_up=True)
@@ -221,7 +221,7 @@ class FileServer:
             return _refuse(wire, "503 Service Unavailable")
 
 
-def _send_file(wire: Wire, head: Head, descriptor: int, nbytes: int) -> bool:
+def _send_file(wire: Wire, head: MessageHead, descriptor: int, nbytes: int) -> bool:
     asked = head.fields.get("range")
     match = _RANGE.fullmatch(asked) if asked is not None else None
     if asked is not None and match is None:
@@ -246,7 +246,7 @@ def _refuse(
 
 
 def _send_head(wire: Wire, status: str, fields: Mapping[str, str]) -> None:
-    wire.send(Head(("HTTP/1.1", status), fields).encode(), time.monotonic() + IDLE_S)
+    wire.send(MessageHead(("HTTP/1.1", status), fields).encode(), time.monotonic() + IDLE_S)
 
 
 def _listen(host: str) -> socket.socket:

@@ -1,6 +1,6 @@
 """A level of several hosts, as one place for each host: for reading, and as a source.
 
-    View        the steps of one store, here or on another host, that it has a part of
+    StoreView   the steps of one store, here or on another host, that it has a part of
     Scattered   a step, each file from the first view that has it
 
 Invariants: readers see only steps that are whole over all hosts, under one manifest. The name of a
@@ -15,7 +15,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.levels.hosts.census import Holder, Placed, holds_file
+from statehold.checkpoint.levels.hosts.census import Holder, PlacedFiles, holds_file
 from statehold.checkpoint.levels.places import Below
 from statehold.errors import CorruptionError, MissingFileError, StorageError, storage_error
 
@@ -108,11 +108,11 @@ class Far:
         return self._near.reading(step)  # there, its own ranks keep it, because they restore, too
 
 
-class View:
+class StoreView:
     """One store of a level; `placed`: the places of the files of each whole step."""
 
     def __init__(
-        self, name: str, host: int, is_copy: bool, placed: Mapping[int, Placed], reach: Reach
+        self, name: str, host: int, is_copy: bool, placed: Mapping[int, PlacedFiles], reach: Reach
     ) -> None:
         self.name = name
         self._reach = reach
@@ -157,7 +157,7 @@ class View:
 class Scattered:
     """A `Source` of one step: each file from the first of `views` that has it; paths are names."""
 
-    def __init__(self, step: int, views: Sequence[View]) -> None:
+    def __init__(self, step: int, views: Sequence[StoreView]) -> None:
         self._step = step
         self._views = views
 
@@ -175,7 +175,7 @@ class Scattered:
             return view.open_view(self._step, path, nbytes)
         raise _nowhere(self._step, path)
 
-    def _first(self, name: str, act: Callable[[View], bytes]) -> bytes:
+    def _first(self, name: str, act: Callable[[StoreView], bytes]) -> bytes:
         failure: StorageError | CorruptionError | None = None
         for view in self._having(name):
             try:
@@ -184,14 +184,14 @@ class Scattered:
                 failure = failure or error
         raise failure or _nowhere(self._step, name)
 
-    def _having(self, name: str) -> Iterator[View]:
+    def _having(self, name: str) -> Iterator[StoreView]:
         return (view for view in self._views if view.holds(self._step, name))
 
 
 class _Anywhere:
     """A data file that several views have; if one cannot be read, the next is asked."""
 
-    def __init__(self, step: int, name: str, views: list[View]) -> None:
+    def __init__(self, step: int, name: str, views: list[StoreView]) -> None:
         self._step = step
         self._name = name
         self._views = views

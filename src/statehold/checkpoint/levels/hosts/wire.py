@@ -30,7 +30,7 @@ class WireError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class MessageHead:
     """The first line of a message, in words, and its fields, named in lower case."""
 
     words: tuple[str, ...]
@@ -61,7 +61,7 @@ class Wire:
         with contextlib.suppress(OSError):  # it has ended already
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def head(self, until: float) -> Head:
+    def head(self, until: float) -> MessageHead:
         """The next head. EOFError if the connection ends before, or in, one."""
         while (end := self._ahead.find(_END)) < 0:
             if len(self._ahead) > HEAD_BYTES_MAX:
@@ -120,7 +120,7 @@ class Wire:
         self._socket.settimeout(left)
 
 
-def _parsed(raw: bytes) -> Head:
+def _parsed(raw: bytes) -> MessageHead:
     first, *lines = raw.decode("latin-1").split("\r\n")
     if _FIRST.fullmatch(first) is None:
         raise WireError("no first line")
@@ -130,4 +130,4 @@ def _parsed(raw: bytes) -> Head:
         if match is None or match[1].lower() in fields:
             raise WireError("no field of a head")
         fields[match[1].lower()] = match[2].strip()
-    return Head(tuple(first.split(" ", 2)), fields)
+    return MessageHead(tuple(first.split(" ", 2)), fields)
