@@ -18,7 +18,7 @@ import torch
 
 import statehold
 from statehold import errors
-from statehold.checkpoint.levels.hosts.served import Served
+from statehold.checkpoint.levels.hosts.serving import Served
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.store.directories import delete
 from statehold.checkpoint.store.store import Store

@@ -23,7 +23,7 @@ import statehold
 from statehold import offload
 from statehold._core import open_fs
 from statehold.errors import MissingFileError, NoSpaceError, StorageError, UsageError
-from statehold.offload import stalls
+from statehold.offload import pipeline
 from statehold.offload.files import StateFiles
 from statehold.planners import placement
 from statehold.testing import SimFs, checkpointer_on
@@ -302,8 +302,8 @@ def test_a_stalled_path_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch)
         said.append(words)
         warned.set()
 
-    monkeypatch.setattr(stalls, "STALL_S", 0.01)
-    monkeypatch.setattr(stalls.logger, "warning", warning)
+    monkeypatch.setattr(pipeline, "STALL_S", 0.01)
+    monkeypatch.setattr(pipeline.logger, "warning", warning)
     fs.hold()
     update = threading.Thread(target=twins.train, args=(1,))
     update.start()

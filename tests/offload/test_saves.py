@@ -25,7 +25,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.offload.files import StateFiles
-from statehold.offload.held import Held
+from statehold.offload.pipeline import Held
 from statehold.offload.store import Stored, SubgroupStore
 from statehold.tensors.placements import OWN
 from statehold.tensors.stored import Role, SavedParameter, StoredState

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from statehold.checkpoint.flushing import Countdown, flush
 from statehold.checkpoint.keeper import make_way, others_of
+from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.restore.request import Request
@@ -29,10 +30,54 @@ from statehold.format.about import About
 from statehold.format.selection import RestoreReport
 from statehold.observe.background_log import logger
 from statehold.ranks.preemption import Preemption
-from statehold.ranks.rounds import everyone, led, together
+from statehold.ranks.rounds import Round, everyone, led, together
 
 # How long a rank that ends with an error waits for the others to flush.
 STRAGGLERS_S = 10.0
+
+# The share of the time that is reserved for reporting a failed wait to the other ranks.
+MEETING_SHARE = 0.2
+MEETING_S_MAX = 10.0
+
+
+class Countdown:
+    """How many of so many seconds are left; None if there is no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    def __call__(self, less_s: float = 0.0) -> float | None:
+        if self._until is None:
+            return None
+        return max(0.0, self._until - less_s - time.monotonic())
+
+
+def flush(
+    levels: Levels,
+    wait_idle: Callable[[float | None], None],
+    number: int,
+    timeout_s: float | None,
+    meet_s: float | None = None,
+) -> None:
+    """Copy the newest step to all levels. All ranks, with the same `number`, new each time.
+
+    After the saves and copies under way, ranks of several hosts look where files are. Then rank 0
+    says in a round which levels lack the step. With a deadline no rank stays longer, even if others
+    never come. These rounds have numbers of their own, so a rank that has missed a flush disturbs
+    no later one.
+
+    meet_s: how long to wait for ranks that may not come; None: as long as usual. A rank that leaves
+        after the first round is missing in the next ones.
+    """
+    peers, left = levels.peers, Countdown(timeout_s)
+    if meet_s is not None:
+        wait_idle(left())  # ends on all ranks at about the same time
+    kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
+    numbered = 3 * number
+    together(peers, lambda: wait_idle(left(kept_s)), Round("flush", numbered, meet_s or left()))
+    levels.look(Round("flush", numbered + 1, meet_s or left()))
+    levels.promotions.catch_up(Round("flush", numbered + 2, meet_s or left()))
+    levels.promotions.wait(left())
 
 
 class Session:

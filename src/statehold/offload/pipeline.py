@@ -20,18 +20,21 @@ Not here: the meaning of the bytes (state), files (store).
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from statehold.errors import StateholdError
-from statehold.offload.held import Held
+from statehold.layout.stored import StoredFile
+from statehold.offload.head import Head
 from statehold.offload.memory import Buffers
-from statehold.offload.stalls import StallWatch
 from statehold.offload.store import Stored, SubgroupStore
 from statehold.offload.subgroups import Subgroup
 from statehold.offload.targets import Targets
@@ -41,6 +44,86 @@ from statehold.units import format_bytes
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content. Returns what
 # waits for the end of a use elsewhere, on a thread of the pipeline; None: the use has ended.
 Use = Callable[[Subgroup, torch.Tensor, bool], Callable[[], None] | None]
+
+logger = logging.getLogger("statehold")
+
+STALL_S = 60.0
+
+
+class StallWatch:
+    """What the threads of an optimizer do with its paths. Thread-safe.
+
+    A call that hangs in the kernel, because a server is gone, cannot be cancelled, and it may still
+    use its memory. So an update waits for it. The log says what it waits for after STALL_S, and
+    again each time the wait has doubled.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._doing: dict[str, float] = {}
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Around one thing that is done: "reading subgroup 3 from /nvme0"."""
+        with self._guard:
+            self._doing[what] = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._guard:
+                del self._doing[what]
+
+    def wait_for_one(self, moving: Collection[Future[None]]) -> set[Future[None]]:
+        """Wait until at least one of them is done; returns those that are."""
+        pause_s = STALL_S
+        while not (done := wait(moving, pause_s, FIRST_COMPLETED).done):
+            pause_s *= 2
+            self._warn()
+        return done
+
+    def wait_for_all(self, moving: Collection[Future[None]]) -> None:
+        """Wait until all of them are done."""
+        left = set(moving)
+        while left:
+            left -= self.wait_for_one(left)
+
+    def _warn(self) -> None:
+        now = time.perf_counter()
+        with self._guard:
+            doing = list(self._doing.items())
+        for what, begin in doing:
+            logger.warning(
+                "an update waits: %s takes %.3g s so far. The path or device is slow or does not "
+                "answer, or another process has the turn there",
+                what, now - begin,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """The files of a state as it was at one moment: what a save takes into a step.
+
+    Of each subgroup it is the generation in `writes`, which the store holds once it is there. From
+    the moment on until release(), none of these files is removed, and nothing in them is written
+    but headers. What was only in memory is being written since then; files() waits for that, and
+    then writes the headers that are missing. release() is called once.
+    """
+
+    store: SubgroupStore
+    writes: Mapping[int, Future[Stored]]
+
+    def files(self, heads: Mapping[int, Head]) -> list[StoredFile]:
+        """All files, with these headers. Raises the error of a write that has failed."""
+        found = {index: write.result() for index, write in self.writes.items()}
+        for index, stored in found.items():
+            self.store.write_head(stored, heads[index])
+        return [heads[index].stored(stored.file, stored.sums) for index, stored in found.items()]
+
+    def release(self) -> None:
+        """Let the files go."""
+        for write in self.writes.values():
+            if write.exception() is None:
+                self.store.release(write.result())
 
 
 @dataclass

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,6 @@ from statehold.offload.file_form import FileForm
 from statehold.offload.head import room_for
 from statehold.offload.memory import Buffers
 from statehold.offload.mirror import Mirror, pinned_bytes
-from statehold.offload.naming import Name
 from statehold.offload.on_device import LANES, OnDevice
 from statehold.offload.parameters import (
     MASTER,
@@ -63,6 +64,30 @@ if TYPE_CHECKING:
 
 Groups = Sequence[Mapping[str, Any]]
 OFFLOADED = "of an offloaded optimizer"  # its calls (process/reentry)
+
+_taken: set[int] = set()
+_guard = threading.Lock()
+
+
+class Name:
+    """The name of an optimizer in its files, which no other one of the process has until free().
+
+    Names are counted, and that of an optimizer that has ended is free again. So a program that
+    makes its optimizers in the same order gives them the same names in every run.
+    """
+
+    def __init__(self) -> None:
+        with _guard:
+            self._number = next(number for number in count() if number not in _taken)
+            _taken.add(self._number)
+
+    def __str__(self) -> str:
+        return f"offload.{self._number}"
+
+    def free(self) -> None:
+        """Let another optimizer have it."""
+        with _guard:
+            _taken.discard(self._number)
 
 
 class OffloadedState:

@@ -3,12 +3,14 @@
 Owns: finding them; what their state_dict() leaves out, which is the generator that a user gave to
 the loader; putting both back; what cannot be put back, in words for the user.
 Invariants: loaders are found by walking the attributes of an object, with a limit. Nothing is
-called and no property is read on the way, and datasets are not looked into.
-Not here: the draws of the first iterator (first_iterator).
+called and no property is read on the way, and datasets are not looked into. The first iterator of a
+restored state leaves no trace, and every later one draws as ever.
+Not here: positions for another number of workers (positions).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -28,9 +30,9 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from statehold.errors import UnsupportedValueError
-from statehold.tensors import first_iterator, positions
+from statehold.tensors import positions
 from statehold.tensors.positions import PositionRefused as PositionRefused
-from statehold.tensors.rng import get_state, set_state
+from statehold.tensors.rng import get_state, set_state, unchanged
 
 # A member that is added to a loader's state: {path of the loader: state of its generator}.
 GENERATORS = "statehold.generators"
@@ -43,6 +45,65 @@ _OPAQUE = (
     str, bytes, int, float, type(None),
 )  # fmt: skip
 _FORGETFUL = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+_MAKER = "_get_iterator"
+
+
+def _tells_restored(loader: Any) -> bool:
+    """Whether a loader tells an iterator of a restored state from a new one: torchdata's do."""
+    return hasattr(loader, _MAKER) and "next_iter_state" in vars(loader)
+
+
+def _first_is_due(loader: Any) -> bool:
+    """Whether the next iterator of a loader is one of a restored state."""
+    return _tells_restored(loader) and loader.next_iter_state is not None
+
+
+def _leave_no_trace(loader: Any, *, own: bool) -> None:
+    """Let the iterator that is due leave no trace.
+
+    own: neither in the loader's own generator, which was restored, too. Otherwise nothing is known
+    of that generator, and torchdata's best effort stands.
+    """
+    vars(loader)[_MAKER] = _FirstIterator(loader, own)
+
+
+class _FirstIterator:
+    """Stands for `_get_iterator` of one loader that has taken a state, for one call.
+
+    Every iterator of torch.utils.data draws a seed when it is made, and sets or draws from the
+    generators of the loader and of its samplers. The saved generators have those draws behind them.
+    If making the iterator fails, this stays for the next attempt.
+
+    Why not make the iterator in restore(): users call sampler.set_epoch() between restore() and the
+    loop, and it would come too late. Why not wrap iter(loader): at the end of an epoch it makes two
+    iterators, the saved one, which is used up, and the next one, which has to draw.
+    """
+
+    def __init__(self, loader: Any, own: bool) -> None:
+        self._loader = loader
+        self._own = own
+
+    def __call__(self) -> Any:
+        if not _first_is_due(self._loader):  # the user has given up the restored state
+            return self._made()
+        with unchanged(), _unchanged(self._loader.generator if self._own else None):
+            return self._made()
+
+    def _made(self) -> Any:
+        iterator = getattr(type(self._loader), _MAKER)(self._loader)
+        vars(self._loader).pop(_MAKER, None)
+        return iterator
+
+
+@contextlib.contextmanager
+def _unchanged(generator: Any) -> Iterator[None]:
+    state = None if generator is None else generator.get_state()
+    try:
+        yield
+    finally:
+        if generator is not None:
+            generator.set_state(state)
 
 
 def is_loader(value: Any) -> bool:
@@ -99,7 +160,7 @@ def state_of(value: Any, tell: Callable[[str], None] = lambda _: None) -> Any:
         if _has_own_generator(loader)
     }
     for _, loader in found:
-        if first_iterator.is_supported(loader) and (name := _forgetful_sampler(loader)):
+        if _tells_restored(loader) and (name := _forgetful_sampler(loader)):
             tell(_OTHER_ORDER.format(name))
     if not own or not isinstance(state, dict) or GENERATORS in state:
         return state
@@ -110,7 +171,7 @@ def _has_own_generator(loader: Any) -> bool:
     # What sits around a loader of another kind may have its own way with the generator.
     generator = loader.generator
     is_own = isinstance(generator, torch.Generator) and generator is not torch.default_generator
-    return is_own and first_iterator.is_supported(loader)
+    return is_own and _tells_restored(loader)
 
 
 def fitted(value: Any, state: Any) -> Any:
@@ -119,7 +180,7 @@ def fitted(value: Any, state: Any) -> Any:
     Nothing says which of several loaders a position is of, so those have to be alike. Raises
     PositionRefused.
     """
-    found = [loader for _, loader in found_in(value) if first_iterator.is_supported(loader)]
+    found = [loader for _, loader in found_in(value) if _tells_restored(loader)]
     kinds = {(loader.num_workers, type(loader.sampler)) for loader in found}
     return positions.fitted(state, found[0]) if len(kinds) == 1 else state
 
@@ -132,11 +193,11 @@ def load(value: Any, state: Any) -> None:
         state = {key: each for key, each in state.items() if key != GENERATORS}
     value.load_state_dict(state)
     for path, loader in found_in(value):
-        if first_iterator.is_due(loader):
+        if _first_is_due(loader):
             is_known = path in own and _has_own_generator(loader)
             if is_known:
                 set_state(loader.generator, path, own[path])
-            first_iterator.leave_no_trace(loader, own=is_known)
+            _leave_no_trace(loader, own=is_known)
 
 
 # -- what cannot be put back ---------------------------------------------------------------------
@@ -152,8 +213,8 @@ def doubts(value: Any, *, has_rng: bool, other_ranks: bool) -> Iterator[str]:
     if other_ranks and found:
         yield _OTHER_RANKS
     for path, loader in found:
-        if first_iterator.is_supported(loader):
-            if first_iterator.is_due(loader) and (name := _forgetful_sampler(loader)):
+        if _tells_restored(loader):
+            if _first_is_due(loader) and (name := _forgetful_sampler(loader)):
                 yield _OTHER_ORDER.format(name)
         elif has_rng:
             yield _MAY_DRAW.format(f"the {type(loader).__name__} in it" if path else "it")

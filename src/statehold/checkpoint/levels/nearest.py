@@ -8,8 +8,7 @@ copy of one of its files. If a place cannot be read, that is unknown, and its er
 failing disk is no reason to set a step aside. All files of a restore belong to one save of the
 step. A writer may save the step again, or retire it, meanwhile. A place that has changed since it
 was read is skipped, and does not count as damage.
-Not here: which parts of a step are read (read_plan), when the ranks try again (restoring), which
-save a place has (saves).
+Not here: which parts of a step are read (read_plan), when the ranks try again (restoring).
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from statehold.checkpoint.levels.saves import Saves, is_of_storage
 from statehold.checkpoint.store.replacing import missing_path
 from statehold.errors import (
     CorruptionError,
@@ -35,7 +33,7 @@ from statehold.errors import (
     no_such_step,
 )
 from statehold.format.about import About
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
@@ -47,6 +45,122 @@ ELSEWHERE_MAX = 10
 
 # What may be wrong with one copy, and not with another.
 _OF_ONE_COPY = (StorageError, CorruptionError, StepNotFoundError)
+
+_FAILURES = (StorageError, CorruptionError, StepNotFoundError)
+_UNREADABLE = ""
+_UNKNOWN = "unknown"  # the storage failed, which says nothing about the step
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether the storage failed. False if a file is gone, because a writer may have removed it."""
+    return isinstance(error, StorageError) and error.errno not in _GONE
+
+
+class LevelReader(Protocol):
+    """The interface of a level."""
+
+    @property
+    def name(self) -> str: ...
+    def steps(self) -> list[int]: ...
+    def holds(self, step: int, name: str) -> bool: ...
+    def read(self, step: int, name: str, max_bytes: int) -> bytes: ...
+
+
+class Saves:
+    """The saves that one restore has met, by the sha256 of their manifests. Not thread-safe.
+
+    A writer may save a step again, or retire it, while it is read. A level that no longer has the
+    opened save is not damaged, nor is a level that has another save.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[int, str] = {}
+        # step, level -> the sum of the manifest there, or _UNREADABLE, or _UNKNOWN; a damaged one
+        # has a sum, too.
+        self._at: dict[tuple[int, str], str] = {}
+        self._intact: dict[tuple[int, str], str] = {}  # the same, for valid manifests
+        self._given_up: set[tuple[int, str]] = set()
+
+    def opened(self, step: int) -> str:
+        """The save that is open; "" if there is none."""
+        return self._opened.get(step, "")
+
+    def open(self, step: int, level: LevelReader, manifest: bytes) -> bool:
+        """The manifest of a step at a level was read: that save is open now, unless it was given
+        up."""
+        save = self._at[step, level.name] = sha256(manifest)
+        if (step, save) in self._given_up:
+            return False
+        self._opened[step] = save
+        return True
+
+    def unread(self, step: int, level: LevelReader, error: StateholdError) -> None:
+        """The manifest of a step at a level could not be read."""
+        self._at[step, level.name] = _UNKNOWN if is_of_storage(error) else _UNREADABLE
+
+    def is_another(self, step: int, level: LevelReader) -> bool:
+        """Whether a level has another save of the step than the one that is open."""
+        save = self._save_at(step, level)
+        return save not in (_UNREADABLE, self._opened.get(step, save))
+
+    def give_up(self, step: int) -> None:
+        """The open save is damaged at every level: it is not opened again."""
+        self._given_up.add((step, self.opened(step)))
+
+    def has_given_up(self, step: int) -> bool:
+        """Whether a save of this step was given up."""
+        return any(each == step for each, _ in self._given_up)
+
+    def has_another(self, step: int, levels: Iterable[LevelReader]) -> bool:
+        """Whether a level has a save of the step that is neither open nor given up."""
+        saves = {self._save_at(step, level) for level in levels}
+        return any(
+            save not in (_UNREADABLE, self.opened(step)) and (step, save) not in self._given_up
+            for save in saves
+        )
+
+    def has_changed(self, step: int, level: LevelReader) -> bool:
+        """Whether a level has lost the step since it was read, or has another save of it.
+
+        If the storage failed, only a loss can be seen.
+        """
+        if not level.holds(step, MANIFEST_NAME):
+            return False
+        before = self._at.get((step, level.name), self.opened(step))
+        try:
+            is_there = step in level.steps()
+            now = _read(step, level) if is_there else _UNREADABLE
+            is_there = is_there and (now != _UNREADABLE or step in level.steps())
+        except StorageError:
+            return False  # unknown
+        return not is_there or (before != _UNKNOWN and now not in (_UNREADABLE, before))
+
+    def forget(self, step: int) -> None:
+        """Nothing was read of a step; saves that were given up stay so."""
+        self._opened.pop(step, None)
+        self._at = {at: save for at, save in self._at.items() if at[0] != step}
+        self._intact = {at: save for at, save in self._intact.items() if at[0] != step}
+
+    def _save_at(self, step: int, level: LevelReader) -> str:
+        """The save that a level has, by a valid manifest; otherwise _UNREADABLE."""
+        key = step, level.name
+        if key not in self._intact:
+            try:
+                raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                self._at.setdefault(key, sha256(raw))
+                Manifest.decode(raw, MANIFEST_NAME)
+                self._intact[key] = sha256(raw)
+            except (*_FAILURES, FormatVersionError):
+                self._intact[key] = _UNREADABLE
+        return self._intact[key]
+
+
+def _read(step: int, level: LevelReader) -> str:
+    try:
+        return sha256(level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+    except _FAILURES:
+        return _UNREADABLE
 
 
 class Next(IntEnum):

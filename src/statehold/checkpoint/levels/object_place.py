@@ -14,19 +14,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
 from statehold.checkpoint.levels.already import content_of, is_shared
-from statehold.checkpoint.levels.at_parent import urls_at_parent
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
 from statehold.checkpoint.levels.places import SharedPlace
+from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.object_names import shared_name
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.retention import Retention
-from statehold.errors import CorruptionError, MissingFileError
+from statehold.errors import CorruptionError, MissingFileError, StateholdError
 from statehold.format.entries import sha256
+from statehold.format.manifest import Manifest
 from statehold.io.objects.parallel import Target
 from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
+
+
+def urls_at_parent(manifest: bytes, where: str) -> list[str]:
+    """The object stores of the run that a step's run began from. where: the step, for messages.
+
+    The parent has noted them itself. The note is read in the run directory that the manifest names,
+    and only there: a parent that has moved, or whose note cannot be read, has no URLs. A URL is no
+    permission to ask anybody: the caller asks its own store only.
+    """
+    with contextlib.suppress(StateholdError, OSError, ValueError):
+        parent = Manifest.said(manifest, where).parent
+        if parent is not None:
+            return [each.where for each in recall(parent.run) if each.kind == "objects"]
+    return []
 
 
 class ObjectPlace(SharedPlace):

@@ -5,9 +5,9 @@ leading rank writes it when it begins to save, whole or not at all. A run whose 
 own directory has no such file.
 Invariants: the file is only a note. No save or restore reads it, and none fails because of it. A
 copy to an object store reads that of the run's parent, to look for files that the store can copy
-itself (at_parent). The file holds no options of an object store, which might be secret, and readers
-take none. Otherwise an address in another user's directory could learn this user's credentials. The
-file is regular, bounded, and checked. A path in it is looked at and never created.
+itself (object_place). The file holds no options of an object store, which might be secret, and
+readers take none. Otherwise an address in another user's directory could learn this user's
+credentials. The file is regular, bounded, and checked. A path in it is looked at and never created.
 Not here: the steps at a level (cli).
 """
 

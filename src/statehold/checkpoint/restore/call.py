@@ -8,43 +8,115 @@
     after      the levels and the cadence continue from that step; damaged steps are set aside. A
                step of another run changes nothing but where a run without steps began
 
-Not here: how one step gets into the state (restoring).
+Invariants: another run is only read. No lock is taken there and nothing changes, because its job
+may go on. A step that it retires, or saves again, is noticed as in a run of one's own.
+Not here: how one step gets into the state (restoring); a run that begins with a step of another as
+its own (checkpoint/levels/forking).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.alike import check_same, described
 from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.choice import Choice
-from statehold.checkpoint.restore.quarantine import set_aside
 from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
-from statehold.checkpoint.restore.source import check_source, steps_of
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.store.misnamed import misnamed
+from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.telemetry.watch import Watch
-from statehold.errors import CorruptionError, StepNotFoundError
-from statehold.format.about import Origin
+from statehold.errors import (
+    CorruptionError,
+    RunBusyError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
+from statehold.format.about import Origin, check_origin
 from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime
 from statehold.observe.once import log_once
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
-from statehold.ranks.rounds import led, together
+from statehold.ranks.rounds import everyone, led, together
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.transfer import transfer_into
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
 
 Choose: TypeAlias = Callable[[SavedStep], Selection]
+
+
+def set_aside(
+    levels: Levels,
+    failed: Mapping[int, CorruptionError],
+    confirmed: Collection[int],
+    restored: int,
+) -> None:
+    """Rename the damaged steps that the restore has skipped; all ranks, before any continues.
+
+    Otherwise a rank would find them newer than its next save. A step that is not `confirmed` stays,
+    because another job may be saving it again.
+    """
+    peers = levels.peers
+    together(peers, lambda: levels.promotions.wait(None))
+    places = everyone(
+        peers, lambda: [_quarantined(levels, step, step in confirmed) for step in failed]
+    )
+    levels.forget(failed)
+    for (step, error), kept in zip(failed.items(), places[0], strict=True):
+        text = f"step {step} is damaged; step {restored} was restored instead. "
+        warn_caller(f"{text}The damaged step was kept as {kept}.\n{error}")
+
+
+def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:
+    """The new place of the damaged step.
+
+    Its old place if the run belongs to another job or may not be changed: the state is still
+    restored.
+    """
+    if is_confirmed:
+        with contextlib.suppress(RunBusyError, StorageError):
+            return levels.quarantine(step)
+    return levels.store.path(step)
+
+
+_BUFFER_BYTES = 4 * MiB  # of copies, which nobody makes
+
+
+def steps_of(fs: Fs, run: str) -> Nearest:
+    """The steps in the directory of a run."""
+    store = Store(fs, run, reuse=False)
+    engine = CopyEngine(fs, _BUFFER_BYTES)
+    return Nearest([DirectoryPlace(StoreSite("source", store, run, fs, engine, yields=False))], run)
+
+
+def check_source(source: str | None, levels: Levels) -> None:
+    """Raises UsageError if the source is the run itself, or no step can record its path."""
+    if source is None:
+        return
+    check_origin(source)
+    if os.path.realpath(source) == os.path.realpath(levels.run):
+        raise UsageError(
+            "the source of a restore is another run",
+            facts={"run": levels.run},
+            hint="leave source out; step= is a step of the run itself",
+        )
 
 
 @dataclass(eq=False)

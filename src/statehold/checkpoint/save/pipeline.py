@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,6 @@ from statehold._core import Mismatch
 from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
 from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Passage
-from statehold.checkpoint.save.stalls import Stalls
 from statehold.checkpoint.save.taking import take_in
 from statehold.checkpoint.save.writes import give_back
 from statehold.errors import (
@@ -54,6 +53,39 @@ if TYPE_CHECKING:
 
 # One save is written while one is staged. More would hold more captured state, and end no sooner.
 SAVES_IN_FLIGHT_MAX = 2
+
+STALL_S = 60.0
+
+
+class Stalls:
+    """Logs one warning for a save that is not written after `after_s`: which storage it waits for.
+
+    A call that hangs in the kernel, because a server is gone, cannot be cancelled, and it may still
+    use its memory. So a save stays with the level that has taken it, and later saves wait. The
+    warning comes from a thread that waits for nobody.
+    """
+
+    def __init__(self, log: BackgroundLog, after_s: float = STALL_S) -> None:
+        self._log = log
+        self._after_s = after_s
+
+    @contextlib.contextmanager
+    def watching(self, work: Work) -> Iterator[None]:
+        timer = threading.Timer(self._after_s, self._warn, (work,))
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn(self, work: Work) -> None:
+        self._log.warning(
+            "step %d is not written at level %s after %g s: %s is slow or does not answer, here "
+            "or on a rank that this one waits for. Later saves wait, too",
+            work.save.step, work.place.name, self._after_s, work.place.store.root,
+        )  # fmt: skip
 
 
 class Pipeline:

@@ -23,14 +23,16 @@ Not here: which steps are kept, what is uploaded when (levels); transfers (io/ob
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from statehold.checkpoint.store.object_copies import Neighbour
 from statehold.checkpoint.store.object_names import (
     COMMIT_BYTES_MAX,
+    SHARED,
     CommitObject,
     attempt_of,
     check_file,
@@ -51,6 +53,65 @@ from statehold.format.entries import sha256
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Target
+
+logger = logging.getLogger("statehold")
+
+AT_ONCE = 16
+
+
+class Neighbour:
+    """The shared objects of the run at `url`, for the run of `client`: the store copies them.
+
+    The name of a shared object follows from its content, so an object of the other run with the
+    same name and size is the file. The copy is an object of this run alone. Requests go to the
+    store of this run only, with its options, and the other run is only read. An object is copied
+    whole or not at all. What cannot be copied is left out, and no error of the store is raised.
+
+    If they are not in one store, nothing is asked, and nothing found.
+    """
+
+    def __init__(self, client: ObjectClient, url: str) -> None:
+        self._client = client
+        self._url = url
+        self._both = client.around(url)
+        self._failed = threading.Event()
+
+    def bring(self, files: Mapping[str, int], before: Callable[[int], None]) -> set[str]:
+        """Copy these shared objects (name -> size), and return the names of those that are copied.
+
+        before(0) is called again and again. What it raises ends the copying, and is raised here.
+        """
+        found: set[str] = set()
+        names = list(files) if self._both is not None else []
+        with ThreadPoolExecutor(AT_ONCE, "statehold-object-copies") as threads:
+            for at in range(0, len(names), AT_ONCE):
+                before(0)
+                some = names[at : at + AT_ONCE]
+                done = threads.map(self._bring, some, [files[name] for name in some])
+                found.update(name for name, is_copied in zip(some, done, strict=True) if is_copied)
+        return found
+
+    def _bring(self, name: str, size: int) -> bool:
+        if self._both is None or self._failed.is_set():
+            return False
+        both, theirs, ours = self._both
+        source, target = f"{theirs}{SHARED}/{name}", f"{ours}{SHARED}/{name}"
+        try:
+            if both.size(source) != size:
+                return False
+            both.copy(source, target)
+            return self._client.size(f"{SHARED}/{name}") == size
+        except MissingFileError:  # the other run has just deleted it
+            return False
+        except StorageError as error:
+            self._give_up(error)
+            return False
+
+    def _give_up(self, error: StorageError) -> None:
+        """Ask no more: each request would wait as long for its failure."""
+        if not self._failed.is_set():
+            self._failed.set()
+            logger.info("files that the run at %s has are uploaded again: %s", self._url, error)
 
 
 class Uploaded:

@@ -15,7 +15,7 @@ take no lock. A name that was listed may be gone when it is opened, and two file
 after the other may be of two saves. So a failure counts only where what was looked at is still the
 same; if it was replaced, the look begins again (look_beside_a_writer).
 Not here: D6 and D7 (publish); which directories are steps (store); restores, on which several ranks
-agree (restore/restoring, levels/saves).
+agree (restore/restoring, levels/nearest).
 """
 
 from __future__ import annotations

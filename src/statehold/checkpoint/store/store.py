@@ -54,7 +54,6 @@ from statehold.checkpoint.store.directory_names import (
     standing_step_of,
 )
 from statehold.checkpoint.store.mappings import Mappings
-from statehold.checkpoint.store.newest import Newest
 from statehold.checkpoint.store.order import check_newest
 from statehold.checkpoint.store.pool import Pool
 from statehold.checkpoint.store.publish import make_durable, publish
@@ -68,7 +67,6 @@ from statehold.checkpoint.store.replacing import (
     where,
 )
 from statehold.checkpoint.store.retention import Retention
-from statehold.checkpoint.store.room import Rooms
 from statehold.checkpoint.store.second_names import linked, sync_all
 from statehold.errors import (
     CorruptionError,
@@ -86,6 +84,83 @@ if TYPE_CHECKING:
     from statehold.options.keep import Keep
 
 SPARE_NAME = ".spare"
+
+# A document grows with values in the state, such as lists of losses.
+_MORE_BYTES = 64 << 10
+
+
+class Rooms:
+    """The space that documents of a store need, by their names. Thread-safe.
+
+    A save goes to another level if the first one has no space (save/level_choice). That is decided
+    while its data file is opened, because bytes that were copied out of a buffer cannot be written
+    twice. So the files of its manifest and record are made then, too, with their storage: that of
+    the last such document and a part more. A document that has grown beyond that may still find no
+    space, and then the save fails by name.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._bytes: dict[str, int] = {}
+
+    def written(self, name: str, nbytes: int) -> None:
+        """Note that a document of this name had so many bytes."""
+        with self._guard:
+            self._bytes[name] = nbytes
+
+    def make(self, fs: Fs, folder: str, name: str, guess: Callable[[], int]) -> None:
+        """Make the file of a document in `folder`; `guess` is the expected size of the first one.
+
+        Raises StorageError if there is no space.
+        """
+        with self._guard:
+            known = self._bytes.get(name)
+        nbytes = guess() if known is None else known
+        room = nbytes + nbytes // 4 + _MORE_BYTES
+        fs.open_write(f"{folder}/{name}", room).close()
+
+
+class Newest:
+    """The newest committed step, which save() asks for at every call. look: lists the directory.
+
+    A listing takes longer with more steps, and the trainer waits for it. Once the run belongs to
+    this job, nobody else commits there, and the answer takes no listing. Thread-safe, with a lock
+    of its own: the trainer does not wait for a cleanup by another thread.
+    """
+
+    def __init__(self, look: Callable[[], int | None]) -> None:
+        self._look = look
+        self._guard = threading.Lock()
+        self._is_ours = self._is_known = False
+        self._step: int | None = None
+
+    def take_over(self, is_ours: bool = True) -> None:
+        """Whether only this job changes the newest step from now on."""
+        self._is_ours = is_ours
+
+    def get(self) -> int | None:
+        """The newest step; None without one."""
+        with self._guard:
+            if not self._is_known:
+                self._step = self._look()
+                self._is_known = self._is_ours
+            return self._step
+
+    def committed(self, step: int) -> None:
+        """Every rank: `step` was committed here."""
+        with self._guard:
+            if self._is_known:
+                self._step = step if self._step is None else max(step, self._step)
+
+    def retired(self, step: int) -> None:
+        """`step` no longer counts."""
+        if step == self._step:
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Every rank: steps may have been discarded, so the newest one is no longer known."""
+        with self._guard:
+            self._is_known = False
 
 
 class CommitRecord(Protocol):

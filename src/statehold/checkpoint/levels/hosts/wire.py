@@ -5,7 +5,7 @@ Invariants: whatever the other end sends or does not send, a call ends by its mo
 TimeoutError, EOFError (it hung up), WireError (an unknown message) or OSError. A head has at most
 HEAD_BYTES_MAX, however it arrives. http.client and http.server count their time from the last byte
 that arrived, so a client that sends one byte a minute holds them for hours.
-Not here: who may ask (serving), for what (served), the names of failures (remote).
+Not here: who may ask, and for what (serving), the names of failures (remote).
 """
 
 from __future__ import annotations
