@@ -38,7 +38,7 @@ from typing import Any
 
 from bench import harness
 from statehold import _core
-from statehold.checkpoint.levels.copying import DataFile, Span, blocks, viewed_blocks
+from statehold.checkpoint.levels.copying import DataFile, FileSpan, blocks, viewed_blocks
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.io.objects.client import IN_FLIGHT_BYTES, PART_BYTES, ObjectClient
 from statehold.layout.plan import pieces
@@ -79,7 +79,7 @@ def promotions(steps: ObjectSteps, data: memoryview) -> dict[str, Way]:
     sums = [_core.hash_memory(made.address + begin, end - begin) for begin, end in cuts]
     made.close()
     text = "".join(f"{each:016x}" for each in sums)
-    file = DataFile(NAME, len(data), MiB, (Span(0, len(data), text, ""),))
+    file = DataFile(NAME, len(data), MiB, (FileSpan(0, len(data), text, ""),))
 
     def viewed() -> None:
         found = fs.open_view(path, len(data))

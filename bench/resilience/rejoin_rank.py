@@ -13,7 +13,7 @@ import torch
 from bench.resilience import burden
 from statehold.resilience.likeness import Likeness
 from statehold.resilience.meeting import meet
-from statehold.resilience.transfer import Transfer
+from statehold.resilience.transfer import StateTransfer
 
 
 class Rank:
@@ -23,7 +23,7 @@ class Rank:
         self._state = burden.state(spec["bytes"], is_trained=not self.is_joiner)
         self._work = burden.WORK[spec["trainer"]]
         self._step_s = spec["step_s"]
-        self.transfer = Transfer(self._state, "127.0.0.1")
+        self.transfer = StateTransfer(self._state, "127.0.0.1")
         self._meetings = 0
 
     def digest(self) -> int:

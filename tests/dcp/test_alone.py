@@ -11,7 +11,7 @@ from statehold.errors import InvariantError, PeerFailedError, PeerLostError, Sto
 from statehold.format.manifest import RecordEntry
 from statehold.integrations.dcp import alone
 from statehold.integrations.dcp.commit import Sent
-from statehold.integrations.dcp.writing import Place
+from statehold.integrations.dcp.writing import SaveDestination
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.testing import MemoryBoard
@@ -31,7 +31,7 @@ class SaveRound(alone.SaveRound):
 
 
 def sent(rank: int) -> Sent:
-    place = Place("/run/step-1", "/run/step-1.partial", 1, rank, SIZE, "a" * 16)
+    place = SaveDestination("/run/step-1", "/run/step-1.partial", 1, rank, SIZE, "a" * 16)
     return Sent(place, (), {}, RecordEntry("record", 1, "0" * 64) if rank else None, {}, None)
 
 

@@ -91,7 +91,7 @@ def test_a_scaler_among_the_items_of_a_planner(machine: Machine) -> None:
     scaler = used(machine, GradScaler("cpu"))
     planner: Any = SimpleNamespace(lookup_object=lambda _: scaler)
     item: Any = SimpleNamespace(index=SimpleNamespace(fqn="scaler"))
-    found = writing._Items([], [], {})
+    found = writing._PlanItems([], [], {})
     writing._add_value(found, item, planner, alone=True)
     assert found.values["scaler"] == scaler.state_dict()
 

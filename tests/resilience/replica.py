@@ -36,7 +36,7 @@ from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
 from statehold.resilience.protocol import actions
 from statehold.resilience.seat import ColumnStart, Seat
-from statehold.resilience.transfer import _Server
+from statehold.resilience.transfer import _OfferServer
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
@@ -277,7 +277,7 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
         return
     at, moment = doom
     execute, start, begin = Driver.execute, ColumnStart.__call__, Driver.start
-    send = _Server._send
+    send = _OfferServer._send
     numbers: list[int] = []
 
     def die() -> None:
@@ -312,7 +312,7 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
     with (
         patched(Driver, execute=executing, start=beginning),
         patched(ColumnStart, __call__=starting),
-        patched(_Server, _send=sending),
+        patched(_OfferServer, _send=sending),
     ):
         yield
 

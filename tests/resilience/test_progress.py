@@ -9,10 +9,10 @@ import pytest
 
 from resilience.jobs import coordinated, replica
 from resilience.replica import data
-from statehold.resilience.progress import STUCK_FIRST_S, STUCK_LEAST_S, Progress
+from statehold.resilience.progress import STUCK_FIRST_S, STUCK_LEAST_S, StuckCheck
 from statehold.resilience.protocol.messages import Fenced
-from statehold.resilience.seat import Fenced as Out
 from statehold.resilience.seat import Seat
+from statehold.resilience.seat import SeatLost as Out
 
 
 class Clock:
@@ -23,13 +23,15 @@ class Clock:
         return self.now
 
 
-def computed(progress: Progress, clock: Clock, seconds: float, *, is_computed: bool = True) -> None:
+def computed(
+    progress: StuckCheck, clock: Clock, seconds: float, *, is_computed: bool = True
+) -> None:
     progress.begin()
     clock.now += seconds
     progress.end(is_computed=is_computed)
 
 
-def is_stuck_after(progress: Progress, clock: Clock, seconds: float) -> bool:
+def is_stuck_after(progress: StuckCheck, clock: Clock, seconds: float) -> bool:
     progress.begin()
     clock.now += seconds
     return progress.is_stuck()
@@ -38,7 +40,7 @@ def is_stuck_after(progress: Progress, clock: Clock, seconds: float) -> bool:
 def test_the_first_microbatch_is_compared_with_none() -> None:
     """R13: it compiles for minutes. But it cannot hang for ever."""
     clock = Clock()
-    progress = Progress(None, clock)
+    progress = StuckCheck(None, clock)
     assert not is_stuck_after(progress, clock, 10 * STUCK_LEAST_S)
     assert is_stuck_after(progress, clock, STUCK_FIRST_S + 1)
     assert progress.passed_s == STUCK_FIRST_S
@@ -47,7 +49,7 @@ def test_the_first_microbatch_is_compared_with_none() -> None:
 @pytest.mark.parametrize(("longest", "limit"), [(1.0, STUCK_LEAST_S), (20.0, 200.0)])
 def test_a_later_one_is_compared_with_the_longest(longest: float, limit: float) -> None:
     clock = Clock()
-    progress = Progress(None, clock)
+    progress = StuckCheck(None, clock)
     computed(progress, clock, longest)
     computed(progress, clock, longest / 2)
     assert not is_stuck_after(progress, clock, limit)
@@ -60,7 +62,7 @@ def test_a_later_one_is_compared_with_the_longest(longest: float, limit: float) 
 def test_one_that_was_left_is_no_measure() -> None:
     """Its user has waited for an hour, and then pressed Ctrl-C."""
     clock = Clock()
-    progress = Progress(None, clock)
+    progress = StuckCheck(None, clock)
     computed(progress, clock, 1.0)
     computed(progress, clock, STUCK_FIRST_S, is_computed=False)
     assert is_stuck_after(progress, clock, STUCK_LEAST_S + 1)
@@ -68,7 +70,7 @@ def test_one_that_was_left_is_no_measure() -> None:
 
 def test_a_limit_of_the_user_is_that_of_the_first_one_too() -> None:
     clock = Clock()
-    assert is_stuck_after(Progress(1.5, clock), clock, 2.0)
+    assert is_stuck_after(StuckCheck(1.5, clock), clock, 2.0)
 
 
 def test_who_is_out_for_a_slow_microbatch_names_the_argument(

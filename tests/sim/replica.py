@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim.undisturbed import MODULUS, gradient, updated
 from statehold.errors import InvariantError
-from statehold.resilience.progress import STUCK_LEAST_S, Progress
+from statehold.resilience.progress import STUCK_LEAST_S, StuckCheck
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.actions import GroupLost
 from statehold.resilience.protocol.comeback import Comeback
@@ -94,7 +94,7 @@ class Rank:
         self.state, self.state_of = state, view.step  # after so many steps
         self.flaw: Flaw | None = None
         self.comeback = Comeback()
-        self.progress = Progress(None, lambda: world.clock.now)
+        self.progress = StuckCheck(None, lambda: world.clock.now)
         self._has_computed = False
         self.sums: dict[int, int] = {}
         self.copies: dict[int, dict[int, int]] = {}
@@ -242,7 +242,7 @@ class Rank:
         self._busy += 1
         self._may_fail = not isinstance(
             action,
-            actions.Compute | actions.Adopt | actions.Forget | actions.Await | actions.Part,
+            actions.Compute | actions.Adopt | actions.Forget | actions.Await | actions.Depart,
         )
         self._acts_in = getattr(action, "epoch", 0)
         if not self.world.dies(self, type(action).__name__):
@@ -298,7 +298,7 @@ class Rank:
         elif isinstance(action, actions.Vote):
             self.vote, self.newcomers = action, self.member.newcomers
             self.meet("vote", replace(action.ballot, digest=self.digest()))
-        elif isinstance(action, actions.Part):
+        elif isinstance(action, actions.Depart):
             self.world.parted(self)
 
     def digest(self) -> int:

@@ -114,7 +114,7 @@ class _Rank:
         """A model whose optimizer has stepped; the digest of its state. Seed 0: a fresh one."""
         import torch
 
-        from statehold.resilience.transfer import Transfer
+        from statehold.resilience.transfer import StateTransfer
 
         torch.manual_seed(seed)
         model = torch.nn.Linear(elements, 1)
@@ -123,7 +123,7 @@ class _Rank:
             model(torch.randn(1, elements)).sum().backward()
             optimizer.step()
         self.state = {"model": model, "optimizer": optimizer}
-        self.transfer = Transfer(self.state, "127.0.0.1")
+        self.transfer = StateTransfer(self.state, "127.0.0.1")
         return self.digest()
 
     def digest(self) -> str:

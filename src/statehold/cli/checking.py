@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from statehold.cli.scanning import BadPiece, Span, SpanReader, scan
+from statehold.cli.scanning import BadPiece, ScannedSpan, SpanReader, scan
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import Chunk, FileEntry
@@ -188,7 +188,7 @@ class _Check:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _spans(self, parts: Iterable[_Document]) -> Iterator[Span]:
+    def _spans(self, parts: Iterable[_Document]) -> Iterator[ScannedSpan]:
         """The spans to read, file after file; reports problems of the files on the way."""
         for part in parts:
             held: list[list[tuple[int, int, str, str]]] = [[] for _ in part.files]
@@ -202,7 +202,7 @@ class _Check:
 
     def _file_spans(
         self, part: _Document, file: FileEntry, ranges: list[tuple[int, int, str, str]]
-    ) -> Iterator[Span]:
+    ) -> Iterator[ScannedSpan]:
         path = f"{self.place.directory}/{file.name}"
         size = self.fs.stat_bytes(path)
         self.report.files += 1
@@ -216,7 +216,7 @@ class _Check:
         for begin, end, name, sums in (header_range, *ranges):
             if begin == end:
                 continue
-            span = Span(path, size, begin, end, sums, part.block_bytes, name, part.rank)
+            span = ScannedSpan(path, size, begin, end, sums, part.block_bytes, name, part.rank)
             self.report.bytes += end - begin
             self.report.pieces += len(sums) // 16
             if not name and end <= size:
@@ -226,7 +226,7 @@ class _Check:
             else:
                 yield from self._cut_off(span)
 
-    def _cut_off(self, span: Span) -> Iterator[Span]:
+    def _cut_off(self, span: ScannedSpan) -> Iterator[ScannedSpan]:
         """For a span that a short file cuts off: the pieces that exist."""
         whole = span.begin
         for begin, end, _ in span.pieces():
@@ -241,8 +241,12 @@ class _Check:
     # -- headers -----------------------------------------------------------------------------
 
     def _check_header(
-        self, span: Span, part: _Document, file: FileEntry, ranges: list[tuple[int, int, str, str]]
-    ) -> Iterator[Span]:
+        self,
+        span: ScannedSpan,
+        part: _Document,
+        file: FileEntry,
+        ranges: list[tuple[int, int, str, str]],
+    ) -> Iterator[ScannedSpan]:
         """Check that a header agrees with the manifest or the record about the same bytes."""
         bad = list(scan(span))
         for each in bad:
@@ -312,7 +316,7 @@ class _Cover:
                               got=f"{numel}", detail="elements in all chunks")  # fmt: skip
 
 
-def _about(span: Span, what: str, begin: int, end: int, detail: str) -> Finding:
+def _about(span: ScannedSpan, what: str, begin: int, end: int, detail: str) -> Finding:
     name = os.path.basename(span.path)
     tensor = span.name or None
     return Finding(what, name, begin, end, tensor, span.rank, pieces=1, detail=detail)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.cli.numbers import bits_of, numpy
-from statehold.cli.scanning import Span, scan_bytes
+from statehold.cli.scanning import ScannedSpan, scan_bytes
 from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import ChecksumError, CorruptionError
 from statehold.layout.layout import Box
@@ -43,7 +43,9 @@ class Content:
         low = max(chunk.begin, begin // block * block)
         high = min(chunk.end, -(-end // block) * block)
         path = f"{self._directory}/{chunk.file}"
-        whole = Span(path, chunk.file_bytes, chunk.begin, chunk.end, chunk.sums, block, name, 0)
+        whole = ScannedSpan(
+            path, chunk.file_bytes, chunk.begin, chunk.end, chunk.sums, block, name, 0
+        )
         data = bytearray()
         for piece, bad in scan_bytes(whole.part(low, high)):
             if bad is not None:

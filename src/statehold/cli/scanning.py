@@ -39,7 +39,7 @@ _WAIT_S = 0.1  # between two looks at the progress, and at an interrupt
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ScannedSpan:
     """The bytes [begin, end) of a file, which belong to one tensor (`name`), or to the header ("").
 
     `sums` has those of its pieces on the grid of `block_bytes`. The file has at least `end` bytes.
@@ -58,7 +58,7 @@ class Span:
         """(begin, end, sum) of each piece."""
         return summed_pieces(self.begin, self.end, self.sums, self.block_bytes)
 
-    def part(self, begin: int, end: int) -> Span:
+    def part(self, begin: int, end: int) -> ScannedSpan:
         """The part in [begin, end), which must not cut a piece."""
         low, high = max(begin, self.begin), min(end, self.end)
         sums = sums_between(low, high, self.begin, self.sums, self.block_bytes)
@@ -72,7 +72,7 @@ class BadPiece:
     got: its checksum, or None if it cannot be read; `why` is then the reason.
     """
 
-    span: Span
+    span: ScannedSpan
     begin: int
     end: int
     expected: str
@@ -80,12 +80,12 @@ class BadPiece:
     why: str = ""
 
 
-def scan(span: Span) -> Iterator[BadPiece]:
+def scan(span: ScannedSpan) -> Iterator[BadPiece]:
     """The bad pieces of one span, read one after the other."""
     return (bad for _, bad in scan_bytes(span) if bad is not None)
 
 
-def scan_bytes(span: Span) -> Iterator[tuple[bytes, BadPiece | None]]:
+def scan_bytes(span: ScannedSpan) -> Iterator[tuple[bytes, BadPiece | None]]:
     """The bytes of each piece, and its problem."""
     try:
         fd = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -102,7 +102,7 @@ def scan_bytes(span: Span) -> Iterator[tuple[bytes, BadPiece | None]]:
 
 
 def _look(
-    fd: int, span: Span, begin: int, end: int, expected: str
+    fd: int, span: ScannedSpan, begin: int, end: int, expected: str
 ) -> tuple[bytes, BadPiece | None]:
     try:
         data = os.pread(fd, end - begin, begin)  # a regular file is short only at its end
@@ -130,12 +130,14 @@ class SpanReader:
         self._engine.close()
         self._fs.close()
 
-    def bad_pieces(self, spans: Iterable[Span], done: Callable[[int], None]) -> Iterator[BadPiece]:
+    def bad_pieces(
+        self, spans: Iterable[ScannedSpan], done: Callable[[int], None]
+    ) -> Iterator[BadPiece]:
         """The bad pieces of `spans`, which are sorted by begin within a file.
 
         done: gets the number of newly checked bytes, from time to time 0.
         """
-        under_way: deque[tuple[list[Span], ReadJob | None]] = deque()
+        under_way: deque[tuple[list[ScannedSpan], ReadJob | None]] = deque()
         try:
             for batch in _batches(spans):
                 under_way.append((batch, self._start(batch)))
@@ -148,7 +150,7 @@ class SpanReader:
                 if job is not None:
                     job.cancel()
 
-    def _start(self, batch: list[Span]) -> ReadJob | None:
+    def _start(self, batch: list[ScannedSpan]) -> ReadJob | None:
         files = {span.path: span.file_bytes for span in batch}
         numbers = {path: number for number, path in enumerate(files)}
         self._drop_caches(files)
@@ -176,7 +178,7 @@ class SpanReader:
                 os.close(fd)
 
     def _finish(
-        self, batch: list[Span], job: ReadJob | None, done: Callable[[int], None]
+        self, batch: list[ScannedSpan], job: ReadJob | None, done: Callable[[int], None]
     ) -> Iterator[BadPiece]:
         if not self._is_good(job, done):
             for span in batch:
@@ -197,13 +199,13 @@ class SpanReader:
             job.cancel()
 
 
-def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+def _batches(spans: Iterable[ScannedSpan]) -> Iterator[list[ScannedSpan]]:
     """Groups of spans for one job each.
 
     They are cut at the end of a window of BATCH_BYTES of a file, so that the engine's buffers are
     full. Small windows are read together.
     """
-    batch: list[Span] = []
+    batch: list[ScannedSpan] = []
     size, files = 0, set[str]()
     window: object = None
     for part in (part for span in spans for part in _cut(span)):
@@ -220,7 +222,7 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield batch
 
 
-def _cut(span: Span) -> Iterator[Span]:
+def _cut(span: ScannedSpan) -> Iterator[ScannedSpan]:
     at = span.begin
     while at < span.end:
         stop = min(span.end, (at // BATCH_BYTES + 1) * BATCH_BYTES)

@@ -13,7 +13,7 @@ from typing import Any
 from statehold.cli import codes
 from statehold.cli.output import bad, emit, plain, say, table
 from statehold.cli.said import in_words
-from statehold.lineage.family import Member, family
+from statehold.lineage.family import FamilyRun, family
 from statehold.reading.places import NotFoundError, directory_of
 from statehold.units import format_bytes
 
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     return codes.NO if any(each.problem for each in members) else codes.YES
 
 
-def _drawn(members: Sequence[Member], directory: str) -> Iterator[tuple[str, Member]]:
+def _drawn(members: Sequence[FamilyRun], directory: str) -> Iterator[tuple[str, FamilyRun]]:
     """Each member with its line, children after their parents."""
-    children: dict[str | None, list[Member]] = {}
+    children: dict[str | None, list[FamilyRun]] = {}
     for each in members:
         children.setdefault(each.base, []).append(each)
 
-    def below(base: str | None, indent: str) -> Iterator[tuple[str, Member]]:
+    def below(base: str | None, indent: str) -> Iterator[tuple[str, FamilyRun]]:
         found = children.get(base, ())
         for index, each in enumerate(found, 1):
             name = plain(os.path.relpath(each.run, directory))
@@ -56,7 +56,7 @@ def _drawn(members: Sequence[Member], directory: str) -> Iterator[tuple[str, Mem
 _MARKS = {False: ("├── ", "│   "), True: ("└── ", "    ")}
 
 
-def _row(line: str, member: Member) -> tuple[object, ...]:
+def _row(line: str, member: FamilyRun) -> tuple[object, ...]:
     newest = member.steps[-1] if member.steps else "-"
     words = in_words(member.metrics, member.tags)
     own, shared = member.sizes.own_bytes, member.sizes.shared_bytes
@@ -68,7 +68,7 @@ def _row(line: str, member: Member) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _origin(member: Member) -> str:
+def _origin(member: FamilyRun) -> str:
     """The step that the run began from, with its run if that is not in the picture."""
     if member.parent is None:
         return ""
@@ -76,7 +76,7 @@ def _origin(member: Member) -> str:
     return step if member.base else f"{plain(member.parent.run)}{step}"
 
 
-def _document(member: Member) -> dict[str, Any]:
+def _document(member: FamilyRun) -> dict[str, Any]:
     parent = member.parent
     return {
         "run": member.run,

@@ -35,7 +35,7 @@ _STEP = re.compile(r"step-\d{12}")
 
 
 @dataclass(frozen=True)
-class Member:
+class FamilyRun:
     """A run. steps: committed, oldest first. metrics, tags: of the newest step.
 
     parent: what the run says, if anything. base: the path of the parent, if it is in the family
@@ -54,7 +54,7 @@ class Member:
     problem: str | None = None
 
 
-def family(directory: str) -> list[Member]:
+def family(directory: str) -> list[FamilyRun]:
     """The runs below a directory, by path."""
     with contextlib.closing(file_system()) as fs:
         found = [_member(Store(fs, run)) for run in runs_below(os.path.abspath(directory))]
@@ -70,16 +70,16 @@ def runs_below(directory: str) -> Iterator[str]:
         folders.sort()
 
 
-def _member(store: Store) -> Member:
+def _member(store: Store) -> FamilyRun:
     steps, size = store.steps(), sizes([store.root])
     try:
         about = load_manifest(store.fs, store.where(steps[-1])).about
     except (StateholdError, IndexError) as error:
-        return Member(store.root, steps, size, problem=str(error))
-    return Member(store.root, steps, size, about.metrics, about.tags, about.parent)
+        return FamilyRun(store.root, steps, size, problem=str(error))
+    return FamilyRun(store.root, steps, size, about.metrics, about.tags, about.parent)
 
 
-def _joined(fs: Fs, members: Sequence[Member]) -> list[Member]:
+def _joined(fs: Fs, members: Sequence[FamilyRun]) -> list[FamilyRun]:
     """The members with their bases. In a circle, the first one by path gets none: it is a root."""
     runs, bases = {each.run: each for each in members}, dict[str, str]()
     for candidates in (_by_manifest, _by_path):  # a guess gives way to what a manifest shows
@@ -93,14 +93,14 @@ def _joined(fs: Fs, members: Sequence[Member]) -> list[Member]:
     return [replace(each, base=bases.get(each.run)) for each in members]
 
 
-def _by_manifest(fs: Fs, runs: Mapping[str, Member], parent: Origin) -> Iterator[str]:
+def _by_manifest(fs: Fs, runs: Mapping[str, FamilyRun], parent: Origin) -> Iterator[str]:
     """The runs that have the step with this manifest; the one at the parent's path comes first."""
     for run in sorted(runs, key=lambda run: run != parent.run):
         if _manifest_of(fs, runs[run], parent.step) == parent.manifest_sha256:
             yield run
 
 
-def _by_path(fs: Fs, runs: Mapping[str, Member], parent: Origin) -> Iterator[str]:
+def _by_path(fs: Fs, runs: Mapping[str, FamilyRun], parent: Origin) -> Iterator[str]:
     """The run at the parent's path, if it has come as far and no manifest speaks against it."""
     there = runs.get(parent.run)
     has_come_as_far = there and max(there.steps, default=-1) >= parent.step
@@ -108,7 +108,7 @@ def _by_path(fs: Fs, runs: Mapping[str, Member], parent: Origin) -> Iterator[str
         yield there.run
 
 
-def _manifest_of(fs: Fs, member: Member, step: int) -> str | None:
+def _manifest_of(fs: Fs, member: FamilyRun, step: int) -> str | None:
     """The SHA-256 of a step's manifest; None if the run does not have it, or cannot read it."""
     with contextlib.suppress(StateholdError):
         if step in member.steps:

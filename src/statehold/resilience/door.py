@@ -36,7 +36,7 @@ _AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class DoorLine:
     """A connection. shared: memory of both sides, of bytes; None if they share none."""
 
     socket: socket.socket
@@ -46,7 +46,7 @@ class Line:
 class Door:
     """host: the address of this machine for others. shared_bytes: for each line."""
 
-    def __init__(self, host: str, shared_bytes: int, connected: Callable[[Line], None]) -> None:
+    def __init__(self, host: str, shared_bytes: int, connected: Callable[[DoorLine], None]) -> None:
         self._shared_bytes = shared_bytes
         self._connected = connected
         self._closed = threading.Event()
@@ -79,9 +79,9 @@ class Door:
             with contextlib.suppress(OSError):  # the joiner has gone
                 self._connected(self._line(connection))
 
-    def _line(self, connection: socket.socket) -> Line:
+    def _line(self, connection: socket.socket) -> DoorLine:
         if connection.family != socket.AF_UNIX:
-            return Line(connection)
+            return DoorLine(connection)
         try:
             with contextlib.suppress(OSError):  # there is no memory, or no descriptor
                 return self._sharing(connection)
@@ -89,9 +89,9 @@ class Door:
         except OSError:
             connection.close()
             raise
-        return Line(connection)
+        return DoorLine(connection)
 
-    def _sharing(self, connection: socket.socket) -> Line:
+    def _sharing(self, connection: socket.socket) -> DoorLine:
         memory = os.memfd_create("statehold-line", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memory, self._shared_bytes)
@@ -99,25 +99,25 @@ class Door:
             socket.send_fds(connection, [_SHARES], [memory])
         finally:
             os.close(memory)
-        return Line(connection, shared)
+        return DoorLine(connection, shared)
 
 
-def connect(address: str, timeout_s: float, revoked: threading.Event) -> Line:
+def connect(address: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
     """A line to a Door. Raises OSError, also if `revoked` is set meanwhile."""
     remote, _, name = address.partition("/")
     # There is no such name on this host, or this process may not use it.
     with contextlib.suppress(ConnectionRefusedError, PermissionError):
         return _near(name, timeout_s, revoked)
     host, _, port = remote.rpartition(":")
-    return Line(socket.create_connection((host, int(port)), timeout_s))
+    return DoorLine(socket.create_connection((host, int(port)), timeout_s))
 
 
-def _near(name: str, timeout_s: float, revoked: threading.Event) -> Line:
+def _near(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_POLL_S)
         connection.connect(f"\0{name}")
-        return Line(connection, _shared(connection, timeout_s, revoked))
+        return DoorLine(connection, _shared(connection, timeout_s, revoked))
     except OSError:
         connection.close()
         raise

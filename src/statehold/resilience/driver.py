@@ -31,10 +31,10 @@ from statehold.resilience.position import Position
 from statehold.resilience.protocol import actions
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, View
-from statehold.resilience.seat import Fenced, Seat
+from statehold.resilience.seat import Seat, SeatLost
 from statehold.resilience.sums.interface import Start, Sum
 from statehold.resilience.sums.report import UnlikeError
-from statehold.resilience.transfer import Transfer
+from statehold.resilience.transfer import StateTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Driver:
         first: View,
         view: Callable[[], View],
         sums: Sum,
-        transfer: Transfer,
+        transfer: StateTransfer,
         learn: Callable[[Mapping[str, int]], None],
         checkpoints: Checkpoints,
         position: Position,
@@ -107,7 +107,7 @@ class Driver:
         while self.seat.member.epoch == 0:
             try:
                 self.seat.wait(0)
-            except Fenced as fenced:
+            except SeatLost as fenced:
                 self._come_back(fenced)
             except WaitTimeout as late:
                 self._give_up(late)
@@ -119,7 +119,7 @@ class Driver:
         while True:
             try:
                 played = yield from self._play(until)
-            except Fenced as fenced:
+            except SeatLost as fenced:
                 self._come_back(fenced)
                 self.admit()
                 continue
@@ -212,7 +212,7 @@ class Driver:
                 return played
             result = error = None
             self.check()
-            if isinstance(action, actions.Part):
+            if isinstance(action, actions.Depart):
                 self._part()  # also if the seat is lost by now: another rank may have left before
             self.seat.check()
             self._hear()
@@ -294,7 +294,7 @@ class Driver:
     def _told(self) -> list[dict[str, str]]:
         """What each member has, by name: all ranks of all replicas come here, or none."""
         rows = self.seat.tell(json.dumps(self._likeness.parts()).encode())
-        with contextlib.suppress(GroupLostError, Fenced):  # a rank that has heard all may leave
+        with contextlib.suppress(GroupLostError, SeatLost):  # a rank that has heard all may leave
             self.seat.exchange([0])
         return [
             {
@@ -350,7 +350,7 @@ class Driver:
                 "is wrong, and enter steps() again"
             )
 
-    def _come_back(self, fenced: Fenced) -> None:
+    def _come_back(self, fenced: SeatLost) -> None:
         """Take another seat, under another name.
 
         The state is that of the step's beginning, as it was. If it is in parts, or if the others

@@ -43,7 +43,7 @@ _GIVE_UP_S = 0.5
 _alive: set[Groups] = set()
 
 
-class Pending:
+class PendingOperation:
     """An operation that runs."""
 
     def __init__(self, groups: Groups, what: str, work: Any, tensors: object) -> None:
@@ -75,7 +75,7 @@ class Pending:
         self._groups.ended(self)
 
 
-class _Done(Pending):
+class _Done(PendingOperation):
     """The sum of one replica."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Groups:
         self._row: Any = None
         self._sums: Any = None
         self._lock = threading.Lock()
-        self._running: set[Pending] = set()
+        self._running: set[PendingOperation] = set()
         self._kept: list[object] = []
         self._thread = threading.Thread(target=self._live, name="statehold-groups", daemon=True)
         _alive.add(self)
@@ -131,7 +131,7 @@ class Groups:
         if self._failure:
             raise self.lost("the building of its groups", self._failure)
 
-    def start(self, tensor: Tensor) -> Pending:
+    def start(self, tensor: Tensor) -> PendingOperation:
         """Begin to sum `tensor` over the column, in place."""
         if self._size[0] == 1:
             return _Done()
@@ -198,7 +198,7 @@ class Groups:
             },
         )
 
-    def ended(self, pending: Pending) -> None:
+    def ended(self, pending: PendingOperation) -> None:
         with self._lock:
             self._running.discard(pending)
 
@@ -211,7 +211,7 @@ class Groups:
         self._run("a vote", lambda: group.allgather([found], [values]), found).wait()
         return torch.stack(found)
 
-    def _run(self, what: str, begin: Callable[[], Any], tensors: object) -> Pending:
+    def _run(self, what: str, begin: Callable[[], Any], tensors: object) -> PendingOperation:
         """The lock keeps the thread from releasing a group between the beginning and the set.
 
         Otherwise the caller would have the last reference to the group, and its destruction would
@@ -220,7 +220,7 @@ class Groups:
         with self._lock:
             self._check()
             try:
-                pending = Pending(self, what, begin(), tensors)
+                pending = PendingOperation(self, what, begin(), tensors)
             except RuntimeError as error:
                 raise self.lost(what, _first_line(error)) from error
             self._running.add(pending)

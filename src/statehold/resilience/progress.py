@@ -1,4 +1,4 @@
-"""Progress: whether the training thread is stuck in a microbatch.
+"""Whether the training thread is stuck in a microbatch.
 
 A rank waits for others as long as they need. But if a microbatch takes much longer than all before,
 a device or a data set hangs, and the rank must not beat any more (R5). The first microbatch has
@@ -18,7 +18,7 @@ STUCK_FACTOR = 10
 STUCK_FIRST_S = 3600.0
 
 
-class Progress:
+class StuckCheck:
     """stuck_s: a microbatch that takes longer is stuck. None: ten times the longest one, and at
     least 60 s; an hour for the first one.
 

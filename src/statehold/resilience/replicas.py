@@ -39,14 +39,14 @@ from statehold.resilience.driver import Driver
 from statehold.resilience.likeness import Likeness
 from statehold.resilience.meeting import Desk
 from statehold.resilience.position import Position
-from statehold.resilience.progress import Progress
+from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
-from statehold.resilience.step import Step, Work
+from statehold.resilience.step import Step, StepWork
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.fast import FastSum
-from statehold.resilience.transfer import Transfer
+from statehold.resilience.transfer import StateTransfer
 
 ENVIRONMENT = "STATEHOLD_COORDINATOR"
 _SUMS: dict[str, type[ExactSum] | type[FastSum]] = {"exact": ExactSum, "fast": FastSum}
@@ -122,7 +122,7 @@ class Replicas:
         host = identity.reachable_host(address)
         self._desk = Desk(host)
         self._purity = Purity(self._course)
-        self._progress = Progress(stuck_s)
+        self._progress = StuckCheck(stuck_s)
         self._around = Surroundings(
             address=address,
             microbatches=microbatches,
@@ -146,7 +146,7 @@ class Replicas:
             "optimizer": type(optimizer).__qualname__,
             "code": identity.code_digest(),
         }
-        self._transfer = Transfer(self.state, host, self._width)
+        self._transfer = StateTransfer(self.state, host, self._width)
         self._likeness = Likeness(self.state, identity.among(self._width))
         self._driver: Driver | None = None
         self._comeback = Comeback()
@@ -187,7 +187,7 @@ class Replicas:
 
     def _steps(self, driver: Driver, until: int) -> Iterator[Step]:
         driver.admit()
-        work = Work(
+        work = StepWork(
             driver=driver,
             sums=self._sums,
             course=self._course,

@@ -25,7 +25,7 @@ from statehold.resilience.control.link import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
-from statehold.resilience.progress import Progress
+from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import TORN, GivesUp, Hello, Promise, Refused
 from statehold.resilience.sums.interface import Pending, Start
@@ -34,7 +34,7 @@ from statehold.resilience.sums.interface import Pending, Start
 _ANSWER_S = 5.0
 
 
-class Fenced(Exception):
+class SeatLost(Exception):
     """The job goes on without this seat."""
 
 
@@ -55,11 +55,11 @@ class Surroundings:
     desk: Desk
     host: str
     device: torch.device
-    progress: Progress
+    progress: StuckCheck
     drawn: Callable[[], Mapping[str, int]]
 
 
-class Where(NamedTuple):
+class MeetingPlace(NamedTuple):
     """Where the ranks of an epoch find each other: see Groups."""
 
     desk: str
@@ -100,7 +100,7 @@ class Seat:
             self._revoked.set()
 
     def check(self) -> None:
-        """Raise Fenced if the job goes on without it, ReplicaRefusedError if it may not join.
+        """Raise SeatLost if the job goes on without it, ReplicaRefusedError if it may not join.
 
         Raises WaitTimeout if the replica has given up.
         """
@@ -108,7 +108,7 @@ class Seat:
         if isinstance(out, Refused):
             raise ReplicaRefusedError(out.reason, facts=out.facts)
         if out is not None:
-            raise self._timeout() if out.gave_up else Fenced(out.reason + self._excuse())
+            raise self._timeout() if out.gave_up else SeatLost(out.reason + self._excuse())
 
     def _excuse(self) -> str:
         """Why this rank has sent no beats (R13)."""
@@ -146,13 +146,13 @@ class Seat:
         self._groups_epoch = epoch
         self._groups = Groups(*self.where(epoch), device=self._around.device)
 
-    def where(self, epoch: int) -> Where:
+    def where(self, epoch: int) -> MeetingPlace:
         """Where the ranks of an epoch find each other. Raises GroupLostError if it has ended."""
         with self.link.changed:
             member = self.member
             if member.is_changing or member.epoch != epoch or member.fenced is not None:
                 raise GroupLostError(f"epoch {epoch} has ended")
-            return Where(
+            return MeetingPlace(
                 member.desk,
                 epoch,
                 (member.members.index(member.name), self.place),

@@ -37,7 +37,7 @@ from statehold.tensors.storable import device_of, is_external
 Among = tuple[int, int]
 
 
-class Run:
+class ByteRun:
     """The bytes of tensors, one after another. None: bytes that nobody wants.
 
     Made by the trainer: copies of other threads follow what its streams have been given by then.
@@ -122,7 +122,7 @@ class Offer:
         self.document = json.dumps(
             {"state": found.tree, "tensors": entries, "sizes": sizes}
         ).encode()
-        self.run = Run(self.tensors, sizes)
+        self.run = ByteRun(self.tensors, sizes)
 
     def changed(self) -> str | None:
         """The name of a tensor that is shown in place, and has changed nevertheless."""
@@ -146,7 +146,7 @@ class Arriving:
         for each in self._restoration.destinations:
             takers[each.name] = self._taker(each.tensor)
         names = [name for name, _, _ in described["tensors"]]
-        self.run = Run([takers.get(name) for name in names], described["sizes"])
+        self.run = ByteRun([takers.get(name) for name in names], described["sizes"])
 
     def finish(self) -> None:
         """All bytes have arrived."""

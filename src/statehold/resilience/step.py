@@ -24,21 +24,21 @@ from statehold.resilience.data.course import Course
 from statehold.resilience.data.purity import Purity
 from statehold.resilience.data.seeding import seed_microbatch
 from statehold.resilience.driver import Driver
-from statehold.resilience.progress import Progress
+from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.actions import Compute
 from statehold.resilience.sums.interface import Sum
 from statehold.resilience.sums.norm import Gather, clip_by_norm
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What steps work with."""
 
     driver: Driver
     sums: Sum
     course: Course
     purity: Purity
-    progress: Progress
+    progress: StuckCheck
     params: Sequence[Tensor]
     gather: Gather
     expect: Callable[[], None]  # called when the share may have changed
@@ -53,7 +53,7 @@ class Microbatch:
         samples: the numbers of its samples, a pure function of the name.
     """
 
-    def __init__(self, work: Work, step: int, asked: Compute) -> None:
+    def __init__(self, work: StepWork, step: int, asked: Compute) -> None:
         self.step = step
         self.index = asked.index
         self.samples = work.course.samples(step, asked.index)
@@ -123,7 +123,7 @@ class Step:
     the run. There is no such step then: it has no losses, no share and no gradients.
     """
 
-    def __init__(self, work: Work, until: int) -> None:
+    def __init__(self, work: StepWork, until: int) -> None:
         self._work = work
         self._until = until
         self._has_begun = False

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from statehold import _core
-from statehold.resilience.door import Door, Line, connect
+from statehold.resilience.door import Door, DoorLine, connect
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet
-from statehold.resilience.state_bytes import Arriving, Offer, Run, window
+from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _SUM_BYTES = 8
 _LENGTH_BYTES = 8
 
 
-class Transfer:
+class StateTransfer:
     """state: as save() and restore() take it. host: the address of this machine for others.
 
     width: how many ranks of torch's default group hold the state of a replica together.
@@ -62,7 +62,7 @@ class Transfer:
         self._state = state
         self._host = host
         self._among = among(width)
-        self._server: _Server | None = None
+        self._server: _OfferServer | None = None
 
     def serve(
         self,
@@ -74,7 +74,7 @@ class Transfer:
     ) -> None:
         """Let the joiners of `epoch` have the state. Does not wait for them. Arguments: Groups."""
         if self._server is None:
-            self._server = _Server(self._host)
+            self._server = _OfferServer(self._host)
         self._server.offer(epoch, Offer(self._state, self._among))
         says = self._server.address
 
@@ -116,7 +116,7 @@ def _group(epoch: int, place: tuple[int, int]) -> str:
 # -- the holder ------------------------------------------------------------------------------------
 
 
-class _Server:
+class _OfferServer:
     """Threads that serve the newest offer."""
 
     def __init__(self, host: str) -> None:
@@ -142,12 +142,12 @@ class _Server:
         self.withdraw()
         self._door.close()
 
-    def _let_in(self, line: Line) -> None:
+    def _let_in(self, line: DoorLine) -> None:
         with self._lock:
             self._connections.add(line.socket)
         threading.Thread(target=self._talk, args=(line,), daemon=True).start()
 
-    def _talk(self, line: Line) -> None:
+    def _talk(self, line: DoorLine) -> None:
         """Answer requests: the description of an epoch's state first, then ranges of it."""
         connection, memory = line.socket, _memory(line)
         try:
@@ -174,7 +174,9 @@ class _Server:
                 raise GroupLostError("the offer has ended")
             return self._offer
 
-    def _send(self, line: Line, offer: Offer, begin: int, piece: Tensor, *, is_last: bool) -> None:
+    def _send(
+        self, line: DoorLine, offer: Offer, begin: int, piece: Tensor, *, is_last: bool
+    ) -> None:
         """is_last: of its range. Then nothing has changed while the range was read."""
         with self._lock:
             if self._offer is not offer:
@@ -193,7 +195,7 @@ def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
     return [(at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES)]
 
 
-def _memory(line: Line) -> Tensor:
+def _memory(line: DoorLine) -> Tensor:
     """For one range. A request for the next range says that the joiner has taken this one."""
     return (
         torch.empty(RANGE_BYTES, dtype=torch.uint8, device="cpu")
@@ -216,7 +218,7 @@ class _Fetching:
         self._epoch = epoch
         self._holders = holders
         self._revoked = revoked
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, DoorLine] = {}
         self._left: deque[tuple[int, int]] = deque()
         self._missing = 0
         self._lock = threading.Lock()
@@ -257,7 +259,7 @@ class _Fetching:
             raise self._lost("no holder of the state answers")
         return found
 
-    def _pull_from(self, holders: list[str], run: Run) -> None:
+    def _pull_from(self, holders: list[str], run: ByteRun) -> None:
         threads = [
             threading.Thread(target=self._pull, args=(holder, run), daemon=True)
             for holder in holders
@@ -267,7 +269,7 @@ class _Fetching:
         for each in threads:
             each.join()
 
-    def _pull(self, holder: str, run: Run) -> None:
+    def _pull(self, holder: str, run: ByteRun) -> None:
         """Take ranges from a holder until none is left, or until it fails."""
         line = self._lines[holder]
         memory = _memory(line)
@@ -292,7 +294,7 @@ class _Fetching:
                     logger.warning("statehold: state from %s has failed: %s", holder, error)
                 return
 
-    def _place(self, line: Line, run: Run, begin: int, piece: Tensor) -> None:
+    def _place(self, line: DoorLine, run: ByteRun, begin: int, piece: Tensor) -> None:
         """piece: memory of the size of the piece that begins there."""
         expected = int.from_bytes(self._receive(line.socket, _SUM_BYTES), "little")
         if line.shared is None:

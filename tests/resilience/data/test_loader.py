@@ -89,7 +89,7 @@ class Waited(Future[Any]):
 def worker(monkeypatch: pytest.MonkeyPatch) -> OneWorker:
     """That of the loader which the test makes."""
     made = OneWorker(Draw(Samples(), default_collate, COURSE))
-    monkeypatch.setattr(module, "Workers", lambda *_: made)
+    monkeypatch.setattr(module, "DrawWorkers", lambda *_: made)
     return made
 
 
@@ -188,7 +188,7 @@ def test_whatever_is_expected_and_taken(events: list[tuple[str, Any]], prefetch:
     ahead than may be, and what was drawn and is still expected is not drawn again."""
     worker = OneWorker(Draw(range(100), tuple, COURSE))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "Workers", lambda *_: worker)
+        patch.setattr(module, "DrawWorkers", lambda *_: worker)
         loader = Loader(range(100), COURSE, collate_fn=tuple, workers=1, prefetch=prefetch)
     wanted: list[Name] = []  # what the loader has to draw ahead, in order
     has: set[Name] = set()  # what it has begun and may not begin again

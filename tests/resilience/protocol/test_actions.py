@@ -442,7 +442,7 @@ def test_who_is_odd_parts() -> None:
     found = member("a", "b")
     play = playing(found)
     mine, other = both(until_vote(play))
-    assert play.send([replace(mine, digest=ODD), replace(other, digest=ALIKE)]) == actions.Part(1)
+    assert play.send([replace(mine, digest=ODD), replace(other, digest=ALIKE)]) == actions.Depart(1)
     assert found.step == 0
 
 

@@ -13,26 +13,28 @@ from collections.abc import Iterator
 import pytest
 
 from statehold.resilience import door as doors
-from statehold.resilience.door import Door, Line, connect
+from statehold.resilience.door import Door, DoorLine, connect
 
 HOST, NBYTES, TIMEOUT_S = "127.0.0.1", 1 << 16, 20.0
 SILENT = f"statehold-silent-{os.getpid()}"  # one name for the whole machine
 
 
 @pytest.fixture
-def lines() -> queue.Queue[Line]:
+def lines() -> queue.Queue[DoorLine]:
     """What has come in."""
     return queue.Queue()
 
 
 @pytest.fixture
-def door(lines: queue.Queue[Line]) -> Iterator[Door]:
+def door(lines: queue.Queue[DoorLine]) -> Iterator[Door]:
     found = Door(HOST, NBYTES, lines.put)
     yield found
     found.close()
 
 
-def test_on_one_host_both_sides_see_the_same_memory(door: Door, lines: queue.Queue[Line]) -> None:
+def test_on_one_host_both_sides_see_the_same_memory(
+    door: Door, lines: queue.Queue[DoorLine]
+) -> None:
     joiner = connect(door.address, TIMEOUT_S, never())
     holder = lines.get(timeout=TIMEOUT_S)
     assert joiner.shared is not None
@@ -43,7 +45,7 @@ def test_on_one_host_both_sides_see_the_same_memory(door: Door, lines: queue.Que
     assert said(joiner, holder) == b"done"
 
 
-def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[Line]) -> None:
+def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[DoorLine]) -> None:
     address, _, name = door.address.partition("/")
     joiner = connect(f"{address}/{name[::-1]}", TIMEOUT_S, never())
     holder = lines.get(timeout=TIMEOUT_S)
@@ -53,9 +55,9 @@ def test_elsewhere_the_line_is_tcp(door: Door, lines: queue.Queue[Line]) -> None
 
 
 def test_who_may_not_use_the_name_comes_through_tcp(
-    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+    door: Door, lines: queue.Queue[DoorLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, timeout_s: float, revoked: threading.Event) -> Line:
+    def refuse(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
         raise PermissionError
 
     monkeypatch.setattr(doors, "_near", refuse)
@@ -84,7 +86,7 @@ def test_who_waits_for_a_holder_that_stands_still_goes_on_with_the_epoch() -> No
 
 
 def test_a_holder_without_memory_shares_nothing(
-    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+    door: Door, lines: queue.Queue[DoorLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It let nobody of its host in."""
 
@@ -99,7 +101,7 @@ def test_a_holder_without_memory_shares_nothing(
 
 
 def test_a_holder_that_had_no_descriptor_lets_others_in_later(
-    door: Door, lines: queue.Queue[Line], monkeypatch: pytest.MonkeyPatch
+    door: Door, lines: queue.Queue[DoorLine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its door was closed for ever."""
     accept, failures = socket.socket.accept, []
@@ -123,7 +125,7 @@ def test_a_door_that_is_closed_lets_nobody_in(door: Door) -> None:
         connect(door.address, TIMEOUT_S, never())
 
 
-def test_lines_leave_nothing_behind(door: Door, lines: queue.Queue[Line]) -> None:
+def test_lines_leave_nothing_behind(door: Door, lines: queue.Queue[DoorLine]) -> None:
     def visit() -> None:
         with connect(door.address, TIMEOUT_S, never()).socket:
             lines.get(timeout=TIMEOUT_S).socket.close()
@@ -141,7 +143,7 @@ def never() -> threading.Event:
     return threading.Event()
 
 
-def said(first: Line, second: Line) -> bytes:
+def said(first: DoorLine, second: DoorLine) -> bytes:
     """What comes out at the other end."""
     with first.socket, second.socket:
         first.socket.sendall(b"done")

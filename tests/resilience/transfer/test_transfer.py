@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from statehold.errors import StateMismatchError
 from statehold.resilience import door, transfer
-from statehold.resilience.door import Line
+from statehold.resilience.door import DoorLine
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
-from statehold.resilience.state_bytes import Arriving, Offer, Run
-from statehold.resilience.transfer import Transfer
+from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
+from statehold.resilience.transfer import StateTransfer
 from support.faults import must
 
 HOST = "127.0.0.1"
@@ -91,9 +91,9 @@ class Job:
         self.desk = desk
         self.revoked = threading.Event()
         self.states = [state_of(seed=1, steps=3) for _ in range(HOLDERS)]
-        self.holders = [Transfer(each, HOST) for each in self.states]
+        self.holders = [StateTransfer(each, HOST) for each in self.states]
         self.joined = state_of(seed=2, steps=0)
-        self.joiner = Transfer(self.joined, HOST)
+        self.joiner = StateTransfer(self.joined, HOST)
 
     def serve(self) -> None:
         for rank, each in enumerate(self.holders):
@@ -120,7 +120,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     desk.close()
 
 
-def elsewhere(name: str, timeout_s: float, revoked: threading.Event) -> Line:
+def elsewhere(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
     """On another host, the name of a door is that of nothing."""
     raise ConnectionRefusedError
 
@@ -188,9 +188,9 @@ def test_a_wrong_byte_is_found_and_comes_from_others(
             changed[-1] ^= 16
             self._connection.sendall(changed)
 
-    def send(original: Any, line: Line, *args: Any) -> None:
+    def send(original: Any, line: DoorLine, *args: Any) -> None:
         flipping: Any = Flipping(line.socket)
-        original(Line(flipping, line.shared), *args)
+        original(DoorLine(flipping, line.shared), *args)
 
     job.serve()
     only_first(job, 2, send)
@@ -225,7 +225,7 @@ def test_a_holder_that_has_become_a_joiner_gives_its_state_to_nobody(job: Job) -
     job.joiner.serve(job.desk.address, 4, (0, 0), (2, 1), job.revoked)
     job.serve()
     job.fetch()
-    late = Transfer(state_of(seed=3, steps=0), HOST)
+    late = StateTransfer(state_of(seed=3, steps=0), HOST)
     with pytest.raises(GroupLostError) as caught:
         late.fetch(job.desk.address, 4, (1, 0), (2, 1), job.revoked)
     job.joiner.close()
@@ -265,15 +265,15 @@ def test_a_range_that_cannot_be_placed_is_taken_again(
     small_pieces: None, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device may fail: nobody took the range of the thread that had met this, and all waited."""
-    write, failed = Run.write, []
+    write, failed = ByteRun.write, []
 
-    def failing(run: Run, begin: int, data: Tensor) -> None:
+    def failing(run: ByteRun, begin: int, data: Tensor) -> None:
         if not failed:
             failed.append(begin)
             raise RuntimeError("the device has failed")
         write(run, begin, data)
 
-    monkeypatch.setattr(Run, "write", failing)
+    monkeypatch.setattr(ByteRun, "write", failing)
     job.serve()
     job.fetch()
     assert failed

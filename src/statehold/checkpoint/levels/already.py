@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import DataFile, Span, part_of
+from statehold.checkpoint.levels.copying import DataFile, FileSpan, part_of
 from statehold.errors import StateholdError, StorageError
 from statehold.layout.plan import file_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.store.store import Store
 
 # The size of a file, of its blocks, and its spans with their checksums.
-Content = tuple[int, int, tuple[Span, ...]]
+Content = tuple[int, int, tuple[FileSpan, ...]]
 
 
 class Already:

@@ -57,7 +57,7 @@ class Viewing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """The bytes [begin, end) of a file; they belong to tensor `name`, or to the header ("")."""
 
     begin: int
@@ -73,7 +73,7 @@ class DataFile:
     name: str
     bytes: int
     block_bytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +204,17 @@ def data_files(
     entries: Sequence[FileEntry], chunks: Mapping[str, tuple[Chunk, ...]], block_bytes: int
 ) -> tuple[DataFile, ...]:
     """The data files of a document."""
-    spans = [[Span(0, entry.data_begin, entry.header_sums, "")] for entry in entries]
+    spans = [[FileSpan(0, entry.data_begin, entry.header_sums, "")] for entry in entries]
     for name, found in chunks.items():
         for chunk in found:
-            spans[chunk.file].append(Span(chunk.begin, chunk.end, chunk.sums, name))
+            spans[chunk.file].append(FileSpan(chunk.begin, chunk.end, chunk.sums, name))
     return tuple(
         DataFile(entry.name, entry.bytes, block_bytes, tuple(sorted(each, key=_order)))
         for entry, each in zip(entries, spans, strict=True)
     )
 
 
-def _order(span: Span) -> tuple[int, int]:
+def _order(span: FileSpan) -> tuple[int, int]:
     return span.begin, span.end
 
 
@@ -314,14 +314,14 @@ def _compare(file: DataFile, sums: bytes) -> None:
             at += 1
 
 
-def _expected(file: DataFile, span: Span) -> Iterator[tuple[int, int, int]]:
+def _expected(file: DataFile, span: FileSpan) -> Iterator[tuple[int, int, int]]:
     """(begin, end, checksum) of each piece of a span."""
     for begin, end, digits in summed_pieces(span.begin, span.end, span.sums, file.block_bytes):
         yield begin, end, int(digits, 16)
 
 
 def _mismatch(
-    file: DataFile, span: Span, where: tuple[int, int], expected: int, got: int
+    file: DataFile, span: FileSpan, where: tuple[int, int], expected: int, got: int
 ) -> ChecksumError:
     return ChecksumError(
         "bytes read for a copy to another level do not match their checksum",
@@ -399,7 +399,7 @@ def viewed_blocks(file: DataFile, view: _core.File) -> Iterator[memoryview]:
         yield memory[begin:end]
 
 
-Cut = tuple[Span, int, int, int]
+Cut = tuple[FileSpan, int, int, int]
 
 
 def _verified_by(file: DataFile) -> Iterator[tuple[int, int, list[Cut]]]:

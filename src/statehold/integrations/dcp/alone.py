@@ -24,7 +24,7 @@ from statehold.errors import InvariantError, PeerFailedError, StateholdError, na
 from statehold.format.manifest import RecordEntry
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.commit import Sent
-from statehold.integrations.dcp.writing import Piece, Place
+from statehold.integrations.dcp.writing import SaveDestination, WrittenBox
 from statehold.layout.layout import Box
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.membership import Membership
@@ -43,7 +43,7 @@ class SaveRound:
         self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
         self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
 
-    def begin(self, make: Callable[[], Place]) -> Place:
+    def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
         """The result of `make` on rank 0, on every rank."""
         raw = self._peers.agree("begin", b"", lambda _: json.dumps(_place_to(make())).encode())
         return _place_from(json.loads(raw), self.rank)
@@ -95,13 +95,13 @@ class SaveRound:
 # -- notes -----------------------------------------------------------------------------------------
 
 
-def _place_to(place: Place) -> list[Any]:
+def _place_to(place: SaveDestination) -> list[Any]:
     return [place.final, place.partial, place.step, place.world_size, place.attempt]
 
 
-def _place_from(note: list[Any], rank: int) -> Place:
+def _place_from(note: list[Any], rank: int) -> SaveDestination:
     final, partial, step, world_size, attempt = note
-    return Place(final, partial, step, rank, world_size, attempt)
+    return SaveDestination(final, partial, step, rank, world_size, attempt)
 
 
 def _sent_to(sent: Sent) -> dict[str, Any]:
@@ -120,13 +120,13 @@ def _sent_to(sent: Sent) -> dict[str, Any]:
     }
 
 
-def _sent_from(place: Place, raw: bytes) -> Sent:
+def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
     note = json.loads(raw)
     pieces = tuple(
-        Piece(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
+        WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
         for name, dtype, shape, offsets, sizes in note["pieces"]
     )
-    own = Place(
+    own = SaveDestination(
         place.final, place.partial, place.step, note["rank"], place.world_size, place.attempt
     )
     return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)

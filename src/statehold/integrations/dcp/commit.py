@@ -24,7 +24,7 @@ from statehold.format.record import Record
 from statehold.format.saved import open_step
 from statehold.format.trees import tensors_of
 from statehold.integrations.dcp.tree import Path, nest
-from statehold.integrations.dcp.writing import Piece, Place, Written
+from statehold.integrations.dcp.writing import SaveDestination, Written, WrittenBox
 from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.share import HeldTensor
@@ -32,15 +32,15 @@ from statehold.layout.share import HeldTensor
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-Placed = tuple[Piece, int]  # and the rank that wrote it
+Placed = tuple[WrittenBox, int]  # and the rank that wrote it
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """The message of one rank to the committer: its record, or its files if it is rank 0."""
 
-    place: Place
-    pieces: tuple[Piece, ...]
+    place: SaveDestination
+    pieces: tuple[WrittenBox, ...]
     values: dict[str, Any]
     entry: RecordEntry | None
     digests: Mapping[str, str]
@@ -48,7 +48,7 @@ class Sent:
 
 
 def hand_over(
-    fs: Fs, place: Place, written: Written, paths: Mapping[str, Path] | None = None
+    fs: Fs, place: SaveDestination, written: Written, paths: Mapping[str, Path] | None = None
 ) -> Sent:
     """Leave the record of this rank next to its files (D4), unless it is rank 0, which writes its
     last.
@@ -97,7 +97,7 @@ def complete(
     ).encode()
 
 
-def is_published(fs: Fs, place: Place) -> bool:
+def is_published(fs: Fs, place: SaveDestination) -> bool:
     """Whether the checkpoint of several ranks is the one at its final place; if so, D7 is done."""
     try:
         found = open_step(fs.read_file, place.final, place.step, place.rank, place.world_size)
@@ -109,13 +109,13 @@ def is_published(fs: Fs, place: Place) -> bool:
     return is_ours
 
 
-def _is_simple(place: Place, written: Written) -> bool:
+def _is_simple(place: SaveDestination, written: Written) -> bool:
     """Whether version 1 can hold the step."""
     is_whole = all(piece.box == Box.whole(piece.shape) for piece in written.pieces)
     return place.world_size == 1 and len(written.files) == 1 and is_whole
 
 
-def _manifest(place: Place, written: Written, state: Any) -> Manifest:
+def _manifest(place: SaveDestination, written: Written, state: Any) -> Manifest:
     """The manifest of a step of one rank."""
     pieces = {piece.name: piece for piece in written.pieces}
     return Manifest(
@@ -133,10 +133,12 @@ def _manifest(place: Place, written: Written, state: Any) -> Manifest:
     )
 
 
-def _record(place: Place, written: Written, state: Any, placed: Sequence[Placed]) -> Record:
+def _record(
+    place: SaveDestination, written: Written, state: Any, placed: Sequence[Placed]
+) -> Record:
     """The record of one rank, with the rank of each box for the tensors in `placed`."""
     boxes: defaultdict[str, dict[Box, int]] = defaultdict(dict)
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, WrittenBox] = {}
     for piece, rank in placed:
         _check_alike(pieces.setdefault(piece.name, piece), piece)
         if piece.box.numel and boxes[piece.name].setdefault(piece.box, rank) == rank:
@@ -167,7 +169,7 @@ def _record(place: Place, written: Written, state: Any, placed: Sequence[Placed]
     )
 
 
-def _leave(fs: Fs, place: Place, record: Record) -> RecordEntry:
+def _leave(fs: Fs, place: SaveDestination, record: Record) -> RecordEntry:
     """Write a record next to the files of its rank, durably."""
     raw, name = record.encode(), record_name(place.rank, place.world_size)
     fs.write_file(f"{place.partial}/{name}", raw)
@@ -175,14 +177,14 @@ def _leave(fs: Fs, place: Place, record: Record) -> RecordEntry:
     return RecordEntry(name, len(raw), sha256(raw))
 
 
-def tree(pieces: Iterable[Piece], nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
+def tree(pieces: Iterable[WrittenBox], nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """The state: the tensors that a planner named, and the values, nested as they were saved."""
     inside = {name for node in nodes.values() for name in tensors_of(node)}
     named = dict.fromkeys(piece.name for piece in pieces if piece.name not in inside)
     return nest({**{name: {"$tensor": name} for name in named}, **nodes}, paths)
 
 
-def _check_alike(one: Piece, other: Piece) -> None:
+def _check_alike(one: WrittenBox, other: WrittenBox) -> None:
     if (one.dtype, one.shape, one.local) != (other.dtype, other.shape, other.local):
         raise UsageError(
             "two ranks save different tensors under one name",
@@ -194,7 +196,7 @@ def _check_alike(one: Piece, other: Piece) -> None:
         )
 
 
-def _check_once(piece: Piece, written: Written, is_own: bool) -> None:
+def _check_once(piece: WrittenBox, written: Written, is_own: bool) -> None:
     boxes = [chunk.box for chunk in written.chunks.get(piece.name, ())] if is_own else []
     if boxes.count(piece.box) > 1:
         raise UsageError(

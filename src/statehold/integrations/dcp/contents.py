@@ -24,7 +24,7 @@ from statehold.errors import StateMismatchError, UsageError
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.format.trees import Differs, tensors_of
 from statehold.integrations.dcp.among import rank_and_world
-from statehold.integrations.dcp.targets import Wanted
+from statehold.integrations.dcp.targets import WantedBox
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
 from statehold.layout.layout import Box
 from statehold.tensors import dtypes
@@ -74,7 +74,9 @@ class Contents:
         """A shape, or offsets, of the step in elements of torch."""
         return dtypes.torch_shape(self.dtype(name), stored)
 
-    def wanted(self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None) -> Wanted:
+    def wanted(
+        self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None
+    ) -> WantedBox:
         """The request of a planner for one chunk."""
         name = self.node(item.storage_index.fqn)["$tensor"]
         offsets = tuple(item.storage_index.offset or ())
@@ -93,11 +95,11 @@ class Contents:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         return self.part(name, chunk, box, target)
 
-    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> Wanted:
+    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> WantedBox:
         shape = self.shape(name, chunk.box.shape)
         is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
         shared = is_whole and rank_and_world()[1] > 1
-        return Wanted(name, chunk, self.dtype(name), box, target, shared)
+        return WantedBox(name, chunk, self.dtype(name), box, target, shared)
 
 
 class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -143,7 +145,7 @@ class Builder:
 
     def __init__(self, step: Contents) -> None:
         self._step = step
-        self.wanted: list[Wanted] = []
+        self.wanted: list[WantedBox] = []
 
     def build(self, name: str) -> Any:
         node = self._step.node(name)

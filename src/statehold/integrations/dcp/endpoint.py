@@ -15,7 +15,7 @@ from statehold.options import Options
 from statehold.options.paths import absolute
 
 
-class Endpoint:
+class StepEndpoint:
     """A directory that torch may replace, and the machine that moves bytes from or to it."""
 
     _call: str  # a call of torch that may give it

@@ -39,9 +39,9 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.contents import Builder, Contents
-from statehold.integrations.dcp.endpoint import Endpoint
+from statehold.integrations.dcp.endpoint import StepEndpoint
 from statehold.integrations.dcp.machine import Machine
-from statehold.integrations.dcp.targets import Wanted, read
+from statehold.integrations.dcp.targets import WantedBox, read
 from statehold.integrations.dcp.telemetry import traced
 from statehold.options import Options
 from statehold.options.io import Io
@@ -50,7 +50,7 @@ from statehold.tensors.devices.graphs import refuse_in_capture
 
 
 @answering(io=Io)
-class StorageReader(Endpoint, _StorageReader):
+class StorageReader(StepEndpoint, _StorageReader):
     """Reads a step of a Checkpointer or of a StorageWriter; for torch.distributed.checkpoint.
 
     Args:
@@ -146,7 +146,7 @@ class StorageReader(Endpoint, _StorageReader):
             planner.load_bytes(item, _pickled(value))
 
     def _read(
-        self, machine: Machine, step: Contents, wanted: Sequence[Wanted], watch: RestoreWatch
+        self, machine: Machine, step: Contents, wanted: Sequence[WantedBox], watch: RestoreWatch
     ) -> None:
         """Raises ESTALE if the step is another save by now: its bytes are not damaged."""
 

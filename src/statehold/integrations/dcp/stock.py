@@ -89,7 +89,7 @@ def restore_stock(
     """
     check_takes_values(state)
     reader: Any = open_checkpoint(path)
-    matcher = _Matcher(reader.read_metadata(), rename)
+    matcher = _StockMatcher(reader.read_metadata(), rename)
     for key, part in state.items():
         matcher.match(state, key, part, str(key))
     matcher.check(os.fspath(path), strict)
@@ -121,7 +121,7 @@ class _Found:
     problems: dict[str, str] = field(default_factory=dict)
 
 
-class _Matcher:
+class _StockMatcher:
     """Where the parts of a state are in a checkpoint."""
 
     def __init__(

@@ -36,7 +36,7 @@ _HINT = "load an older checkpoint; the state that was being loaded is incomplete
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedBox:
     """`box` of a chunk, in elements of `dtype` from the chunk's first, goes to `target`.
 
     `shared`: other processes read it, too.
@@ -71,7 +71,7 @@ def read(
     machine: Machine,
     directory: str,
     saved: SavedStep,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedBox],
     watch: RestoreWatch,
 ) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
@@ -84,8 +84,8 @@ def read(
             _read_wave(engine, devices, directory, saved, wave, watch)
 
 
-def _waves(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
-    wave: list[Wanted] = []
+def _waves(wanted: Iterable[WantedBox]) -> Iterator[list[WantedBox]]:
+    wave: list[WantedBox] = []
     extra = 0
     for each in wanted:
         if wave and extra + each.extra_bytes > WAVE_BYTES:
@@ -102,7 +102,7 @@ def _read_wave(
     devices: Devices,
     directory: str,
     saved: SavedStep,
-    wave: Sequence[Wanted],
+    wave: Sequence[WantedBox],
     watch: RestoreWatch,
 ) -> None:
     straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
@@ -129,5 +129,5 @@ def _read_wave(
     )
 
 
-def _host_memory(wanted: Wanted) -> torch.Tensor:
+def _host_memory(wanted: WantedBox) -> torch.Tensor:
     return torch.empty(wanted.box.shape, dtype=wanted.dtype, device="cpu")

@@ -38,11 +38,11 @@ from statehold.errors import StateholdError, UsageError
 from statehold.integrations.dcp.alone import SaveRound
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.commit import Sent, complete, hand_over, is_published
-from statehold.integrations.dcp.endpoint import Endpoint
+from statehold.integrations.dcp.endpoint import StepEndpoint
 from statehold.integrations.dcp.staging import StagingPool
 from statehold.integrations.dcp.telemetry import SaveWatch
 from statehold.integrations.dcp.tree import Path
-from statehold.integrations.dcp.writing import Place, write_items
+from statehold.integrations.dcp.writing import SaveDestination, write_items
 from statehold.layout.plan import STEP_MAX
 from statehold.options import Options
 from statehold.options.io import Io
@@ -70,7 +70,7 @@ class _Save(threading.local):
 
 
 @answering(io=Io)
-class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
+class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
     """Writes a checkpoint as a step of statehold; for torch.distributed.checkpoint.
 
     As the `AsyncStager` of dcp.async_save it copies the state into host memory that it reuses.
@@ -232,14 +232,16 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
 
     # -- the attempt ---------------------------------------------------------------------------
 
-    def _begin(self, world_size: int) -> Place:
+    def _begin(self, world_size: int) -> SaveDestination:
         """An empty directory for the files of all ranks; clears the leftovers of a failed attempt.
 
         A link to the checkpoint stays a link: its target is replaced.
         """
         final = os.path.realpath(self._directory())
         attempt = secrets.token_hex(8)
-        place = Place(final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt)
+        place = SaveDestination(
+            final, f"{final}.{attempt}.partial", _step(final), 0, world_size, attempt
+        )
         with self._machine.storage() as fs:
             settle(fs, final)
             self._check_replaceable(fs, final)
@@ -270,11 +272,11 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
                 "there is a checkpoint already, and overwrite is False", facts={"directory": final}
             )
 
-    def _place_of(self, plan: SavePlan) -> Place:
+    def _place_of(self, plan: SavePlan) -> SaveDestination:
         """The directory for this rank's files. A plan that the planner cached names an earlier
         attempt."""
         place = plan.storage_data
-        if not isinstance(place, Place):
+        if not isinstance(place, SaveDestination):
             raise UsageError(
                 "a planner dropped the storage_data of a plan",
                 facts={"got": type(place).__name__},
@@ -295,7 +297,7 @@ class StorageWriter(Endpoint, _StorageWriter, AsyncStager):
         )
 
 
-def _drop_replaced(fs: Fs, place: Place) -> None:
+def _drop_replaced(fs: Fs, place: SaveDestination) -> None:
     """The checkpoint is committed, so the replaced one may stay until the next save."""
     try:
         delete(fs, place.partial)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SaveDestination:
     """The destination of a save, as every rank learns it from its plan."""
 
     final: str
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WrittenBox:
     """A box of a tensor that this rank wrote. `local`: other ranks may have other values."""
 
     name: str
@@ -72,21 +72,26 @@ class Written:
 
     files: tuple[FileEntry, ...]
     chunks: dict[str, tuple[Chunk, ...]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WrittenBox, ...]
     values: dict[str, Any]
 
 
 @dataclass(slots=True)
-class _Items:
+class _PlanItems:
     """The items of a plan, ready to be written."""
 
     tensors: list[CapturedTensor]
-    pieces: list[Piece]
+    pieces: list[WrittenBox]
     values: dict[str, Any]
 
 
 def write_items(
-    machine: Machine, fs: Fs, place: Place, plan: SavePlan, planner: SavePlanner, alone: bool
+    machine: Machine,
+    fs: Fs,
+    place: SaveDestination,
+    plan: SavePlan,
+    planner: SavePlanner,
+    alone: bool,
 ) -> Written:
     """Write the data files of one rank, durably (D1, D2).
 
@@ -105,8 +110,8 @@ def write_items(
         raise
 
 
-def _resolve(plan: SavePlan, planner: SavePlanner, alone: bool) -> _Items:
-    found = _Items([], [], {})
+def _resolve(plan: SavePlan, planner: SavePlanner, alone: bool) -> _PlanItems:
+    found = _PlanItems([], [], {})
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
             _add_value(found, item, planner, alone)
@@ -115,7 +120,7 @@ def _resolve(plan: SavePlan, planner: SavePlanner, alone: bool) -> _Items:
     return found
 
 
-def _add_tensor(found: _Items, item: WriteItem, planner: SavePlanner, alone: bool) -> None:
+def _add_tensor(found: _PlanItems, item: WriteItem, planner: SavePlanner, alone: bool) -> None:
     name, data = item.index.fqn, item.tensor_data
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor) or data is None:
@@ -136,7 +141,7 @@ def _add_tensor(found: _Items, item: WriteItem, planner: SavePlanner, alone: boo
     shape, box = stored[0], Box(stored[1], stored[2])
     local = alone and item.type == WriteItemType.TENSOR
     code = dtypes.code_of(tensor.dtype, name)
-    found.pieces.append(Piece(name, code, shape, box, local))
+    found.pieces.append(WrittenBox(name, code, shape, box, local))
     found.tensors.append(_captured(tensor, found.pieces[-1]))
 
 
@@ -149,7 +154,7 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor
 
 
-def _captured(tensor: torch.Tensor, piece: Piece) -> CapturedTensor:
+def _captured(tensor: torch.Tensor, piece: WrittenBox) -> CapturedTensor:
     spec = TensorSpec(
         piece.name,
         piece.dtype,
@@ -161,7 +166,7 @@ def _captured(tensor: torch.Tensor, piece: Piece) -> CapturedTensor:
     return described(spec, tensor, external=is_external(tensor))
 
 
-def _add_value(found: _Items, item: WriteItem, planner: SavePlanner, alone: bool) -> None:
+def _add_value(found: _PlanItems, item: WriteItem, planner: SavePlanner, alone: bool) -> None:
     """A value is stored as itself; tensors inside it get names below its own."""
     name = item.index.fqn
     captured = capture({name: _object_of(item, planner)})
@@ -170,7 +175,7 @@ def _add_value(found: _Items, item: WriteItem, planner: SavePlanner, alone: bool
     found.values[name] = _only(captured.tree)
     for tensor in captured.tensors:
         spec = tensor.spec
-        piece = Piece(spec.name, spec.dtype, spec.shape, Box.whole(spec.shape), alone)
+        piece = WrittenBox(spec.name, spec.dtype, spec.shape, Box.whole(spec.shape), alone)
         found.pieces.append(piece)
         found.tensors.append(tensor)
 
@@ -207,7 +212,7 @@ def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _write_files(
-    machine: Machine, fs: Fs, place: Place, items: _Items, written: list[str]
+    machine: Machine, fs: Fs, place: SaveDestination, items: _PlanItems, written: list[str]
 ) -> Written:
     nbytes = sum(tensor.spec.nbytes for tensor in items.tensors)
     files: list[FileEntry] = []

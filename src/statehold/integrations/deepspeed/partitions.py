@@ -30,7 +30,7 @@ from statehold.tensors.pieces import Piece
 
 
 @dataclass(frozen=True)
-class Run:
+class PartitionRun:
     """This rank's part of the flattened parameter `name`: `count` elements of a partition."""
 
     name: str
@@ -51,9 +51,9 @@ class Partition:
     master: torch.Tensor
     weights: Callable[[], torch.Tensor] | None
     group: int
-    runs: tuple[Run, ...]
+    runs: tuple[PartitionRun, ...]
 
-    def piece(self, run: Run, flat: Callable[[], torch.Tensor]) -> Piece:
+    def piece(self, run: PartitionRun, flat: Callable[[], torch.Tensor]) -> Piece:
         """The run in a flat tensor that is laid out as the master is."""
         return Piece(
             lambda: _run_of(flat(), run, self.master.numel()), (run.numel,), run.layout, rank_here()
@@ -100,7 +100,7 @@ def _groups(optimizer: Any) -> range:
     return range(len(optimizer.bit16_groups_flat))
 
 
-def _run_of(flat: torch.Tensor, run: Run, numel: int) -> torch.Tensor:
+def _run_of(flat: torch.Tensor, run: PartitionRun, numel: int) -> torch.Tensor:
     if flat.numel() != numel:
         raise UnsupportedValueError(
             "a partition of the engine is not in memory",
@@ -136,7 +136,7 @@ def _place_in(flat: torch.Tensor, parameter: torch.Tensor) -> int:
     return at
 
 
-def _run(name: str, at: int, numel: int, size: int, mesh: Mesh) -> Run:
+def _run(name: str, at: int, numel: int, size: int, mesh: Mesh) -> PartitionRun:
     """The part of elements [at, at + numel) in this rank's partition; all have `size` elements."""
     boxes, own = [], (0, 0)
     for index in range(at // size, -(-(at + numel) // size)):
@@ -144,7 +144,7 @@ def _run(name: str, at: int, numel: int, size: int, mesh: Mesh) -> Run:
         boxes.append((Box((begin - at,), (end - begin,)), mesh.ranks[index]))
         if mesh.ranks[index] == rank_here():
             own = begin - index * size, end - begin
-    return Run(name, numel, ExplicitLayout(tuple(boxes)), *own)
+    return PartitionRun(name, numel, ExplicitLayout(tuple(boxes)), *own)
 
 
 # -- stage 3 -------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _cut_equally(optimizer: Any, index: int, names: dict[int, str]) -> Partition
                 facts={"parameter": name, "elements": numel, "elements of a part": size},
             )
         count = layout.box((numel,), rank_here()).shape[0]
-        runs.append(Run(name, numel, layout, at, count))
+        runs.append(PartitionRun(name, numel, layout, at, count))
         at += size
     group = optimizer.sub_group_to_group_id[index]
     master = optimizer.fp32_partitioned_groups_flat[index]

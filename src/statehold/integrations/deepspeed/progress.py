@@ -14,7 +14,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
 
 
-class Progress:
+class EngineProgress:
     """shapes: those of the parameters, by name."""
 
     def __init__(self, engine: Any, shapes: Mapping[str, list[int]]) -> None:

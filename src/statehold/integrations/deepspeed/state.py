@@ -34,7 +34,7 @@ from statehold.integrations.deepspeed.partitions import (
     rank_here,
     split_piece,
 )
-from statehold.integrations.deepspeed.progress import Progress
+from statehold.integrations.deepspeed.progress import EngineProgress
 from statehold.integrations.trained import persistent_buffers
 from statehold.layout.layout import Layout
 from statehold.tensors.marks import Volatile
@@ -76,7 +76,7 @@ def engine_state(engine: Any) -> dict[str, Any]:
         state["scaler"] = zero.torch_autocast_gradscaler
     if engine.random_ltd_enabled():
         state["random_ltd"] = engine.random_ltd_scheduler
-    return {**state, "deepspeed": Progress(engine, _shapes(module)), "rng": Rng()}
+    return {**state, "deepspeed": EngineProgress(engine, _shapes(module)), "rng": Rng()}
 
 
 def load_weights(step: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

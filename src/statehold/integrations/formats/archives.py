@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
 from statehold.integrations.dcp import untrusted
 from statehold.integrations.dcp.torch_save import is_archive
-from statehold.integrations.formats.partial import OutFile, Work
+from statehold.integrations.formats.partial import OutFile, PartialExport
 from statehold.integrations.formats.streamed import (
     PART_BYTES,
     MappedFile,
@@ -189,7 +189,7 @@ class _Placing:
 # -- out -----------------------------------------------------------------------------------------
 
 
-def write(work: Work, name: str, tree: Any) -> None:
+def write(work: PartialExport, name: str, tree: Any) -> None:
     """Write a tree as the file `name` of the destination."""
     path = work.place(name)
     if work.journal.get(name) is None:
@@ -211,7 +211,7 @@ def write(work: Work, name: str, tree: Any) -> None:
             out.write(data, place)
 
 
-def packed(work: Work, tree: Any) -> bytes:
+def packed(work: PartialExport, tree: Any) -> bytes:
     """A small tree as an archive in memory."""
     made: dict[Streamed, torch.Tensor] = {}
 
@@ -231,7 +231,7 @@ def packed(work: Work, tree: Any) -> bytes:
     return file.getvalue()
 
 
-def put(work: Work, name: str, tree: Any) -> None:
+def put(work: PartialExport, name: str, tree: Any) -> None:
     """Write a tree as the file `name`, in memory first if it is small."""
     if nbytes_of({"": tree}) > SMALL_BYTES:
         write(work, name, tree)
@@ -269,7 +269,7 @@ def _places(path: str, tree: Any) -> dict[Streamed, int]:
     }
 
 
-def _written(work: Work, out: OutFile, tensor: Streamed, place: int) -> str:
+def _written(work: PartialExport, out: OutFile, tensor: Streamed, place: int) -> str:
     crc = 0
     for part in tensor.parts():
         view = memory_of(part)

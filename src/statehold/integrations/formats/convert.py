@@ -21,7 +21,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp import untrusted
 from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
-from statehold.integrations.formats.partial import Done, Work, identity_of, work_on
+from statehold.integrations.formats.partial import Done, PartialExport, identity_of, work_on
 from statehold.integrations.formats.recognition import recognised, stamps
 from statehold.integrations.formats.step_writer import write_step
 from statehold.integrations.formats.steps import StepTree, engine_for_parts
@@ -43,7 +43,7 @@ class Format(NamedTuple):
     name: the part of a step that it takes if the caller names none.
     """
 
-    export: Callable[[Any, Work], list[str]]
+    export: Callable[[Any, PartialExport], list[str]]
     is_file: bool = False
     name: str = ""
 

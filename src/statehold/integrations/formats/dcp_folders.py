@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 from statehold.errors import CorruptionError, UnsupportedValueError
 from statehold.integrations.dcp.unpickle import dump_metadata, load_metadata
 from statehold.integrations.formats import archives
-from statehold.integrations.formats.partial import Work
-from statehold.integrations.formats.streamed import Chunk, MappedFile, Streamed, assembled
+from statehold.integrations.formats.partial import PartialExport
+from statehold.integrations.formats.streamed import MappedFile, Streamed, StreamedChunk, assembled
 from statehold.integrations.formats.torch_files import plain
 from statehold.integrations.formats.trees import is_entered, nbytes_of, nested
 from statehold.layout.layout import Box
@@ -50,7 +50,7 @@ def read(directory: str) -> Any:
     path = os.path.join(directory, METADATA)
     with open(path, "rb") as file:
         metadata = load_metadata(file.read(), path)
-    reader = _Reader(directory, metadata)
+    reader = _FolderReader(directory, metadata)
     paths = metadata.planner_data or {}
     return nested(
         (tuple(paths.get(name, (name,))), reader.value(name, entry))
@@ -58,7 +58,7 @@ def read(directory: str) -> Any:
     )
 
 
-class _Reader:
+class _FolderReader:
     def __init__(self, directory: str, metadata: Metadata) -> None:
         self._directory = directory
         self._files: dict[str, MappedFile] = {}
@@ -81,13 +81,13 @@ class _Reader:
             raise _damaged(name, f"{math.prod(shape)} elements", held)
         return assembled(entry.properties.dtype, shape, chunks)
 
-    def _chunk(self, name: str, index: MetadataIndex, place: Any) -> Chunk:
+    def _chunk(self, name: str, index: MetadataIndex, place: Any) -> StreamedChunk:
         found = self._archive(name, place)
         if not isinstance(found, Streamed) or not found.chunks:
             raise _damaged(name, "a tensor", type(found).__name__)
         offsets = tuple(index.offset) if index.offset is not None else (0,) * len(found.shape)
         [inner] = found.chunks
-        return Chunk(Box(offsets, found.shape), inner.values, inner.file)
+        return StreamedChunk(Box(offsets, found.shape), inner.values, inner.file)
 
     def _archive(self, name: str, place: Any) -> Any:
         if getattr(place, "transform_descriptors", None):
@@ -107,7 +107,7 @@ def _damaged(name: str, expected: str, got: object) -> CorruptionError:
 # -- out -----------------------------------------------------------------------------------------
 
 
-def export(tree: Any, work: Work) -> list[str]:
+def export(tree: Any, work: PartialExport) -> list[str]:
     """Write a tree; returns the names of what became something else."""
     changed: list[str] = []
     entries = _entries(plain(tree, "", changed), changed)
@@ -167,7 +167,9 @@ def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, [chunk])
 
 
-def _write(work: Work, entries: Mapping[str, tuple[_Path, Any]]) -> dict[str, _StorageInfo]:
+def _write(
+    work: PartialExport, entries: Mapping[str, tuple[_Path, Any]]
+) -> dict[str, _StorageInfo]:
     places: dict[str, _StorageInfo] = {}
     for number, batch in enumerate(_batches(entries)):
         file = f"__0_{number}.distcp"
@@ -198,7 +200,7 @@ def _batches(entries: Mapping[str, tuple[_Path, Any]]) -> Iterator[dict[str, Any
         yield batch
 
 
-def _write_batch(work: Work, file: str, batch: Mapping[str, Any]) -> list[tuple[int, int]]:
+def _write_batch(work: PartialExport, file: str, batch: Mapping[str, Any]) -> list[tuple[int, int]]:
     if nbytes_of(batch) > archives.SMALL_BYTES:
         [value] = batch.values()
         archives.write(work, file, value)

@@ -16,7 +16,7 @@ from typing import Any
 
 from statehold.encoding import header
 from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
-from statehold.integrations.formats.partial import Work
+from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
 from statehold.integrations.formats.trees import leaves
 from statehold.tensors import dtypes
@@ -32,7 +32,7 @@ _METADATA = {"format": "pt"}
 # -- out -----------------------------------------------------------------------------------------
 
 
-def export(tree: Any, work: Work) -> list[str]:
+def export(tree: Any, work: PartialExport) -> list[str]:
     """Write the tensors of a tree; returns the names of what the format cannot hold."""
     names: dict[Streamed, list[str]] = {}
     left_out = []
@@ -86,7 +86,7 @@ def _shards(tensors: Mapping[Streamed, Any]) -> Iterator[list[Streamed]]:
     yield shard
 
 
-def _write(work: Work, file: str, shard: Mapping[Streamed, Sequence[str]]) -> None:
+def _write(work: PartialExport, file: str, shard: Mapping[Streamed, Sequence[str]]) -> None:
     entries, at = [], 0
     metadata = dict(_METADATA)
     placed = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)  # each aligned to its dtype
@@ -124,7 +124,7 @@ def _code_of(tensor: Streamed, name: str) -> str:
 
 
 def _write_index(
-    work: Work,
+    work: PartialExport,
     files: Sequence[str],
     shards: Sequence[Sequence[Streamed]],
     names: Mapping[Streamed, Sequence[str]],

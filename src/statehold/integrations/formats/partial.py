@@ -121,7 +121,7 @@ class OutFile:
         os.close(self._fd)
 
 
-class Work:
+class PartialExport:
     """The destination of an export: a directory, or (is_file) one file."""
 
     def __init__(self, destination: str, identity: str, *, is_file: bool, done: Done) -> None:
@@ -194,10 +194,12 @@ class Work:
 
 
 @contextlib.contextmanager
-def work_on(destination: str, identity: str, *, is_file: bool, done: Done) -> Iterator[Work]:
+def work_on(
+    destination: str, identity: str, *, is_file: bool, done: Done
+) -> Iterator[PartialExport]:
     """Work that is committed when it is left without an error, and else can be resumed."""
     try:
-        work = Work(destination, identity, is_file=is_file, done=done)
+        work = PartialExport(destination, identity, is_file=is_file, done=done)
         try:
             yield work
             work.commit()

@@ -25,7 +25,7 @@ _EXPECTED = (
 _SHOWN = 12
 
 
-class Source(NamedTuple):
+class ImportSource(NamedTuple):
     """A checkpoint: its tree, and the name below which an import puts it."""
 
     read: Callable[[], Any]
@@ -36,7 +36,7 @@ class Source(NamedTuple):
         yield self.read()
 
 
-def recognised(path: str) -> Source:
+def recognised(path: str) -> ImportSource:
     """The source at a path. Raises UsageError for any other path."""
     try:
         if os.path.isdir(path):
@@ -48,29 +48,29 @@ def recognised(path: str) -> Source:
     raise no_checkpoint(path, "nothing")
 
 
-def _of_file(path: str) -> Source:
+def _of_file(path: str) -> ImportSource:
     with open(path, "rb") as file:
         head = file.read(16)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path):
-        return Source(lambda: hf.read([path], {}), "model")
+        return ImportSource(lambda: hf.read([path], {}), "model")
     if is_head(head):
-        return Source(lambda: archives.read(path))
+        return ImportSource(lambda: archives.read(path))
     raise no_checkpoint(path, f"a file that begins with {head!r}")
 
 
-def _of_directory(path: str, names: list[str]) -> Source:
+def _of_directory(path: str, names: list[str]) -> ImportSource:
     if MANIFEST_NAME in names:
         raise no_checkpoint(path, "a step of statehold, which needs no import")
     if dcp_folders.METADATA in names:
-        return Source(lambda: dcp_folders.read(path))
+        return ImportSource(lambda: dcp_folders.read(path))
     if any(name.endswith(".safetensors") for name in names):
-        return Source(lambda: hf.read(*indexed(path, hf.INDEX, ".safetensors")), "model")
+        return ImportSource(lambda: hf.read(*indexed(path, hf.INDEX, ".safetensors")), "model")
     if torch_files.WHOLE in names or torch_files.INDEX in names:
-        return Source(lambda: torch_files.read(path), "model")
+        return ImportSource(lambda: torch_files.read(path), "model")
     if (directory := universal.directory_of(path, names)) is not None:
-        return Source(partial(universal.read, directory))
+        return ImportSource(partial(universal.read, directory))
     if (directory := zero.directory_of(path, names)) is not None:
-        return Source(partial(zero.read, directory))
+        return ImportSource(partial(zero.read, directory))
     more = ", ..." if len(names) > _SHOWN else ""
     raise no_checkpoint(path, f"a directory with {', '.join(names[:_SHOWN]) or 'nothing'}{more}")
 

@@ -37,7 +37,7 @@ class Streamed:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterator[torch.Tensor]]
-    chunks: Sequence[Chunk] = ()
+    chunks: Sequence[StreamedChunk] = ()
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +84,7 @@ class MappedFile:
     ) -> Streamed:
         """A tensor from byte `begin` on; C order without `stride`, which counts elements."""
         values = self._view(dtype, shape, begin, stride)
-        return assembled(dtype, shape, [Chunk(Box.whole(shape), values, self)])
+        return assembled(dtype, shape, [StreamedChunk(Box.whole(shape), values, self)])
 
     def _view(
         self, dtype: torch.dtype, shape: Sequence[int], begin: int, stride: Sequence[int] | None
@@ -120,7 +120,7 @@ def _dense(shape: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StreamedChunk:
     """A box of a tensor that lies in a file, or in memory (file: None).
 
     `values` has its shape, or (raw) one more dimension with the bytes of each element.
@@ -135,7 +135,9 @@ class Chunk:
         return self.values.dim() > len(self.box.shape)
 
 
-def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk]) -> Streamed:
+def assembled(
+    dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[StreamedChunk]
+) -> Streamed:
     """A tensor of boxes, which cover it. `shape` may differ from that of the boxes if it has as
     many elements in C order: `chunks` of one dimension are runs."""
     ordered = sorted(chunks, key=lambda chunk: chunk.box.offsets)
@@ -153,12 +155,16 @@ def assembled(dtype: torch.dtype, shape: Sequence[int], chunks: Sequence[Chunk])
     return Streamed(dtype, tuple(shape), parts, ordered)
 
 
-def _are_runs(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+def _are_runs(chunks: Sequence[StreamedChunk], shape: Sequence[int]) -> bool:
     return bool(chunks) and len(chunks[0].box.shape) == 1 != len(shape)
 
 
 def _fill(
-    memory: torch.Tensor, shape: tuple[int, ...], begin: int, end: int, chunks: Sequence[Chunk]
+    memory: torch.Tensor,
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+    chunks: Sequence[StreamedChunk],
 ) -> None:
     at, used = 0, set[MappedFile]()
     for box in boxes_of_run(shape, begin, end):
@@ -182,7 +188,9 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def whole(values: torch.Tensor, file: MappedFile | None = None) -> Streamed:
     """A tensor in one piece, in a file or in memory."""
-    return assembled(values.dtype, values.shape, [Chunk(Box.whole(values.shape), values, file)])
+    return assembled(
+        values.dtype, values.shape, [StreamedChunk(Box.whole(values.shape), values, file)]
+    )
 
 
 def converted(tensor: Streamed, dtype: torch.dtype) -> Streamed:

@@ -16,12 +16,12 @@ from typing import Any
 from statehold.errors import CorruptionError, UsageError
 from statehold.integrations.formats import archives
 from statehold.integrations.formats.indices import indexed
-from statehold.integrations.formats.partial import Work
+from statehold.integrations.formats.partial import PartialExport
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def export(tree: Any, work: Work) -> list[str]:
+def export(tree: Any, work: PartialExport) -> list[str]:
     """Write a tree as one file; returns the names of what became something else."""
     changed: list[str] = []
     archives.write(work, os.path.basename(work.path), plain(tree, "", changed))

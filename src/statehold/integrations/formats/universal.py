@@ -26,7 +26,7 @@ import torch
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
 from statehold.integrations.formats import archives
 from statehold.integrations.formats import deepspeed_state as common
-from statehold.integrations.formats.partial import Work
+from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import Streamed, assembled, converted
 from statehold.integrations.formats.torch_files import plain
 from statehold.integrations.formats.trees import leaves
@@ -107,7 +107,7 @@ def _shaped(fields: Mapping[str, Any], shape: Sequence[int] | None) -> dict[str,
 # -- out -----------------------------------------------------------------------------------------
 
 
-def export(tree: Any, work: Work) -> list[str]:
+def export(tree: Any, work: PartialExport) -> list[str]:
     """Write a state with "model" and "optimizer"; returns the names of what is left out."""
     model, optimizer = _part(tree, "model"), _part(tree, "optimizer")
     masters = tree.get(common.FP32, {})
@@ -160,7 +160,7 @@ def _named(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, 
 
 
 def _write_parameter(
-    work: Work, directory: str, master: Streamed, fields: Mapping[str, Any]
+    work: PartialExport, directory: str, master: Streamed, fields: Mapping[str, Any]
 ) -> None:
     archives.put(work, f"{directory}/{common.FP32}.pt", _entry(master))
     for key, value in fields.items():

@@ -22,7 +22,7 @@ import torch
 
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
 from statehold.integrations.formats import deepspeed_state as common
-from statehold.integrations.formats.streamed import Chunk, Streamed, assembled
+from statehold.integrations.formats.streamed import Streamed, StreamedChunk, assembled
 from statehold.layout.layout import Box
 
 LATEST = "latest"
@@ -145,13 +145,13 @@ def _cut(values: Any, begin: int, count: int) -> Any:
     if begin + count > values.shape[0]:
         facts = {"expected": f"at most {values.shape[0]} elements", "got": begin + count}
         raise CorruptionError("a partition of ZeRO is too small for its parameters", facts=facts)
-    return Chunk(Box((begin,), (count,)), chunk.values[begin : begin + count], chunk.file)
+    return StreamedChunk(Box((begin,), (count,)), chunk.values[begin : begin + count], chunk.file)
 
 
 def _joined(name: str, key: str, shape: tuple[int, ...], pieces: Sequence[Any]) -> Any:
     if isinstance(pieces[0], Streamed):  # each parameter counts its own steps
         return replace(pieces[0])
-    if not isinstance(pieces[0], Chunk):
+    if not isinstance(pieces[0], StreamedChunk):
         return pieces[0]
     chunks = list(_in_order(pieces))
     held = sum(chunk.box.numel for chunk in chunks)
@@ -162,11 +162,11 @@ def _joined(name: str, key: str, shape: tuple[int, ...], pieces: Sequence[Any]) 
     return assembled(dtype, shape, chunks)
 
 
-def _in_order(pieces: Sequence[Chunk]) -> Iterator[Chunk]:
+def _in_order(pieces: Sequence[StreamedChunk]) -> Iterator[StreamedChunk]:
     """The same runs, one after the other."""
     at = 0
     for piece in pieces:
         count = piece.box.numel
         if count:
-            yield Chunk(Box((at,), (count,)), piece.values, piece.file)
+            yield StreamedChunk(Box((at,), (count,)), piece.values, piece.file)
         at += count

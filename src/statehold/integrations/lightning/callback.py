@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.integrations.lightning.averaging import wait_for_copies
-from statehold.integrations.lightning.strategy import KEEP, Layer
+from statehold.integrations.lightning.strategy import KEEP, StrategyLayer
 
 EVALUATING = ("teardown", "load_checkpoint")
 FITTING = (
@@ -41,7 +41,7 @@ class StateholdCallback(Callback):
     ) -> None:
         self.run = run
         self.leave_within_s = leave_within_s
-        self.layer: Layer | None = None
+        self.layer: StrategyLayer | None = None
         self._seen = -1
 
     def checkpointer(self, run: str, keep: int) -> Checkpointer:
@@ -57,7 +57,7 @@ class StateholdCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the layer over the strategy. All arguments are those of Lightning's Callback."""
-        self.layer = Layer(trainer, self._opened)
+        self.layer = StrategyLayer(trainer, self._opened)
         self.layer.install(FITTING if stage == "fit" else EVALUATING)
         wait_for_copies(trainer, self._gate)
 

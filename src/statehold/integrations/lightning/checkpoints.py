@@ -33,7 +33,7 @@ WEIGHTS_FOLLOW = (
 )
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """A committed step of the run in the directory `run`. last_of: the state key of the
     ModelCheckpoint whose last checkpoint this is, if the path had no save of its own."""
 
@@ -107,12 +107,12 @@ class Checkpoint:
 
     # -- a restore -------------------------------------------------------------------------
 
-    def found(self) -> Found | None:
+    def found(self) -> FoundStep | None:
         """The newest committed step of the path; None if it has none."""
         for note in sorted(self.steps.glob("step-*.json"), reverse=True):
             step = int(note.stem[5:])
             if self.holds(step) or self.hold(step):
-                return Found(str(self.steps), step, self._noted(step)[1])
+                return FoundStep(str(self.steps), step, self._noted(step)[1])
         return None
 
     def holds(self, step: int) -> bool:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import StepNotFoundError
-from statehold.integrations.lightning.checkpoints import Checkpoint, Found
+from statehold.integrations.lightning.checkpoints import Checkpoint, FoundStep
 from statehold.integrations.lightning.logged import finish_epoch, give_back
 from statehold.integrations.lightning.moments import go_on, put_back_reloaded
 from statehold.integrations.lightning.positions import goes_on, shuffle_once
@@ -41,7 +41,7 @@ class Restoring:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._stock = stock
-        self._resumed: Found | None = None
+        self._resumed: FoundStep | None = None
         self._known: dict[str, Any] = {}
 
     # -- the checkpoint --------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Restoring:
             return stock
         if found is None:
             return self._nothing(checkpoint_path)
-        self._resumed = found = Found(*found)
+        self._resumed = found = FoundStep(*found)
         ranks = self._trainer.global_rank, self._trainer.world_size
         checkpoint, self._known = values(found.run, found.step, *ranks)
         if self._trainer.training and self._trainer.is_global_zero:
@@ -87,7 +87,7 @@ class Restoring:
             self._restore(self._resumed, {**model, **optimizers}, optimizers)
         self._put_back_generators()
 
-    def _decided(self, path: Any) -> tuple[bool, Found | None]:
+    def _decided(self, path: Any) -> tuple[bool, FoundStep | None]:
         """Whether a path is one of a step, and the step; None if nothing was ever committed."""
         checkpoint = Checkpoint(path).target()
         if "://" in str(path) or not checkpoint.is_ours:
@@ -110,7 +110,7 @@ class Restoring:
                 "state_dict": weights, "optimizer_states": LiveOptimizers(),
                 "lr_schedulers": []}  # fmt: skip
 
-    def _restore_sharded(self, found: Found) -> None:
+    def _restore_sharded(self, found: FoundStep) -> None:
         module = self._strategy.lightning_module
         is_module = self._known["is_module"]
         state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
@@ -120,7 +120,12 @@ class Restoring:
         self._put_back_generators()
 
     def _restore(
-        self, found: Found, state: Mapping[str, Any], only: Iterable[str], *, strict: bool = True
+        self,
+        found: FoundStep,
+        state: Mapping[str, Any],
+        only: Iterable[str],
+        *,
+        strict: bool = True,
     ) -> None:
         with Checkpointer(found.run) as ckpt:
             ckpt.restore(state, found.step, only=list(only), strict=strict)

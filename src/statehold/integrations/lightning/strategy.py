@@ -50,7 +50,7 @@ class _Saved(NamedTuple):
     handle: Save
 
 
-class Layer:
+class StrategyLayer:
     """Over the strategy of `trainer` from install() until the strategy's teardown().
 
     opener: makes the Checkpointer of a run directory.

@@ -54,7 +54,7 @@ class _Damaged(Exception):
     restored."""
 
 
-class _Found(NamedTuple):
+class _Resumed(NamedTuple):
     """What is resumed: a step, of the run `source` unless it is this one; or a folder that the
     Trainer itself has saved; or nothing."""
 
@@ -64,11 +64,11 @@ class _Found(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _OpenRun:
     """What is open while train() runs.
 
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
-    _Found; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
+    _Resumed; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
     told: the callbacks that a warning has named.
     """
 
@@ -122,7 +122,7 @@ class StateholdTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._open_run: _Run | None = None
+        self._open_run: _OpenRun | None = None
         self.add_callback(_Steps(self))
 
     def checkpointer(self, run: str, keep: int | None) -> Checkpointer:
@@ -161,7 +161,7 @@ class StateholdTrainer(Trainer):
             ckpt = stack.enter_context(self.checkpointer(run, self._keep()))
             folders = Folders(run)
             exporter = Exporter(folders, self._export)
-            opened = _Run(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
+            opened = _OpenRun(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
             self._open_run = opened
             stack.callback(self._close_run)
             if self.args.save_strategy != SaveStrategy.NO:
@@ -189,7 +189,7 @@ class StateholdTrainer(Trainer):
             for doubt in doubts.at_the_start(self.args):
                 log.warning("%s", doubt)
 
-    def _warn_of_readers(self, opened: _Run) -> None:
+    def _warn_of_readers(self, opened: _OpenRun) -> None:
         """Of folders without weights; a callback may come at any time."""
         if not self.weights_before_on_save:
             for doubt in doubts.before_weights(self.callback_handler.callbacks, opened.told):
@@ -215,7 +215,7 @@ class StateholdTrainer(Trainer):
 
     # -- which step is resumed -------------------------------------------------------------
 
-    def _found(self, opened: _Run) -> str | None:
+    def _found(self, opened: _OpenRun) -> str | None:
         """The folder to resume from; with a step of it, if that is not a stock checkpoint."""
         decided = [self._decided(opened)]  # by rank 0, for all
         if self.args.world_size > 1:
@@ -241,7 +241,7 @@ class StateholdTrainer(Trainer):
         folders.make(step, str(trainer["state"]))
         return folders.path(step)
 
-    def _decided(self, opened: _Run) -> _Found:
+    def _decided(self, opened: _OpenRun) -> _Resumed:
         folders, steps, wanted = opened.folders, opened.ckpt.steps(), opened.wanted
         if wanted is True:
             return self._newest(opened, steps)
@@ -252,21 +252,21 @@ class StateholdTrainer(Trainer):
                     facts={"run": str(self.args.output_dir), "newest step": steps[-1]},
                     hint="train(resume_from_checkpoint=True), or choose another output_dir",
                 )
-            return _Found()
+            return _Resumed()
         path = str(wanted)
         if folders.is_stock(path):
-            return _Found(stock=path)
+            return _Resumed(stock=path)
         step = folders.step_of(path)
         if step in steps:
-            return _Found(step)
+            return _Resumed(step)
         if found := step_named(path):
             run, number = found
-            return _Found(number, None if folders.is_here(run) else run)
+            return _Resumed(number, None if folders.is_here(run) else run)
         if step is not None and folders.is_unfinished(step) and step > max(steps, default=0):
             log.warning("checkpoint-%d is of a save that was never committed", step)
             return self._newest(opened, steps)
         if self.args.save_only_model and os.path.isdir(path):
-            return _Found(stock=path)
+            return _Resumed(stock=path)
         raise StepNotFoundError(
             "this checkpoint has no committed step",
             facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
@@ -275,19 +275,19 @@ class StateholdTrainer(Trainer):
             "step beside it, so copy the whole run",
         )
 
-    def _newest(self, opened: _Run, steps: list[int]) -> _Found:
+    def _newest(self, opened: _OpenRun, steps: list[int]) -> _Resumed:
         kept = [step for step in steps if opened.folders.has(step)] or steps
         if kept:
-            return _Found(kept[-1])
+            return _Resumed(kept[-1])
         out = self.args.output_dir
         # Rank 0 makes the directory, perhaps after this rank has come here.
         stock = get_last_checkpoint(out) if os.path.isdir(out) else None
         if stock and opened.folders.is_stock(stock):
-            return _Found(stock=stock)
+            return _Resumed(stock=stock)
         log.warning("there is no step to resume in %s: beginning", out)
-        return _Found()
+        return _Resumed()
 
-    def _discard_newer(self, opened: _Run, step: int) -> None:
+    def _discard_newer(self, opened: _OpenRun, step: int) -> None:
         newer = [each for each in opened.ckpt.steps() if each > step]
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
@@ -391,7 +391,7 @@ class StateholdTrainer(Trainer):
 
     # -- what a step holds -----------------------------------------------------------------
 
-    def _resumed(self) -> _Run | None:
+    def _resumed(self) -> _OpenRun | None:
         opened = self._open_run
         return opened if opened is not None and opened.step is not None else None
 
@@ -406,7 +406,7 @@ class StateholdTrainer(Trainer):
             opened.model = trained_part(self._bare_model(), self.model_wrapped)
         return {"model": opened.model}
 
-    def _training_parts(self, opened: _Run) -> dict[str, Any]:
+    def _training_parts(self, opened: _OpenRun) -> dict[str, Any]:
         """What only a run that goes on needs."""
         if self.args.save_only_model:
             return {}
@@ -424,7 +424,7 @@ class StateholdTrainer(Trainer):
             parts["scaler"] = self.accelerator.scaler
         return parts
 
-    def _extra_part(self, opened: _Run) -> dict[str, Any]:
+    def _extra_part(self, opened: _OpenRun) -> dict[str, Any]:
         """What extra_state() names, and the models beside that have changed."""
         if self.args.save_only_model:
             return {}
@@ -446,7 +446,7 @@ class StateholdTrainer(Trainer):
         ).stateful_callbacks
         return json.dumps(vars(self.state), sort_keys=True)
 
-    def _note_best(self, opened: _Run, step: int) -> None:
+    def _note_best(self, opened: _OpenRun, step: int) -> None:
         """Which folder is the best, as the Trainer decides it; its step must not be retired."""
         best = self.state.best_global_step
         if not best or self.args.save_strategy == SaveStrategy.NO:
@@ -456,7 +456,7 @@ class StateholdTrainer(Trainer):
         if self.args.should_save and best != step and opened.folders.has(best):
             opened.folders.hold(best)
 
-    def _surplus(self, opened: _Run) -> list[int]:
+    def _surplus(self, opened: _OpenRun) -> list[int]:
         best = opened.folders.step_of(self.state.best_model_checkpoint)
         return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
 
@@ -470,7 +470,7 @@ class StateholdTrainer(Trainer):
             self._restore_extra(opened)
             self._restore_loss(opened)
 
-    def _restore_extra(self, opened: _Run) -> None:
+    def _restore_extra(self, opened: _OpenRun) -> None:
         """Here, because callbacks may have made their models when the training began."""
         assert opened.beside is not None
         live = {**opened.beside.models, **self.extra_state()}
@@ -483,7 +483,7 @@ class StateholdTrainer(Trainer):
             skip = [f"extra.{name}" for name in lost]
             opened.restore({"extra": extra}, step=opened.step, only=["extra"], skip=skip)
 
-    def _restore_loss(self, opened: _Run) -> None:
+    def _restore_loss(self, opened: _OpenRun) -> None:
         """The Trainer has set its sums of the loss to zero; they go on where the step was."""
         if opened.loss is None:
             return

@@ -27,7 +27,7 @@ from statehold.errors import DatasetError, UsageError
 from statehold.resilience.data.course import Course
 from statehold.resilience.data.draws import Draw, Drawn
 from statehold.resilience.data.purity import Purity
-from statehold.resilience.data.workers import Failed, Outcome, Prepare, Workers, in_words
+from statehold.resilience.data.workers import DrawWorkers, Failed, Outcome, Prepare, in_words
 from statehold.tensors.rng import unchanged
 
 
@@ -69,12 +69,12 @@ class Loader:
         self._course = course
         self._purity = purity
         self._draw = Draw(dataset, collate_fn, course)
-        self._workers: Workers | None = None
+        self._workers: DrawWorkers | None = None
         if workers:
             context = multiprocessing_context
             if not isinstance(context, BaseContext):
                 context = multiprocessing.get_context(context)
-            self._workers = Workers(self._draw, workers, worker_init_fn, context)
+            self._workers = DrawWorkers(self._draw, workers, worker_init_fn, context)
         self._ahead = workers * prefetch
         self._expected: deque[Name] = deque()
         self._asked: dict[Name, Future[Outcome]] = {}

@@ -76,7 +76,7 @@ _HINT = (
 )
 
 
-class Workers:
+class DrawWorkers:
     """`count` processes. Each calls `prepare` with its number before it draws."""
 
     def __init__(

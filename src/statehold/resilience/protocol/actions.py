@@ -120,13 +120,13 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Depart:
     """Leave the job with an error: the state differs from that of most members (R19)."""
 
     epoch: int
 
 
-Action = Compute | Adopt | Forget | Await | Gather | Fetch | Reduce | Vote | Part
+Action = Compute | Adopt | Forget | Await | Gather | Fetch | Reduce | Vote | Depart
 
 _MARKS = 1 << 62
 
@@ -196,7 +196,7 @@ def play(
                 _check(ballots, ballot, member.microbatches)
                 odd = odd_ones(names, ballots, newcomers)
                 if odd:  # nobody commits this step before they have gone
-                    yield Part(epoch) if member.name in odd else Await(epoch)
+                    yield Depart(epoch) if member.name in odd else Await(epoch)
                     continue
                 end_epoch = any(each.joiners_wait for each in ballots)
                 with lock:

@@ -55,10 +55,10 @@ class FastSum:
         self._error: Exception | None = None
         self._reduced: Report | None = None
         self._report = self._finished = Report(microbatches, 0)
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _GradientCopy] = {}
         self._most_copies = 0
-        self._copy: _Copy | None = None
-        self._late: _Copy | None = None  # what was repeated before its turn
+        self._copy: _GradientCopy | None = None
+        self._late: _GradientCopy | None = None  # what was repeated before its turn
         self._turn = 0  # its place in the order of the passes
 
     def begin(self) -> None:
@@ -80,12 +80,12 @@ class FastSum:
     def watch(self, start: Start | None, copy: int = 0) -> None:
         self._unhook()
         if copy:
-            self._copy = self._copies.setdefault(copy, _Copy(self._empty_report()))
+            self._copy = self._copies.setdefault(copy, _GradientCopy(self._empty_report()))
             self._most_copies = max(self._most_copies, len(self._copies))
             self._copy.swap(self._trained)
             return
         if self._turn and self._late is None:
-            self._copy = self._late = _Copy(self._report)
+            self._copy = self._late = _GradientCopy(self._report)
             return
         if start is None or self._trained != self._agreed:
             return
@@ -247,7 +247,7 @@ class FastSum:
         self._report = self._empty_report()
 
 
-class _Copy:
+class _GradientCopy:
     """The gradients and the report of a copy, while p.grad has those that count."""
 
     def __init__(self, report: Report) -> None:
