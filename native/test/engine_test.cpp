@@ -460,7 +460,8 @@ class Closing final : public Job {
 
 // Its files are gone by then, and what it would offer is in none of them.
 TEST(a_job_that_is_over_is_not_asked_for_work) {
-  Engine engine(std::make_shared<SimFs>(SimOptions{}), {kBufferCount * kBufferBytes, kBufferBytes, 3});
+  Engine engine(std::make_shared<SimFs>(SimOptions{}),
+                {kBufferCount * kBufferBytes, kBufferBytes, 3});
   const auto job = std::make_shared<Closing>(engine);
   Lock lock(engine.shared()->mutex());
   engine.shared()->jobs.push_back(job);
