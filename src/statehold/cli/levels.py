@@ -25,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 from statehold.checkpoint.levels.copying import CopyPart, SourceFile, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
+from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
@@ -103,7 +104,14 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     except CorruptionError as error:
         note(f"cannot look at the other levels: {error}")
         remembered = (itself(run),)
-    return [level for entry in remembered for level in _all_of(fs, entry, far, options)]
+    found = list[FoundLevel]()
+    for entry in remembered:
+        owner = other_owner(entry.where, run) if entry.kind != "objects" else None
+        if owner is None:
+            found += _all_of(fs, entry, far, options)
+        else:
+            found.append(FoundLevel(entry, "unreadable", f"its steps belong to the run {owner}"))
+    return found
 
 
 def _all_of(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any]) -> list[FoundLevel]:

@@ -2,7 +2,7 @@
 
 Invariants: nothing is created, changed or locked. A level counts if it is a directory that exists
 now: the run directory, another directory, or the memory of this host. A level of several hosts, of
-which each has a part, and an object store do not count.
+which each has a part, an object store, and a level of another run do not count.
 Not here: which levels a run has (checkpoint/levels/remembered), which copy is read
 (checkpoint/levels/nearest).
 """
@@ -14,6 +14,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.replacing import directory_id
@@ -68,7 +69,7 @@ def levels_of(run: str) -> list[Remembered]:
         noted = recall(run)
     except CorruptionError:  # the note is only a note
         noted = ()
-    here = [entry for entry in noted if _is_here(entry)]
+    here = [entry for entry in noted if _is_here(entry) and not other_owner(entry.where, run)]
     if not any(os.path.realpath(entry.where) == os.path.realpath(run) for entry in here):
         here.append(itself(run))
     return here

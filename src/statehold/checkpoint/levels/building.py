@@ -45,7 +45,8 @@ def open_levels(
     clock: when a level is due for a step.
     owned: closes the places and the hosts. The caller closes the promotions before them.
     """
-    identity = Identity(run)
+    writes = runtime.has_own_fs and (peers is None or peers.membership.leads)
+    identity = Identity(run, draws=writes)
     places = _places(run, specs, runtime, peers, identity, owned)
     near = [place for place in places if isinstance(place, DirectoryPlace)]
     on_hosts = [place for place in places if isinstance(place, HostPlace)]
@@ -57,7 +58,6 @@ def open_levels(
         for spec, place in targets
     ]
     promotions = Promotions(near[0], promoters, peers, watch_of(specs[0], watch))
-    writes = runtime.has_own_fs and (peers is None or peers.membership.leads)
     notes = RunNotes(run, specs, places, identity, is_alone=peers is None, writes=writes)
     return Levels(run, places, near, hosts, promotions, notes, peers)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
 from statehold.checkpoint.levels.memory import memory_path
+from statehold.checkpoint.levels.owners import FILE_NAME, Identity, owner_at
 from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.directories import delete
 from statehold.checkpoint.store.lock import RunLock
@@ -41,7 +42,16 @@ def memory_of(run: str, base: str = SHARED_MEMORY) -> list[str]:
     else:
         here = ("", socket.gethostname())
         noted = recall(path) if os.path.isdir(path) else ()
-        named = [each.where for each in noted if each.kind == "memory" and each.host in here]
+        identity = Identity(path, draws=False)
+        named = [
+            each.where
+            for each in noted
+            if each.kind == "memory"
+            and each.host in here
+            # Whoever hands a run over could name the memory of another one.
+            and (owner := owner_at(each.where)) is not None
+            and identity.owns(owner)
+        ]
         named.append(memory_path(path, base))
     found = [each for where in named for each in (where, where + COPIES_SUFFIX)]
     return [each for each in dict.fromkeys(found) if _is_own_memory(each)]
@@ -60,7 +70,9 @@ def free(fs: Fs, directory: str) -> None:
         for name in _set_aside(fs, store.root):
             delete(fs, f"{store.root}/{name}")
         with contextlib.suppress(StorageError):  # what is not a step may stay
-            fs.unlink(f"{store.root}/.lock")
+            for name in (".lock", FILE_NAME):
+                if fs.stat_bytes(f"{store.root}/{name}") is not None:
+                    fs.unlink(f"{store.root}/{name}")
             fs.rmdir(store.root)
     finally:
         lock.release()

@@ -86,7 +86,7 @@ class Levels:
 
     def restored(self, step: int, served: Collection[str]) -> None:
         """`step` was restored from the levels named in `served`: find out which run owns it."""
-        self.notes.restored(step, served, self.near)
+        self.notes.restored(step, served)
 
     def status(self, first: LevelStatus) -> list[LevelStatus]:
         """The status of all levels; `first` is that of the first one, except for its steps."""
@@ -110,6 +110,7 @@ class Levels:
 
         make_way: ends other users of the run in this process, if it can.
         """
+        had_id = self.notes.has_id
         try:
             try:
                 self.near[0].prepare(self.peers)
@@ -121,6 +122,9 @@ class Levels:
             if len(self.near) == 1:
                 raise
             # Saves go to the next level, and log why.
+        self.notes.write()
+        if not had_id:
+            self.promotions.look()  # with an id, the run has no part in the levels of others
 
     @property
     def was_taken_over(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import astuple
 from statehold.checkpoint.levels.already import content_of, is_shared
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
 from statehold.checkpoint.levels.near_files import NearFiles
-from statehold.checkpoint.levels.owners import Identity, OwnedPrefix
+from statehold.checkpoint.levels.owners import OwnedSteps
 from statehold.checkpoint.levels.places import SharedPlace
 from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.object_names import shared_name
@@ -50,8 +50,7 @@ class ObjectPlace(SharedPlace):
     keep: which committed steps stay (options/keep).
     leads: this rank clears and retires.
     near: directories for fetched files.
-    identity: of the run.
-    yields: an agent opens it.
+    owned: whose steps these are.
     """
 
     def __init__(
@@ -62,15 +61,14 @@ class ObjectPlace(SharedPlace):
         keep: int | Keep | None,
         leads: bool,
         near: Sequence[str],
-        identity: Identity,
-        yields: bool = False,
+        owned: OwnedSteps,
     ) -> None:
         self.name = name
         self._objects = objects
         self._retention = Retention(keep, objects.read)
         self.leads = leads
         self._near = NearFiles(near)
-        self.owned = OwnedPrefix(name, objects, identity, leads=leads, yields=yields)
+        self.owned = owned
         self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 
     @property

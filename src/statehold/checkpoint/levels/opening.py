@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
 from statehold.checkpoint.levels.object_place import ObjectPlace
-from statehold.checkpoint.levels.owners import Identity
+from statehold.checkpoint.levels.owners import DirectoryNotes, Identity, OwnedSteps
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, StoreSite
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.checkpoint.levels.whereabouts import directory_of
@@ -49,11 +49,14 @@ def open_places(
     identity: of the run.
     """
     only = CopyEngine(fs, buffer_bytes) if yields else None
+    identity = identity or Identity(run, draws=False)
     places: list[Place] = []
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            places.append(_in_objects(level, run, identity, leads=membership.leads, yields=yields))
+            objects = ObjectSteps(level.url, options=level.options)
+            owned = OwnedSteps(level.name, objects, identity, leads=membership.leads, yields=yields)
+            places.append(_in_objects(level, run, objects, owned, leads=membership.leads))
             continue
         called = directory_of(level, run)
         # Its path may have links. Below it, nothing is a link.
@@ -76,6 +79,10 @@ def open_places(
             return only or CopyEngine(fs, buffer_bytes)
 
         site = StoreSite(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
+        if fs.backend != "sim" and root != os.path.realpath(run):
+            notes = DirectoryNotes(root)
+            owned = OwnedSteps(level.name, notes, identity, leads=site.store.leads, yields=yields)
+            site = replace(site, owned=owned)
         if isinstance(level, Memory) and level.path is None:
             site = replace(site, make_home=home)
         if isinstance(level, Directory) and not level.per_host:
@@ -96,19 +103,10 @@ def storage_of(levels: Sequence[Level], run: str) -> str:
 
 
 def _in_objects(
-    level: ObjectStore, run: str, identity: Identity | None, *, leads: bool, yields: bool
+    level: ObjectStore, run: str, objects: ObjectSteps, owned: OwnedSteps, *, leads: bool
 ) -> ObjectPlace:
-    objects = ObjectSteps(level.url, options=level.options)
     near = (SHARED_MEMORY, run)
-    return ObjectPlace(
-        level.name,
-        objects,
-        keep=level.keep,
-        leads=leads,
-        near=near,
-        identity=identity or Identity(run),
-        yields=yields,
-    )
+    return ObjectPlace(level.name, objects, keep=level.keep, leads=leads, near=near, owned=owned)
 
 
 def _warn_of_a_disk(level: Level, called: str, root: str) -> None:

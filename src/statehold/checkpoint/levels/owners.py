@@ -1,18 +1,21 @@
-"""Which run owns the steps: a run has an identity, and an object store names the run that saves.
+"""Which run owns the steps: a run has an identity, and each of its levels names the run that saves.
 
-    RUN/run.json       the id of the run, drawn when it first saves with an object store
-    PREFIX/run.json    the run that saves below the URL, and where its directory was then
+    RUN/run.json      the id of the run, drawn when it first saves to more than its directory
+    LEVEL/run.json    the run that saves at a level, and where its directory was then. LEVEL is a
+                      directory, memory, or the URL of an object store
 
-    restore   a run that has no id yet (its directory is new, or old) may take steps of the store,
+    restore   a run that has no id yet (its directory is new, or old) may take steps of the level,
               with a warning that names both runs. It continues as the run it found, unless it has
               steps of its own, or the directory of that run still exists: then it is another run.
               A run with an id does not see the steps of another one.
-    save      a save to a URL of another run is refused. It is also refused after a copy of this
-              directory, or a restart elsewhere, has taken the URL over.
+    save      a save to a level of another run is refused. It is also refused after a copy of this
+              directory, or a restart elsewhere, has taken the level over.
+    look      subscriptions and commands pass over a level of another run.
 
-Invariants: steps and stores from before there were ids have no owner. Only the leading rank writes,
+Invariants: steps and levels from before there were ids have no owner. Only the leading rank writes,
 when it saves. A path in a note is looked at, and never created.
-Not here: when this is called (object_place, run_notes), requests (checkpoint/store/objects).
+Not here: when this is called (places, object_place, run_notes), requests
+(checkpoint/store/objects).
 """
 
 from __future__ import annotations
@@ -26,12 +29,11 @@ import secrets
 import socket
 import threading
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from statehold.checkpoint.levels.notes import read_note, write_note
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.encoding.strictjson import Checker
-from statehold.errors import CorruptionError, RunBusyError
+from statehold.errors import CorruptionError, RunBusyError, storage_error
 
 logger = logging.getLogger("statehold")
 
@@ -42,7 +44,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 _SUMMARY = "the note of the run that owns these steps is not valid"
 _HINT = (
-    "no step is lost. Give the run a URL of its own. If no other run saves there, delete this "
+    "no step is lost. Give the level a place of its own. If no other run saves there, delete this "
     "note: the next save writes a new one"
 )
 
@@ -80,12 +82,16 @@ class Owner:
 
 
 class Identity:
-    """The identity of the run in the directory `run`. Thread-safe."""
+    """The identity of the run in the directory `run`. Thread-safe.
 
-    def __init__(self, run: str) -> None:
+    draws: this process may give the run an id. Others wait until it has one.
+    """
+
+    def __init__(self, run: str, *, draws: bool = True) -> None:
         self.run = os.path.realpath(run)
         self._host = socket.gethostname()
         self._guard = threading.Lock()
+        self._draws = draws
         self._id = _id_at(self.run)
 
     @property
@@ -103,11 +109,21 @@ class Identity:
     def establish(self) -> None:
         """Draw an id, unless there is one, and note it in the run directory. Raises OSError."""
         with self._guard:
+            noted = _id_at(self.run)
+            self._id = self._id or noted
+            if not self._draws:
+                return
             self._id = self._id or secrets.token_hex(8)
-            is_noted = _id_at(self.run) == self._id
+            is_noted = noted == self._id
         own = self.own
         if own is not None and not is_noted:
             write_note(self.run, FILE_NAME, own.encode())
+
+    def owns(self, owner: Owner) -> bool:
+        """Whether a note names this run, and not a run that it is a copy of, or that is its
+        copy."""
+        own = self.own
+        return own is not None and own.id == owner.id and not self.lives_elsewhere(owner)
 
     def lives_elsewhere(self, owner: Owner) -> bool:
         """Whether the directory of that run exists, and is not this one."""
@@ -119,18 +135,49 @@ class Identity:
             return True
 
 
-class OwnedPrefix:
-    """The owner of the URL of an object store, as the run `identity` sees it.
+class Notes(Protocol):
+    """The small files beside the steps of a level."""
+
+    @property
+    def where(self) -> str:
+        """The level, for people: a path or a URL."""
+
+    def note(self, name: str) -> bytes | None:
+        """What a note says; None if there is none."""
+
+    def put_note(self, name: str, content: bytes) -> None:
+        """Make or replace a note."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryNotes:
+    """The notes in a directory."""
+
+    where: str
+
+    def note(self, name: str) -> bytes | None:
+        return read_note(os.path.join(self.where, name), _SUMMARY, _HINT)
+
+    def put_note(self, name: str, content: bytes) -> None:
+        try:
+            write_note(self.where, name, content)
+        except OSError as error:
+            path = os.path.join(self.where, name)
+            raise storage_error("write", error.errno or 0, path) from error
+
+
+class OwnedSteps:
+    """The owner of the steps at a level, as the run `identity` sees it.
 
     leads: this rank asks, and writes, for all. yields: an agent asks; it takes nothing from a newer
         trainer.
     """
 
     def __init__(
-        self, level: str, objects: ObjectSteps, identity: Identity, *, leads: bool, yields: bool
+        self, level: str, notes: Notes, identity: Identity, *, leads: bool, yields: bool
     ) -> None:
         self._level = level
-        self._objects = objects
+        self._notes = notes
         self._identity = identity
         self._leads = leads
         self._yields = yields
@@ -141,11 +188,12 @@ class OwnedPrefix:
     @property
     def is_anothers(self) -> bool:
         """Whether the steps belong to another run; logged once."""
-        own = self._identity.own
-        if own is not None and self._owner is None:
+        if self._is_claimed or self._identity.own is None:
+            return False
+        if self._owner is None:
             with contextlib.suppress(CorruptionError):  # the next copy raises it
-                self._owner = self._read()
-        if own is None or self._owner is None or own.id == self._owner.id:
+                self._owner = self.owner()
+        if self._owner is None or self._identity.owns(self._owner):
             return False
         if self._leads and not self._was_logged:
             self._was_logged = True
@@ -154,26 +202,35 @@ class OwnedPrefix:
             )
         return True
 
-    def claim(self) -> None:
-        """Before each copy: take the URL for this run. Raises RunBusyError if another run owns
-        it."""
-        own = self._identity.own
+    def claim(self, *, is_empty: bool = False) -> None:
+        """Before the first copy, and before each one to an object store: take the level for this
+        run. Raises RunBusyError if another run owns it.
+
+        is_empty: there are no steps; then it is taken from whatever run it was.
+        """
+        own = self._own()
         if not self._leads or own is None:
             return
-        owner = self._read()
+        owner = self.owner()
         if self._yields and owner is not None and owner.id == own.id:
             return
-        if not self._is_claimed and (owner is None or self._is_ours(owner, own)):
+        if not self._is_claimed and (owner is None or is_empty or self._identity.owns(owner)):
             if owner != own:
-                self._objects.put_note(FILE_NAME, own.encode())
-                owner = self._read()
+                self._notes.put_note(FILE_NAME, own.encode())
+                owner = self.owner()
             self._is_claimed = owner == own
         if owner != own:
             self._refuse(owner)
 
+    def check(self, *, is_empty: bool) -> None:
+        """Raise RunBusyError as claim() would. Changes nothing."""
+        owner = self.owner()
+        if owner is not None and not is_empty and not self._identity.owns(owner):
+            self._refuse(owner)
+
     def restored(self, step: int, *, has_steps: bool) -> None:
-        """`step` was restored from here. has_steps: the run has steps in its own directories."""
-        owner = self._read() if self._identity.own is None else None
+        """`step` was restored from here. has_steps: the run has steps of its own."""
+        owner = self.owner() if self._identity.own is None else None
         if owner is None:
             return
         is_same = owner.run == self._identity.run
@@ -187,16 +244,21 @@ class OwnedPrefix:
             logger.warning(
                 "step %d belongs to the run %s; it came from level %s: %s. The run directory %s "
                 "has no steps, so it continues that run. The other job must not save meanwhile. "
-                "To start a run of its own, give the level another URL",
-                step, owner, self._level, self._objects.url, self._identity.run,
+                "To start a run of its own, give the level another place",
+                step, owner, self._level, self._notes.where, self._identity.run,
             )  # fmt: skip
 
-    def _is_ours(self, owner: Owner, own: Owner) -> bool:
-        return owner.id == own.id and not self._identity.lives_elsewhere(owner)
+    def owner(self) -> Owner | None:
+        """The run that the level names. Raises StorageError and CorruptionError."""
+        raw = self._notes.note(FILE_NAME)
+        return None if raw is None else Owner.decode(raw, f"{self._notes.where}/{FILE_NAME}")
 
-    def _read(self) -> Owner | None:
-        raw = self._objects.note(FILE_NAME)
-        return None if raw is None else Owner.decode(raw, f"{self._objects.url}/{FILE_NAME}")
+    def _own(self) -> Owner | None:
+        """This run. It gets its id now, if it has none and its directory can be written."""
+        if self._identity.own is None:
+            with contextlib.suppress(OSError):
+                self._identity.establish()
+        return self._identity.own
 
     def _refuse(self, owner: Owner | None) -> NoReturn:
         self.is_refused = True
@@ -204,20 +266,33 @@ class OwnedPrefix:
 
     def _refusal(self, owner: Owner | None) -> RunBusyError:
         return RunBusyError(
-            "the steps in the object store belong to another run",
-            facts={"level": self._level, "url": self._objects.url,
+            "the steps at this level belong to another run",
+            facts={"level": self._level, "place": self._notes.where,
                    "saved there by": owner or "no run any more",
                    "this run": self._identity.own or self._identity.run},
-            hint="give this run a URL of its own. If that run is gone for good and this run "
-            f"should replace it, delete the object {FILE_NAME} there. Its steps then belong to "
+            hint="give this level a place of its own. If that run is gone for good and this run "
+            f"should replace it, delete {FILE_NAME} there. Its steps then belong to "
             "this run, and keep= of this run deletes them",
         )  # fmt: skip
 
 
-def _id_at(run: str) -> str | None:
-    """The id in the note of a run directory; None if there is none that can be read."""
-    path = os.path.join(run, FILE_NAME)
+def owner_at(directory: str) -> Owner | None:
+    """The run that a directory names; None if it names none that can be read."""
+    path = os.path.join(directory, FILE_NAME)
     with contextlib.suppress(CorruptionError, OSError, ValueError):
         raw = read_note(path, _SUMMARY, _HINT)
-        return None if raw is None else Owner.decode(raw, path).id
+        return None if raw is None else Owner.decode(raw, path)
     return None
+
+
+def other_owner(directory: str, run: str) -> Owner | None:
+    """The run that owns the steps in a directory, if it is not the one in the directory `run`."""
+    if os.path.realpath(directory) == os.path.realpath(run):
+        return None
+    owner = owner_at(directory)
+    return None if owner is None or Identity(run, draws=False).owns(owner) else owner
+
+
+def _id_at(run: str) -> str | None:
+    owner = owner_at(run)
+    return None if owner is None else owner.id

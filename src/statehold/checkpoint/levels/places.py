@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from statehold.checkpoint.levels.already import Already
 from statehold.checkpoint.levels.copying import Copied, Copy, DataFile, write_copy
+from statehold.checkpoint.levels.owners import OwnedSteps
 from statehold.checkpoint.store.filling import Filling
 from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.replacing import read_standing
@@ -60,6 +61,10 @@ class Place(Protocol):
     """The interface that promotions and restores need of a level."""
 
     name: str
+
+    @property
+    def owned(self) -> OwnedSteps | None:
+        """Whose steps these are; None if nobody else can have any here."""
 
     @property
     def leads(self) -> bool:
@@ -260,6 +265,7 @@ class StoreSite:
     called: the directory as the user named it. yields: an agent opens it (store/lock).
     takes_copies: False for the first level, where steps are only saved.
     make_home: makes what the directory lies in, where that is not for everybody to look into.
+    owned: whose steps these are; None for the run directory itself.
     """
 
     name: str
@@ -270,6 +276,7 @@ class StoreSite:
     yields: bool
     takes_copies: bool = True
     make_home: Callable[[], object] = lambda: None
+    owned: OwnedSteps | None = None
 
 
 class DirectoryPlace(SharedPlace):
@@ -295,6 +302,14 @@ class DirectoryPlace(SharedPlace):
     def engine(self) -> Engine:
         """The engine of copies to this place, whose buffers no save takes."""
         return self._site.engine()
+
+    @property
+    def owned(self) -> OwnedSteps | None:
+        return self._site.owned
+
+    @property
+    def takes_steps(self) -> bool:
+        return self.owned is None or not self.owned.is_refused
 
     @property
     def leads(self) -> bool:
@@ -356,7 +371,8 @@ class DirectoryPlace(SharedPlace):
         return self._lock is not None and self._lock.took_over
 
     def steps(self) -> list[int]:
-        return self.store.steps()
+        found = self.store.steps()
+        return [] if found and self.owned is not None and self.owned.is_anothers else found
 
     def is_whole(self, step: int) -> bool:
         return self.is_apart or is_whole(self.store, step)
@@ -379,6 +395,8 @@ class DirectoryPlace(SharedPlace):
         with self._guard:
             if self._is_prepared and not self._was_removed():
                 return
+            if self.owned is not None and self.store.leads:
+                self.owned.check(is_empty=not self.store.steps())  # before another job's lock
             self._site.make_home()
             self.store.create()
             if self.store.leads:
@@ -386,6 +404,8 @@ class DirectoryPlace(SharedPlace):
                 self._lock = self._lock or RunLock(
                     self._site.called, disk=disk, yields=self._site.yields
                 )
+                if self.owned is not None:
+                    self.owned.claim(is_empty=not self.store.steps())
                 with job_token(peers) as token:
                     self.store.recover(token)
                 if not self._site.takes_copies:  # a run that had other levels before

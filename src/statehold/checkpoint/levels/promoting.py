@@ -255,7 +255,7 @@ class Promoter:
     def rewind(self, step: int) -> list[int]:
         """Discard the steps newer than `step` at the level, if this rank leads, with nothing under
         way."""
-        if not self.place.leads:
+        if not self.place.leads or not self.place.steps():  # it may be another run's
             return []
         self.place.prepare(self._peers)
         return self.place.rewind(step)

@@ -1,4 +1,4 @@
-"""The notes of a run in its directory: its levels, and the owner of its objects.
+"""The notes of a run in its directory: its levels, and its id.
 
 Invariants: only rank 0 writes, and only if the run is on a real file system. No save and no restore
 depends on a note, and none fails because of one.
@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Collection, Sequence
 
 from statehold.checkpoint.levels.hosts.place import HostPlace
-from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import Identity
 from statehold.checkpoint.levels.places import Place
 from statehold.checkpoint.levels.remembered import remember
@@ -41,6 +40,10 @@ class RunNotes:
         self._writes = writes
         self._noted: list[str] | None = None
 
+    @property
+    def has_id(self) -> bool:
+        return self._identity.own is not None
+
     def write(self) -> None:
         """Note the levels.
 
@@ -56,7 +59,7 @@ class RunNotes:
             return
         self._noted = apart
         try:
-            if any(isinstance(place, ObjectPlace) for place in self._places):
+            if any(place.owned is not None for place in self._places):
                 self._identity.establish()
             remember(self._specs, self._run, apart)
         except (OSError, StateholdError) as error:
@@ -64,16 +67,17 @@ class RunNotes:
                 "cannot write the id and the levels of the run into its directory: %s", error
             )
 
-    def restored(self, step: int, served: Collection[str], near: Sequence[Place]) -> None:
-        """`step` was restored from the levels named in `served`: find out which run owns it.
-
-        near: the levels that are directories.
-        """
+    def restored(self, step: int, served: Collection[str]) -> None:
+        """`step` was restored from the levels named in `served`: find out which run owns it."""
         if not self._writes:
             return
-        far = [each for each in self._places if isinstance(each, ObjectPlace)]
         with contextlib.suppress(StorageError, CorruptionError):  # the next copy asks again
-            for place in far:
-                if place.name in served:
-                    has_steps = any(each.steps() for each in near)
+            for place in self._places:
+                if place.owned is not None and place.name in served:
+                    has_steps = any(each.steps() for each in self._places if _is_ours(each))
                     place.owned.restored(step, has_steps=has_steps)
+
+
+def _is_ours(place: Place) -> bool:
+    """Whether a level is of this run, as long as the run has no id: no other one is named there."""
+    return place.owned is None or place.owned.owner() is None

@@ -156,7 +156,7 @@ class ObjectSteps:
         return f"ObjectSteps({self._client.url!r})"
 
     @property
-    def url(self) -> str:
+    def where(self) -> str:
         """The URL below which the steps are."""
         return self._client.url
 
