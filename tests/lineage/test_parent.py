@@ -96,7 +96,7 @@ def test_a_parent_that_is_not_there(fs: SimFs) -> None:
     check(fs, CHILD)
 
 
-@pytest.mark.parametrize("parent", ["runs/base", "runs/base@", "runs/base@-1", "", "s3://b/x@1"])
+@pytest.mark.parametrize("parent", ["runs/base@", "runs/base@x", "runs/base@-1", "", "s3://b/x@1"])
 def test_a_parent_that_means_no_step(tmp_path: Path, parent: str) -> None:
     with pytest.raises(UsageError):
         statehold.Checkpointer(tmp_path / "child", parent=parent)

@@ -70,9 +70,9 @@ class Checkpointer:
         run: the run directory. It need not exist yet.
         keep: which committed steps stay: so many of the newest, or what a Keep says. None: all
             stay, and a warning comes in time if the storage has no room for a few more.
-        parent: a step of another run, such as "runs/base@1000". If this run has no step yet,
-            restore() begins it with that one, by second names for its files. Each later step says
-            so.
+        parent: a step of another run, such as "runs/base@1000" or "runs/base@best:val_loss". If
+            this run has no step yet, restore() begins it with that one, by second names for its
+            files. Each later step says so.
         levels: where steps are kept, the nearest level first; None: only in the run directory.
             Saves go to the first level, and background threads copy them to the others. A restore
             takes the nearest intact copy.
@@ -293,8 +293,8 @@ class Checkpointer:
             mode: "min" or "max", for `best`. None: the mode of a Keep that names the metric, else
                 "min".
             tag: load the newest step with this tag. A damaged one is skipped, too.
-            source: another run or a step of it, such as "runs/base@1000", to read instead of this
-                run. It is only read. If this run has no step yet, its steps will say that it began
+            source: another run or a step of it, such as "runs/base@1000" or "runs/base@tag:good",
+                to read instead of this run. It is only read. If this run has no step yet, its steps will say that it began
                 from there.
             prefix: load only the layers of the model that it shares with that of the step, from the
                 first one on (lineage.Graph), and nothing else; `restored` lists what was kept.

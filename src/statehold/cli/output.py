@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,9 +39,14 @@ faint = partial(Styled.of, "faint")
 strong = partial(Styled.of, "strong")
 
 
+# JSON takes them raw. To a reader of lines they end a line, and a terminal may obey them.
+_UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029]")
+
+
 def emit(document: Any, *, indent: int | None = 1) -> None:
     """Print one JSON document; with indent=None on one line."""
-    say(json.dumps(_finite(document), indent=indent, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(_finite(document), indent=indent, ensure_ascii=False, allow_nan=False)
+    say(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def say(*pieces: str | Table) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.store.directory_names import is_leftover
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.checkpoint.store.pool import POOL_NAME
@@ -26,7 +26,7 @@ from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
 from statehold.errors import UsageError
 from statehold.options.keep import Keep
-from statehold.reading.places import chosen, file_system
+from statehold.reading.places import file_system
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
@@ -72,7 +72,7 @@ def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[st
     """The steps to delete, as things are now."""
     steps = store.steps()
     if steps and args.metric:
-        chosen(path, Choice(best=args.metric))  # a name with a typing error would keep no step
+        chosen(store, Choice(best=args.metric))  # a name with a typing error would keep no step
     damaged = {step for step in steps if _is_damaged(fs, store, step)}
     kept = damaged | store.kept([step for step in steps if step not in damaged])
     retired = {step: store.where(step) for step in steps if step not in kept}

@@ -44,7 +44,7 @@ CONTAINERS_MAX = 1 << 22
 _INT_PLAIN_MAX = 2**53 - 1
 # CPython parses at most 4300 digits by default; decimal conversion is quadratic.
 _INT_DIGITS_MAX = 4000
-_INT_BITS_MAX = int(_INT_DIGITS_MAX * math.log2(10)) - 1
+_INT_MAX = 10**_INT_DIGITS_MAX - 1
 MAXLEN_MAX = _INT_PLAIN_MAX  # of a deque
 _FLOAT_NAMES = ("nan", "inf", "-inf")
 _ROOT = object()
@@ -333,7 +333,7 @@ class Encoder:
 def _scalar(value: Any) -> dict[str, Any] | None:
     """The node of a scalar that JSON does not have; None for any other value."""
     kind = type(value)
-    if kind is int and value.bit_length() <= _INT_BITS_MAX:
+    if kind is int and -_INT_MAX <= value <= _INT_MAX:
         return {"$int": str(value)}
     if kind is float:
         return {"$float": repr(value)}

@@ -22,8 +22,9 @@ _PARENT = ("run", "step", "manifest_sha256")
 # JSON has no such numbers.
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 NAMES_MAX = 1000
-# Without surrogates, which UTF-8 cannot hold.
+# Without surrogates, which UTF-8 cannot hold. Steps from before may have those of U+0080 to U+009F.
 _NAME = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,200}")
+_C1 = re.compile(r"[\x80-\x9f]")  # some terminals obey them
 _RUN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,4096}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 NAMED = "1 to 200 characters, none of them a control character"
@@ -65,7 +66,7 @@ NOTHING = About()
 
 def is_name(name: object) -> bool:
     """Whether this can be the name of a metric, or a tag."""
-    return type(name) is str and _NAME.fullmatch(name) is not None
+    return type(name) is str and _NAME.fullmatch(name) is not None and not _C1.search(name)
 
 
 def check_origin(run: str) -> None:

@@ -64,10 +64,12 @@ def family(directory: str) -> list[FamilyRun]:
 def runs_below(directory: str) -> Iterator[str]:
     """The run directories below a directory, by path."""
     for path, folders, _ in os.walk(directory):
-        if any(map(_STEP.fullmatch, folders)):
+        steps = {name for name in folders if _STEP.fullmatch(name)}
+        if steps:
             yield path
-            folders.clear()
-        folders.sort()
+        # A run may lie in another one, but not in its steps, nor in its hidden folders.
+        own = {name for name in folders if steps and (name in steps or name[0] == ".")}
+        folders[:] = sorted(set(folders) - own)
 
 
 def _member(store: Store) -> FamilyRun:

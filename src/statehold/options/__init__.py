@@ -21,7 +21,7 @@ from typing import Any, Literal
 from statehold.errors import UsageError, shown
 from statehold.options.io import Io, Moving
 from statehold.options.keep import Keep, kept_of
-from statehold.options.paths import PATH, check_parent
+from statehold.options.paths import PATH, NamedStep, check_step
 from statehold.options.values import check_choice, check_count
 from statehold.units import format_bytes, parse_bytes, parse_seconds
 
@@ -52,7 +52,7 @@ class Options:
     def __post_init__(self) -> None:
         kept_of(self.keep)
         if self.parent is not None:
-            check_parent(self.parent)
+            check_step(self.parent, "the parent")
         check_choice("coordination", self.coordination, COORDINATIONS)
         check_count("nodes", self.nodes, NODES_MAX)
         if self.node_mtbf is not None and self.node_mtbf_s is None:
@@ -94,9 +94,9 @@ class Options:
             )  # fmt: skip
 
     @property
-    def origin(self) -> tuple[str, int | None] | None:
-        """The run and the step that the run begins from; a step of None is the newest."""
-        return None if self.parent is None else check_parent(self.parent)
+    def origin(self) -> NamedStep | None:
+        """The step that the run begins from."""
+        return None if self.parent is None else check_step(self.parent, "the parent")
 
     @property
     def callbacks(self) -> tuple[Any, ...]:

@@ -1,15 +1,23 @@
-"""Which paths can be those of a run, of a level, or of a checkpoint.
+"""Which paths can be those of a run, of a level, or of a checkpoint, and how a step is named.
+
+    RUN                      its newest step; so is RUN@newest
+    RUN@1000                 the step with this number
+    RUN@best:val_loss        the best one by a metric; the greatest is best in RUN@best:score,max
+    RUN@tag:before-decay     the newest one with a tag
+    RUN/step-000000001000    the directory of a step
 
 Every path that a user gives comes through here, to a class, a function or a command.
 
 Invariants: nothing is opened or made here. What only a shell or an object store understands is
 refused, with what to write instead. Otherwise statehold would make a directory called "s3:" or "~".
+A path that exists is never cut at an `@`, and no new run gets a name that names a step.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, replace
 
 from statehold.errors import UsageError, shown
 
@@ -17,9 +25,11 @@ PATH = (str, os.PathLike)
 # Path() takes one slash away, and Databricks writes one.
 _STORES = "s3|s3a|s3n|gs|gcs|az|adl|abfs|abfss|wasbs?|oss|hdfs|webhdfs|dbfs|hf|memory|https?|file"
 _URL = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://|({_STORES}):/")
-# RUN@STEP, with a number or "newest".
-AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
-_STEP = re.compile(r"step-\d{12}")
+_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
+_BY_WHAT_IT_SAYS = re.compile(
+    r"(?P<run>.*)@(tag:(?P<tag>.+)|best:(?P<best>.+?)(,(?P<mode>min|max))?)", re.DOTALL
+)
+STEP_NAME = re.compile(r"step-(\d{12})")
 
 
 def check_path(path: str | os.PathLike[str], what: str) -> str:
@@ -32,6 +42,12 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
             hint="os.fsdecode() makes a str of bytes"
             if isinstance(path, bytes)
             else '"." is the working directory',
+        )
+    if not _can_be_a_name(text):
+        raise UsageError(
+            f"{what} has a name that is not UTF-8, or has NUL in it",
+            facts={"got": ascii(text)},
+            hint="rename the directory, or make a link to it: ln -s OLD NEW",
         )
     if _URL.match(text):
         scheme = text.partition(":")[0]
@@ -50,40 +66,92 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     return text
 
 
+def _can_be_a_name(text: str) -> bool:
+    """Whether the core, a manifest and a note can hold the path."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 def absolute(path: str | os.PathLike[str], what: str) -> str:
     """`path`, absolute, if it can be the path of a directory."""
     return os.path.abspath(check_path(path, what))
 
 
 def check_run(run: str | os.PathLike[str]) -> str:
-    """The path of a run, absolute."""
+    """The path of a run, absolute. Raises UsageError for a new one that is called like a step."""
     path = absolute(run, "the run")
     above, name = os.path.split(path)
-    if _STEP.fullmatch(name):  # otherwise the run would seem to have no steps
+    if named := STEP_NAME.fullmatch(name):  # otherwise the run would seem to have no steps
         raise UsageError(
             "the run is the directory of a step",
             facts={"expected": above, "got": path},
-            hint=f"open the run, and call restore(state, step={int(name[5:])})",
+            hint=f"open the run, and call restore(state, step={int(named[1])})",
+        )
+    if _parts(name) is not None and not os.path.isdir(path):
+        raise UsageError(
+            "the run is called like a step",
+            facts={"expected": "a path of its own", "got": path},
+            hint="readers of this name would look for a step of another run",
         )
     return path
 
 
-def check_source(source: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """The run, absolute, and the step of RUN or RUN@STEP; None: the newest."""
-    text = check_path(source, "the source")
-    found = None if os.path.isdir(text) else AT_STEP.fullmatch(text)
-    if found is None:
-        return check_run(text), None
-    return check_run(found["run"]), None if found["step"] == "newest" else int(found["step"])
+@dataclass(frozen=True, slots=True)
+class NamedStep:
+    """The step that a text names. run: as it was written. At most one of the others is set, and
+    `mode` with `best`; without any of them it is the newest step."""
+
+    run: str
+    step: int | None = None
+    best: str | None = None
+    tag: str | None = None
+    mode: str | None = None
+
+    @property
+    def is_newest(self) -> bool:
+        return self.step is None and self.best is None and self.tag is None
 
 
-def check_parent(parent: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """The run, absolute, and the step of RUN@STEP; None: the newest."""
-    found = AT_STEP.fullmatch(check_path(parent, "the parent"))
-    if found is None:
-        raise UsageError(
-            "the parent is not a step of a run",
-            facts={"expected": "RUN@STEP, such as runs/base@1000 or runs/base@newest",
-                   "got": os.fspath(parent)},
-        )  # fmt: skip
-    return check_run(found["run"]), None if found["step"] == "newest" else int(found["step"])
+def named_step(text: str) -> NamedStep:
+    """Which step of which run a text names; neither has to exist. Raises UsageError for RUN@WORD,
+    if WORD names no step."""
+    above, name = os.path.split(os.path.abspath(text) if text else "")
+    if found := STEP_NAME.fullmatch(name):
+        return NamedStep(above, int(found[1]))
+    if "@" not in name or os.path.exists(text):
+        return NamedStep(text)
+    parts = _parts(text)
+    if parts is None and os.path.isdir(text.rpartition("@")[0]):
+        raise _not_a_step(text)
+    return parts or NamedStep(text)
+
+
+def check_step(text: str | os.PathLike[str], what: str) -> NamedStep:
+    """The step that a text names; its run is absolute."""
+    found = named_step(check_path(text, what))
+    if "@" in os.path.basename(found.run) and not os.path.exists(found.run):
+        raise _not_a_step(found.run)
+    return replace(found, run=absolute(found.run, f"the run of {what}"))
+
+
+def _not_a_step(text: str) -> UsageError:
+    run, _, word = text.rpartition("@")
+    return UsageError(
+        "this is not the name of a step",
+        facts={"run": run,
+               "expected": "a number of up to 12 digits, newest, best:METRIC, or tag:NAME",
+               "got": word or "nothing"},
+        hint=f"the steps of this run: statehold ls {run}",
+    )  # fmt: skip
+
+
+def _parts(text: str) -> NamedStep | None:
+    """RUN@..., cut at the right `@`; None for another text."""
+    by_number, said = _AT_STEP.fullmatch(text), _BY_WHAT_IT_SAYS.fullmatch(text)
+    # A metric or a tag may end like a number, and so may a run that is older than this grammar.
+    if by_number and not (said and not os.path.isdir(by_number["run"])):
+        number = by_number["step"]
+        return NamedStep(by_number["run"], None if number == "newest" else int(number))
+    return said and NamedStep(said["run"], None, said["best"], said["tag"], said["mode"])

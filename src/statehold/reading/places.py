@@ -1,8 +1,8 @@
-"""Which step a name means: RUN, RUN@STEP, RUN@best:METRIC, RUN@tag:TAG, or the directory of a step.
+"""Which step on disk a name means.
 
-Invariants: a path that exists is never cut at an `@`. Reading takes no lock. Nothing here imports
-torch, because the commands use it, too.
-Not here: the contents of a step (saved), levels other than the run directory (checkpoint/levels).
+Invariants: reading takes no lock. Nothing here imports torch, because the commands use it, too.
+Not here: how a name is written (options/paths), the contents of a step (saved), levels other than
+the run directory (checkpoint/levels).
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
-from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.store.whole import newest_whole, whole_steps
+from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import (
-    CorruptionError,
-    FormatVersionError,
     MissingFileError,
     StepNotFoundError,
     StorageError,
@@ -34,18 +31,12 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.observe.once import log_once
-from statehold.options.paths import AT_STEP, absolute, check_run
+from statehold.options.paths import STEP_NAME, absolute, check_run, named_step
 
 if TYPE_CHECKING:
     from statehold._core import Fs
 
 T = TypeVar("T")
-
-_STEP_NAME = re.compile(r"step-(\d{12})")
-# RUN@best:METRIC, RUN@best:METRIC,max, and RUN@tag:TAG.
-_BY_WHAT_IT_SAYS = re.compile(
-    r"(?P<run>.*)@(tag:(?P<tag>.+)|best:(?P<best>.+?)(,(?P<mode>min|max))?)", re.DOTALL
-)
 
 
 class NotFoundError(UsageError):
@@ -81,45 +72,21 @@ class StepPlace:
 
 def asked_of(text: str) -> tuple[str, int | None]:
     """The run and the step that an argument means; None: the newest."""
-    if not os.path.exists(text) and (said := _BY_WHAT_IT_SAYS.fullmatch(text)):
-        choice = Choice(best=said["best"], tag=said["tag"], mode=said["mode"])
-        return run_of(said["run"]), chosen(run_of(said["run"]), choice)
-    asked = None if os.path.exists(text) else AT_STEP.fullmatch(text)
-    if asked is None:
-        _check_no_step(text)
-        return run_of(text), None
-    return run_of(asked["run"]), None if asked["step"] == "newest" else int(asked["step"])
-
-
-def chosen(run: str, choice: Choice) -> int:
-    """The step of a run with the best metric, or the newest one with a tag. Raises
-    StepNotFoundError."""
-    known = {}
+    named = named_step(text)
+    run = run_of(named.run)
+    if named.is_newest or named.step is not None:
+        return run, named.step
     with contextlib.closing(file_system()) as fs:
-        store = Store(fs, run)
-        for step in whole_steps(store):
-            with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
-                known[step] = load_manifest(fs, store.where(step)).about
-    return choice.ordered(known, run)[-1]
-
-
-def _check_no_step(text: str) -> None:
-    """Raises UsageError for RUN@WORD if RUN is a directory: WORD is then not the name of a step."""
-    run, at, step = text.rpartition("@")
-    if at and os.path.isdir(run) and not os.path.exists(text):
-        expected = "a number of up to 12 digits, newest, best:METRIC, or tag:NAME"
-        facts = {"run": run, "expected": expected, "got": step or "nothing"}
-        hint = f"the steps of this run: statehold ls {run}"
-        raise UsageError("this is not the name of a step", facts=facts, hint=hint)
+        return run, chosen(Store(fs, run), Choice.of(named))
 
 
 def step_in(text: str) -> tuple[str, int]:
     """The run and the number in RUN@STEP, neither of which has to exist. Raises UsageError."""
-    found = AT_STEP.fullmatch(text)
-    if found is None or found["step"] == "newest":
+    named = named_step(text)
+    if named.step is None:
         facts = {"expected": "RUN@STEP, with a number", "got": text}
         raise UsageError("a new step needs a run and a number", facts=facts)
-    return check_run(found["run"]), int(found["step"])
+    return check_run(named.run), named.step
 
 
 def find(fs: Fs, text: str) -> StepPlace:
@@ -163,7 +130,7 @@ def run_of(text: str) -> str:
             "no such run directory", facts={"run": text or "nothing"}, hint=_hint(text)
         )
     # otherwise it would seem to have no steps
-    if named := _STEP_NAME.fullmatch(os.path.basename(path)):
+    if named := STEP_NAME.fullmatch(os.path.basename(path)):
         above = os.path.dirname(path)
         facts = {"expected": above, "got": path}
         hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
@@ -208,5 +175,5 @@ def at_rest(fs: Fs, text: str, look: Callable[[StepPlace], T]) -> T:
 
 def _number_of(fs: Fs, directory: str) -> int:
     """By its name, or, if somebody has renamed it, by its manifest."""
-    named = _STEP_NAME.fullmatch(os.path.basename(os.path.abspath(directory)))
+    named = STEP_NAME.fullmatch(os.path.basename(os.path.abspath(directory)))
     return int(named[1]) if named else load_manifest(fs, directory).step

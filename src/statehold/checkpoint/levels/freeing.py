@@ -48,7 +48,7 @@ def memory_of(run: str, base: str = SHARED_MEMORY) -> list[str]:
             for each in noted
             if each.kind == "memory"
             and each.host in here
-            # Whoever hands a run over could name the memory of another one.
+            # A run that somebody hands over could name the memory of another one.
             and (owner := owner_at(each.where)) is not None
             and identity.owns(owner)
         ]

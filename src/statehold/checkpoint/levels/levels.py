@@ -123,7 +123,7 @@ class Levels:
                 raise
             # Saves go to the next level, and log why.
         self.notes.write()
-        if not had_id:
+        if self.notes.has_id and not had_id:
             self.promotions.look()  # with an id, the run has no part in the levels of others
 
     @property

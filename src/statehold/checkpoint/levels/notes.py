@@ -34,7 +34,7 @@ def read_note(path: str, summary: str, hint: str) -> bytes | None:
     """What a note says; None if there is none. Raises CorruptionError with this summary."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         facts = {"file": path, "why": os.strerror(error.errno or 0)}

@@ -30,7 +30,7 @@ from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.specs import Level
-from statehold.checkpoint.restore.choice import Choice
+from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.trainer import Trainer
@@ -49,6 +49,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime
 from statehold.observe.once import log_once
+from statehold.options.paths import NamedStep
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import everyone, led, together
@@ -126,7 +127,7 @@ class RestoreCalls:
     drain: ends the saves under way. claim: locks every directory that has a step, if this rank
         leads.
     goes_on: tells the saving side which step was restored.
-    parent: the run and the step that a run without steps begins from.
+    parent: the step that a run without steps begins from.
     report: the report of the last call.
     """
 
@@ -140,7 +141,7 @@ class RestoreCalls:
     drain: Callable[[], None]
     claim: Callable[[int], bool]
     goes_on: Callable[[int], None]
-    parent: tuple[str, int | None] | None = None
+    parent: NamedStep | None = None
     report: RestoreReport | None = None
 
     def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
@@ -189,7 +190,10 @@ class RestoreCalls:
         """Rank 0: begin the run with the step of its parent, unless it has steps or saves one."""
         if self.parent is None or self.levels.near[0].is_prepared or nearest.steps():
             return False
-        fork_into(self.levels, *self.parent)
+        run, step = self.parent.run, self.parent.step
+        if step is None and not self.parent.is_newest:
+            step = chosen(Store(self.runtime.fs, run), Choice.of(self.parent))
+        fork_into(self.levels, run, step)
         return True
 
     def _wait_ready(self, state: Mapping[str, Any], request: Request) -> Choose:

@@ -7,14 +7,31 @@ Not here: what steps say (format/about), reading them (restoring).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from statehold.errors import StepNotFoundError, UsageError, shown
+from statehold.checkpoint.store.whole import whole_steps
+from statehold.errors import (
+    CorruptionError,
+    FormatVersionError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+    shown,
+)
 from statehold.format.about import About
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.options.keep import MODES, ranked
+from statehold.options.paths import NamedStep
 from statehold.options.values import check_choice
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.store.store import Store
 
 _SHOWN = 20
 
@@ -44,6 +61,11 @@ class Choice:
             if self.best is None:
                 raise UsageError("mode is for best", facts={"got": f"mode={self.mode!r}"})
 
+    @classmethod
+    def of(cls, named: NamedStep) -> Choice:
+        """What comes after the `@` in the name of a step."""
+        return cls(named.step, named.best, named.tag, named.mode)
+
     @property
     def needs_manifests(self) -> bool:
         """Whether the order of steps depends on what they say."""
@@ -68,3 +90,14 @@ class Choice:
             summary, facts = "no step has this tag", {"tag": str(self.tag)}
         there = ", ".join(names[:_SHOWN]) or "none"
         return StepNotFoundError(summary, facts={"run": run, **facts, "there are": there})
+
+
+def chosen(store: Store, choice: Choice) -> int:
+    """The step of a store with the best metric, or the newest one with a tag. Raises
+    StepNotFoundError."""
+    known = {}
+    for step in whole_steps(store):
+        with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
+            raw = store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+            known[step] = Manifest.decode(raw, f"{store.where(step)}/{MANIFEST_NAME}").about
+    return choice.ordered(known, store.root)[-1]

@@ -7,12 +7,12 @@ Not here: how it is done (call), which step is meant (choice), what patterns mea
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from statehold.checkpoint.restore.choice import Choice
 from statehold.errors import UsageError, shown
 from statehold.format.selection import Selection
-from statehold.options.paths import check_source
+from statehold.options.paths import check_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ def requested(
     choice: Choice, source: str | os.PathLike[str] | None, prefix: bool, selection: Selection
 ) -> Request:
     """The arguments of Checkpointer.restore() as one value. Raises UsageError."""
-    run, step = (None, None) if source is None else check_source(source)
-    if step is not None and choice != Choice():
+    named = None if source is None else check_step(source, "the source")
+    if named is not None and not named.is_newest and choice != Choice():
         raise UsageError(
             "a step is given twice",
             facts={"source": os.fspath(source or ""), "also given": "step, best or tag"},
@@ -43,5 +43,5 @@ def requested(
             "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",
             hint="restore twice: once with prefix=True, and once with what else you need",
         )
-    chosen = choice if step is None else replace(choice, step=step)
-    return Request(chosen, None if prefix else selection, run)
+    chosen = choice if named is None or named.is_newest else Choice.of(named)
+    return Request(chosen, None if prefix else selection, None if named is None else named.run)

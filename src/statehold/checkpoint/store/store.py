@@ -78,6 +78,7 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.memory_room import open_file
+from statehold.observe.once import log_once
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -263,8 +264,17 @@ class Store:
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        found = (standing_step_of(name) for name, is_dir in self._entries() if is_dir)
-        return sorted({step for step in found if step is not None})
+        found = set[int]()
+        for name, is_dir in self._entries():
+            step = standing_step_of(name)
+            if step is not None and is_dir:
+                found.add(step)
+            elif step is not None:
+                log_once(
+                    f"{self._root}/{name} is a link or a file, so it does not count as a step. "
+                    "Move the directory of the step back to this name"
+                )
+        return sorted(found)
 
     def newest(self) -> int | None:
         """The newest committed step, or None."""
