@@ -294,8 +294,8 @@ class Checkpointer:
                 "min".
             tag: load the newest step with this tag. A damaged one is skipped, too.
             source: another run or a step of it, such as "runs/base@1000" or "runs/base@tag:good",
-                to read instead of this run. It is only read. If this run has no step yet, its steps will say that it began
-                from there.
+                to read instead of this run. It is only read. If this run has no step yet, its steps
+                will say that it began from there.
             prefix: load only the layers of the model that it shares with that of the step, from the
                 first one on (lineage.Graph), and nothing else; `restored` lists what was kept.
             only: names or patterns of what to restore ("model", "*.bias"). None: all.
