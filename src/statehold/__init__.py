@@ -4,7 +4,7 @@
         state = {"model": model, "optimizer": optimizer, "rng": statehold.Rng()}
         start = ckpt.restore(state) or 0
         for step in range(start, steps):
-            train_step(...)
+            train_step()
             ckpt.save(step + 1, state)
 
     weights = statehold.load("runs/llama", "model")

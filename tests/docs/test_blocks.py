@@ -55,16 +55,13 @@ pytestmark = [
 
 @contextlib.contextmanager
 def training(seed: int) -> Iterator[dict[str, Any]]:
-    """The training with which the guide begins. It notes its losses, and knows a batch `...`."""
+    """The training with which the guide begins. It notes its losses."""
     torch.manual_seed(seed)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"losses": []}
     exec(compiled(TRAINING), names)
-    train, losses = names["train_step"], []
-
-    def train_step(batch: Any = ...) -> None:
-        losses.append(train() if batch is ... else train(batch))
-
-    yield {**names, "train_step": train_step, "losses": losses}
+    train = names["train_step"]
+    names["train_step"] = lambda *batch: names["losses"].append(train(*batch))
+    yield names
 
 
 @contextlib.contextmanager
@@ -73,7 +70,8 @@ def opened(seed: int) -> Iterator[dict[str, Any]]:
     with training(seed) as names, statehold.Checkpointer(RUN, keep=3) as ckpt:
         if ckpt.restore(names["state"]) is None:
             ckpt.save(1, names["state"]).wait("committed")
-        yield {**names, "ckpt": ckpt}
+        names["ckpt"] = ckpt
+        yield names
 
 
 @contextlib.contextmanager
@@ -103,17 +101,11 @@ def subscribed(seed: int) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def qlora(seed: int) -> Iterator[dict[str, Any]]:
-    """A frozen 4-bit layer below a trained one."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), fourbit.Linear4bit(8, 8, bias=False).to("cpu"))
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        model(torch.randn(8, 8)).pow(2).mean().backward()
-        optimizer.step()
-
-    yield {"statehold": statehold, "torch": torch, "model": model, "train_step": train_step,
-           "steps": 3}  # fmt: skip
+    """The training, of a model with a frozen 4-bit layer below a trained one."""
+    with training(seed) as names:
+        frozen = fourbit.Linear4bit(8, 8, bias=False).to("cpu")
+        names["model"] = nn.Sequential(nn.Linear(8, 8), frozen)
+        yield names
 
 
 @contextlib.contextmanager
@@ -226,6 +218,16 @@ def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> Non
             exec(compiled(block), names)
     if saves_there:
         assert has_step()
+
+
+def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives(
+    bucket: Callable[[], bool],
+) -> None:
+    """As a reader does it: in one directory, with nothing added to what stands there."""
+    for block in (each for each in PYTHON if each.path.name == "guide.md"):
+        names: dict[str, Any] = {}
+        for code in (TRAINING, block):
+            exec(compiled(code), names)
 
 
 LOOPS = [
