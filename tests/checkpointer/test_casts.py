@@ -14,7 +14,7 @@ from statehold.errors import CorruptionError, StateMismatchError, UsageError
 from statehold.tensors import casts
 from support.faults import DEADLINE_S, SMALL
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PAIRS = [(one, other) for one in FLOATS for other in FLOATS if one is not other]
 
 
@@ -91,6 +91,35 @@ def test_each_tensor_is_converted(
     live["optimizer"].step()
 
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+
+@pytest.mark.parametrize("eight", EIGHT_BITS)
+@pytest.mark.parametrize("other", [*FLOATS, torch.float8_e5m2])
+def test_floats_of_eight_bits_are_converted_both_ways(
+    tmp_path: Path, eight: torch.dtype, other: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 5) * 100
+    for at, (one, two) in enumerate([(eight, other), (other, eight)]):
+        run, before, live = tmp_path / f"{at}", values.to(one), torch.zeros(3, 5).to(two)
+        saved(run, {"x": before})
+        with statehold.Checkpointer(run, **SMALL) as ckpt:
+            ckpt.restore({"x": live}, cast=True)
+        assert live.dtype == two
+        assert torch.equal(live.float(), before.to(two).float())
+
+
+def test_what_is_uninitialized_gets_its_own_dtype(tmp_path: Path) -> None:
+    saved(tmp_path / "run", {"model": nn.Linear(3, 2, dtype=torch.float64)})
+    live = nn.LazyLinear(2, dtype=torch.bfloat16)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.restore({"model": live}, cast=True)
+    assert {parameter.dtype for parameter in live.parameters()} == {torch.bfloat16}
+    assert live.weight.shape == (2, 3)
+    assert live.weight.abs().sum() > 0
+
+
 def test_nothing_is_converted_where_the_dtypes_are_equal(tmp_path: Path, blocks: list[int]) -> None:
     saved(tmp_path / "run", trained(torch.float32))
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
@@ -99,15 +128,21 @@ def test_nothing_is_converted_where_the_dtypes_are_equal(tmp_path: Path, blocks:
     assert not blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
-def test_other_dtypes_stay_an_error(tmp_path: Path, dtype: torch.dtype) -> None:
-    saved(tmp_path / "run", {"x": torch.ones(3)})
-    with (
-        statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt,
-        pytest.raises(StateMismatchError) as caught,
-    ):
-        ckpt.restore({"x": torch.zeros(3).to(dtype)}, cast=True)
-    assert "cast" not in caught.value.hint
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e8m0fnu])
+def test_only_floats_are_converted_and_the_error_says_so(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    saved(tmp_path / "run", {"x": torch.ones(3), "y": torch.ones(3).to(dtype)})
+    x, y = torch.zeros(3), torch.zeros(3)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        for live, name in (({"x": x.to(dtype), "y": y.to(dtype)}, "x"), ({"x": x, "y": y}, "y")):
+            with pytest.raises(StateMismatchError) as caught:
+                ckpt.restore(live, cast=True)
+            assert "cast=True converts only floats to floats" in caught.value.facts[name]
+            assert "cast" not in caught.value.hint
+        with pytest.raises(StateMismatchError) as caught:
+            ckpt.restore({"x": x, "y": torch.zeros(4).to(dtype)}, cast=True)
+    assert "cast" not in str(caught.value)  # it would not help
 
 
 def test_bytes_are_verified_before_they_are_converted(tmp_path: Path) -> None:

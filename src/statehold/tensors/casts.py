@@ -1,4 +1,4 @@
-"""Tensors of a step that are converted to the dtype of the live ones: floats of 16 and 32 bits.
+"""Tensors of a step that are converted to the dtype of the live ones: floats of 8 to 64 bits.
 
 Invariants: a tensor is read in its saved dtype, a block of bounded size at a time, and converted
 only after the bytes of the block were verified. The state of a parameter that is converted is made
@@ -20,12 +20,16 @@ from statehold.tensors.stored import Fill, Wanted
 from statehold.units import MiB
 
 BLOCK_BYTES = 64 * MiB
-_FLOATS = {torch.bfloat16, torch.float16, torch.float32}
+# Not float8_e8m0fnu and float4_e2m1fn_x2: they mean nothing without the scales of their block.
+_FLOATS = {
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+}  # fmt: skip
 
 
 def can_cast(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether values of one dtype may be asked for in the other."""
-    return one in _FLOATS and other in _FLOATS
+    return one == other or {one, other} <= _FLOATS
 
 
 class _Cast(NamedTuple):

@@ -144,15 +144,20 @@ class Destinations:
         return self.fits(live, name, place) and self.fill(live, name, place) is None
 
     @torch.inference_mode(False)  # training changes it in place later
-    def make(self, name: str, device: torch.device, beside: torch.Tensor | None = None) -> Any:
+    def make(
+        self, name: str, device: torch.device, beside: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
         """A new tensor for `name`; one for all places that were tied. beside: the parameter whose
-        state it is; one of the same shape gives it its strides, a DTensor its placements, too."""
+        state it is; one of the same shape gives it its strides, a DTensor its placements, too.
+        dtype: that of the tensor, if not the saved one."""
         if beside is not None and not self.has_shape_of(beside, name):
             beside = None
         like = beside if beside is not None and is_dtensor(beside) else None
-        key = name, device, None if like is None else like._spec  # type: ignore[attr-defined]
+        dtype = dtype or self.dtype_of(name)
+        spec = None if like is None else like._spec  # type: ignore[attr-defined]
+        key = name, device, spec, dtype
         if key not in self._made:
-            dtype = self.dtype_of(name)
             if self._casts is not None and beside is not None:
                 dtype = self._casts.dtype_beside(beside, dtype, self._saved)
             if like is None:

@@ -33,6 +33,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Names, Selection, check_answers
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, groups, loaders, modules, nodes, optimizers
+from statehold.tensors.casts import can_cast
 from statehold.tensors.composed import is_composed, refuse
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
@@ -428,7 +429,7 @@ class _Matcher(OptimizerMatching):
         elif not self._memory.fits(live, name, place):
             if self._memory.fits(live, name, place, casts=True):
                 self.restoration.castable.append(path)
-            self.problem(path, _describe(live), self._described(node))
+            self.problem(path, _describe(live), self._described(node) + self._no_cast(live, name))
         elif overlaps_itself(local_of(live)):
             self.problem(path, "a tensor that can be written", "an expanded one: clone() it")
         elif (other := self._memory.fill(live, name, place)) is not None:
@@ -437,14 +438,22 @@ class _Matcher(OptimizerMatching):
             self.restoration.live += [live] if (local := local_of(live)) is live else [live, local]
         return live
 
+    def _no_cast(self, live: torch.Tensor, name: str) -> str:
+        """Why a cast that was asked for does not help."""
+        is_possible = can_cast(live.dtype, self._memory.dtype_of(name))
+        is_asked = self._selection.cast and not is_possible
+        return "; cast=True converts only floats to floats" if is_asked else ""
+
     def _materialize(self, live: Any, node: Any, path: str) -> None:
         """Give an uninitialized parameter or buffer its saved shape, once its bytes are there."""
         name = nodes.payload(node, "$tensor")
-        if name is None or live.dtype != self._memory.dtype_of(name):
+        saved = None if name is None else self._memory.dtype_of(name)
+        is_cast = self._selection.cast and saved is not None and can_cast(live.dtype, saved)
+        if name is None or not (is_cast or live.dtype == saved):
             expected = f"{_dtype(live)} of any shape, as it is uninitialized"
             self.problem(path, expected, self._described(node))
             return
-        made = self._memory.make(name, device_of(live))
+        made = self._memory.make(name, device_of(live), dtype=live.dtype)
 
         def act() -> None:
             if is_lazy(live):  # else it is tied, and has its shape
