@@ -191,6 +191,18 @@ def test_show_of_a_part(run: Path, ask: Ask, say: Say, chosen: str) -> None:
     assert list(ask("show", run, "epoch", "--values")[1]["values"]) == ["epoch"]
 
 
+@pytest.mark.parametrize("chosen", ["epoch", "epo*"])
+def test_show_of_a_value_needs_no_option(run: Path, ask: Ask, say: Say, chosen: str) -> None:
+    code, document = ask("show", run, chosen)
+    assert (code, document["tensors"], document["values"]) == (0, [], {"epoch": 2})
+    code, text = say("show", run, chosen)
+    assert (code, text.splitlines()[-1].split()) == (0, ["epoch", "2"])
+    assert "0 tensors" not in text
+    assert "values" not in ask("show", run, "*e*")[1]  # tensors, too: as without a name
+    code, text = say("show", run, "epohc")
+    assert (code, "no such tensor or value" in text, "did you mean epoch?" in text) == (3, 1, 1)
+
+
 def test_a_long_list_ends_with_what_it_began_with(tmp_path: Path, say: Say) -> None:
     write_step(tmp_path, 1, {f"w{i}": ("F32", np.zeros(1, "<f4")) for i in range(31)})
     lines = say("show", tmp_path)[1].splitlines()

@@ -122,14 +122,15 @@ def _add_looking(commands: Any) -> None:
     _add_levels(ls, "also list the other levels of the run, including object stores")
 
     show = _command(
-        commands, "show", "show the contents of a step, or one tensor",
+        commands, "show", "show the contents of a step, or one tensor or value",
         "statehold show runs/llama@1000", "statehold show runs/llama model.embed.weight",
-        "statehold show runs/llama --values --rank 3",
+        "statehold show runs/llama epoch", "statehold show runs/llama --values --rank 3",
     )  # fmt: skip
     show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     show.add_argument(
-        "tensor", metavar="TENSOR", nargs="?",
-        help="one tensor with statistics (needs NumPy), or a prefix or pattern: 'model.*.bias'",
+        "tensor", metavar="NAME", nargs="?",
+        help="one tensor with statistics (needs NumPy), a value, or a prefix or pattern: "
+             "'model.*.bias'",
     )  # fmt: skip
     show.add_argument("--values", action="store_true", help="also show the plain values")
     _add_rank(show)
@@ -152,7 +153,7 @@ def _add_checking(commands: Any) -> None:
     )  # fmt: skip
     diff.add_argument("a", metavar="A", help=_STEP_HELP)
     diff.add_argument("b", metavar="B", help="the same, or @STEP for a step of the run of A")
-    diff.add_argument("tensor", metavar="TENSOR", nargs="?",
+    diff.add_argument("tensor", metavar="NAME", nargs="?",
                       help="only this one, or a prefix or pattern: 'model.*.bias'")  # fmt: skip
     _add_rank(diff)
 

@@ -52,7 +52,7 @@ def numpy() -> Any:
     try:
         import numpy
     except ImportError as error:
-        hint = "pip install numpy; ls, verify, prune, doctor and show without TENSOR do not need it"
+        hint = "pip install numpy; ls, verify, prune, doctor and show of a step do not need it"
         raise UsageError("this needs NumPy, which is not installed", hint=hint) from error
     return numpy
 

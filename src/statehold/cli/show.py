@@ -1,4 +1,4 @@
-"""`statehold show RUN[@STEP] [TENSOR]`: show the contents of a step, a part of it, or one tensor.
+"""`statehold show RUN[@STEP] [NAME]`: show the contents of a step, a part of it, or one tensor.
 
 Invariants: only the whole name of a tensor makes it read data, which is verified as it is read. Of
 several ranks it reads one record for each group with equal records.
@@ -62,29 +62,28 @@ def _looked_at(fs: Fs, place: StepPlace, args: argparse.Namespace) -> dict[str, 
     saved = place.open(fs, args.rank)
     if args.tensor in saved.tensors:
         return _tensor(saved, place, args.tensor)
-    document = describe(fs, saved, place)
-    if args.values:
-        document["values"] = leaves_of(saved.state)
+    document = describe(fs, saved, place) | {"values": leaves_of(saved.state)}
     if args.tensor is not None:
         _keep_matching(document, args.tensor)
+    if not args.values and (document["tensors"] or args.tensor is None):
+        del document["values"]
     return document
 
 
 def _keep_matching(document: dict[str, Any], pattern: str) -> None:
     """Of the tensors and values only those that a prefix or pattern selects."""
-    names = [tensor["name"] for tensor in document["tensors"]]
-    values = document.get("values", {})
-    chosen = set(matching(pattern, [*names, *values]))
+    names = [*(tensor["name"] for tensor in document["tensors"]), *document["values"]]
+    chosen = set(matching(pattern, names))
     if not chosen:
         near = difflib.get_close_matches(pattern, names, n=3) or nearest(pattern, names)
-        hint = f"did you mean {', '.join(near[:3])}?" if near else "show without TENSOR lists them"
-        facts = {"step": document["path"], "tensor": pattern}
-        raise NotFoundError("no such tensor in this step", facts=facts, hint=hint)
+        hint = f"did you mean {', '.join(near[:3])}?" if near else "show --values lists them"
+        facts = {"step": document["path"], "name": pattern}
+        raise NotFoundError("no such tensor or value in this step", facts=facts, hint=hint)
     tensors = [tensor for tensor in document["tensors"] if tensor["name"] in chosen]
-    document |= {"tensors": tensors, "selected": pattern, "dtypes": _by_dtype(tensors),
+    values = {name: value for name, value in document["values"].items() if name in chosen}
+    document |= {"tensors": tensors, "values": values, "selected": pattern,
+                 "dtypes": _by_dtype(tensors),
                  "tensor_bytes": sum(tensor["bytes"] for tensor in tensors)}  # fmt: skip
-    if values:
-        document["values"] = {name: value for name, value in values.items() if name in chosen}
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -156,7 +155,8 @@ def _show_step(document: Mapping[str, Any]) -> None:
     if words := in_words(document["metrics"], document["tags"]):
         say(words)
     summary = _summary(document)
-    say(summary)
+    if document["tensors"] or "selected" not in document:
+        say(summary)
     say(f"{counted(document['files'], 'file')}, {format_bytes(document['bytes'])}")
     if document["tensors"]:
         rows = map(_row, document["tensors"])

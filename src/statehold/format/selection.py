@@ -116,7 +116,7 @@ class Selection:
 
     `rename` maps prefixes of saved names to prefixes of live ones. Without `strict`, an entry that
     the step lacks keeps its live value, and an entry without a live place is left out. With `cast`,
-    floats of 16 and 32 bits are converted to the dtype of the live tensor.
+    floats of any width are converted to the dtype of the live tensor.
     """
 
     def __init__(
