@@ -50,6 +50,21 @@ def test_a_part_goes_out_and_comes_in_below_a_name(tmp_path: Path) -> None:
         statehold.export_step(step, tmp_path / "other", "hf", name="modle")
 
 
+@pytest.mark.parametrize("name", ["n", "plain", "empty"])
+def test_a_part_without_tensors_is_refused_where_only_tensors_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    state = {"model": torch.ones(2), "n": 1, "plain": {"a": [1, 2]}, "empty": {}}
+    step = saved(tmp_path / "run", 1, state)
+    for to in ("hf", "deepspeed-universal"):
+        code, _, text = asked(capsys, "export", step, tmp_path / "out", "--to", to, "--name", name)
+        assert (code, "hf" in text) == (2, True)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]  # and no work to resume
+    statehold.export_step(step, tmp_path / "out", "torch", name=name)
+    whole = state[name] if isinstance(state[name], dict) else {name: state[name]}
+    assert torch.load(tmp_path / "out", weights_only=True) == whole
+
+
 def test_a_name_of_the_state_leads_nowhere(tmp_path: Path) -> None:
     state = {
         "model": {"../../../x": torch.ones(2)},

@@ -41,6 +41,10 @@ def export(tree: Any, work: PartialExport) -> list[str]:
             names.setdefault(value, []).append(name)
         else:
             left_out.append(name)
+    if not names:
+        hint = "export another part with --name, or all with --to torch"
+        facts = {"expected": "tensors", "got": f"only {', '.join(left_out[:3]) or 'nothing'}"}
+        raise UsageError("hf holds only tensors, and this has none", facts=facts, hint=hint)
     shards = list(_shards(names))
     files = [_shard_name(number, len(shards)) for number in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):

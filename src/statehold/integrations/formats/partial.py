@@ -197,12 +197,16 @@ class PartialExport:
 def work_on(
     destination: str, identity: str, *, is_file: bool, done: Done
 ) -> Iterator[PartialExport]:
-    """Work that is committed when it is left without an error, and else can be resumed."""
+    """Work that is committed when it is left without an error. A refusal removes it; after other
+    errors it can be resumed."""
     try:
         work = PartialExport(destination, identity, is_file=is_file, done=done)
         try:
             yield work
             work.commit()
+        except UsageError:  # the same call would be refused again
+            shutil.rmtree(work.directory, ignore_errors=True)
+            raise
         finally:
             work.close()
     except OSError as error:
