@@ -293,6 +293,27 @@ def test_prune_by_a_metric_that_no_step_has_deletes_nothing(
     assert statehold.open(run).steps() == there
 
 
+@pytest.mark.parametrize("yes", [[], ["--yes"]])
+@pytest.mark.parametrize("pin", ["4711", "wram"])
+def test_prune_with_a_pin_that_no_step_has_deletes_nothing(
+    run: Path, yes: list[str], capsys: pytest.CaptureFixture[str], pin: str
+) -> None:
+    """A typing error would delete the step that was to stay."""
+    from statehold.cli import main
+
+    with Checkpointer(run, **SMALL) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, tags=["warm"] if step == 1 else [])
+    words = ["prune", str(run), "--keep", "1", "--pin", "2", "--pin", "warm", *yes]
+    assert main([*words, "--pin", pin]) == 3
+    told = capsys.readouterr().err
+    assert pin in told
+    assert ("warm" if pin == "wram" else "1, 2, 3 (3 in all)") in told
+    assert statehold.open(run).steps() == [1, 2, 3]
+    assert main(words) == 0
+    assert statehold.open(run).steps() == [1, 2, 3]
+
+
 def test_a_pinned_step_goes_to_the_levels_that_pin_it_whatever_their_cadence() -> None:
     fs = SimFs(seed=4)
     far = {"keep": Keep(last=1, pinned=[3, "warm"]), "every": 1_000_000}

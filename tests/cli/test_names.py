@@ -91,13 +91,24 @@ def test_a_file_that_is_not_there(run: Path, say: Say) -> None:
     assert text == "statehold: TMP/run/none.json: No such file or directory\n"
 
 
-RUN_COMMANDS = ["ls", "du", "report --json", "prune --keep 1", "verify --all"]
+@pytest.mark.parametrize("folder", ["none", "a b/c"])
+def test_a_page_in_a_directory_that_is_not_there(run: Path, say: Say, folder: str) -> None:
+    code, text = say("report", run, "-o", run / folder / "x.html")
+    assert code == 3
+    assert f"got       TMP/run/{folder}\n" in text
+    assert "mkdir -p" in text
+
+
+RUN_COMMANDS = [
+    "ls", "du", "report --json", "prune --keep 1", "verify --all", "verify --levels", "verify",
+    "show", "diff RUN", "copy TMP/new", "fork TMP/new", "export TMP/new --to torch",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", RUN_COMMANDS)
 def test_a_directory_of_other_things_is_no_run(tmp_path: Path, say: Say, words: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    command, *more = words.split()
+    command, *more = words.replace("TMP", str(tmp_path)).replace("RUN", str(tmp_path)).split()
     code, text = say(command, tmp_path, *more)
     assert code == 3
     assert "not a run" in text

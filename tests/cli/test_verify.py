@@ -280,6 +280,15 @@ def test_what_it_says(run: Path, say: Callable[..., tuple[int, str]]) -> None:
     assert "checksum  model.weight     0  rank-00000-of-00001.safetensors  [4136, 6536)" in lines[2]
 
 
+def test_all_steps_end_with_what_was_found(run: Path, say: Callable[..., tuple[int, str]]) -> None:
+    assert say("verify", run, "--all")[1].splitlines()[-1] == "in all: 2 intact; 12.8 KiB"
+    flip(run / "step-000000000001" / "rank-00000-of-00001.safetensors", 5000)
+    for more in ([], ["--levels"]):
+        last = say("verify", run, "--all", *more)[1].splitlines()[-1]
+        assert last == "in all: 1 intact, 1 damaged (step 1); 12.8 KiB"
+    assert "in all" not in say("verify", run)[1]
+
+
 def test_of_much_damage_it_shows_some(
     tmp_path: Path, say: Callable[..., tuple[int, str]], ask: Callable[..., tuple[int, Any]]
 ) -> None:

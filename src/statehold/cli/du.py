@@ -12,8 +12,7 @@ from typing import Any
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, say, table
-from statehold.cli.places import run_at
-from statehold.reading.places import file_system
+from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import StepSizes, sizes, sizes_of_steps
 from statehold.units import format_bytes
 

@@ -26,10 +26,10 @@ from statehold.cli.output import (
     to_the_second,
     weak,
 )
-from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
+from statehold.cli.places import describe, is_per_host, leftovers_of
 from statehold.cli.said import LEAST, LEGEND, MOST, columns_of
 from statehold.cli.tables import Table
-from statehold.reading.places import file_system
+from statehold.reading.places import file_system, run_at
 from statehold.units import format_bytes
 
 # The names of directories that are not committed steps, for people.

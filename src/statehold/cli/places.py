@@ -1,59 +1,29 @@
 """Files of a run and of its steps: sizes, facts from manifests, leftovers.
 
-Owns: what makes a directory a run: a step, a leftover, or another file of statehold. An empty
-directory is a run without steps.
-Not here: which step a name means (reading/places), the contents of a step (saved), changes of a run
-(prune).
+Not here: which directory is a run, and which step a name means (reading/places), the contents of a
+step (saved), changes of a run (prune).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels import remembered
-from statehold.checkpoint.store.lock import LOCK_NAME
-from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
 from statehold.checkpoint.store.whole import check_files
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
-from statehold.reading.places import NotFoundError, file_system, load_manifest, run_of
+from statehold.reading.places import LEFTOVER, load_manifest
 from statehold.reading.sizes import sizes_of_steps
 
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.store.store import Store
     from statehold.format.manifest import Commit, Manifest
-
-_OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
-_LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
-_STEP = re.compile(r"step-\d{12}")
-_FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME}
-
-
-def run_at(text: str) -> str:
-    """The directory of a run, for a command. Raises NotFoundError if the directory is not a run."""
-    path = run_of(text)
-    names = os.listdir(path)
-    if names and not any(map(_is_of_a_run, names)):
-        raise NotFoundError(
-            "this directory is not a run",
-            facts={"directory": path, "expected": "steps (step-...) or other files of statehold",
-                   "got": f"{len(names)} other names"},
-            hint=misnamed(file_system(), path)
-            or "the first save makes it a run; to find the runs below it: statehold tree DIR",
-        )  # fmt: skip
-    return path
-
-
-def _is_of_a_run(name: str) -> bool:
-    return name in _FILES or bool(_STEP.fullmatch(name) or _LEFTOVER.fullmatch(name))
 
 
 def tree_bytes(directory: str) -> tuple[int, int]:
@@ -116,7 +86,7 @@ def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:
     found = []
     names = [name for name, is_dir in sorted(fs.listdir(run)) if is_dir]
     for name in names:
-        match = _LEFTOVER.fullmatch(name)
+        match = LEFTOVER.fullmatch(name)
         if match and match[1] == "replaced" and name.removesuffix(REPLACED) not in names:
             continue  # it counts as the step
         if match:

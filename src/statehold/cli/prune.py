@@ -4,8 +4,8 @@ The bytes of a step or a leftover are those that its end frees: a file that anot
 stays. Steps and leftovers that share a file may free more together than each alone.
 
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
-steps go in the order R1 to R3 (store). The newest step always stays. If no step has the metric that
-the rules name, nothing is deleted. A step that has lost a file or the end of one, or whose
+steps go in the order R1 to R3 (store). The newest step always stays. If no step has the metric or a
+pin that the rules name, nothing is deleted. A step that has lost a file or the end of one, or whose
 documents are damaged or cannot be read, stays, too. The rules choose among the others: otherwise
 such a step could take the place of the last step that restores. Steps that were set aside as
 damaged stay: a person decides about those.
@@ -23,17 +23,19 @@ from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
-from statehold.cli.places import describe, is_per_host, leftovers_of, run_at
-from statehold.errors import UsageError
+from statehold.cli.places import describe, is_per_host, leftovers_of
+from statehold.errors import UsageError, no_such_step
 from statehold.options.keep import Keep
-from statehold.reading.places import file_system
+from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_at(args.run)
-    store = Store(fs, path, keep=_policy(args), reuse=False)
+    keep = _policy(args)
+    store = Store(fs, path, keep=keep, reuse=False)
+    _check_names(store, keep)
     if args.yes:
         lock = RunLock(path)
         try:
@@ -68,11 +70,21 @@ def _policy(args: argparse.Namespace) -> Keep:
     )
 
 
+def _check_names(store: Store, keep: Keep) -> None:
+    """Raises StepNotFoundError for what no step has: a typing error would keep no step."""
+    steps = store.steps()
+    names = [Choice(tag=pin) for pin in keep.pinned if isinstance(pin, str)]
+    for choice in names + ([Choice(best=keep.metric)] if keep.metric else []):
+        if steps:
+            chosen(store, choice)
+    for pin in keep.pinned:
+        if steps and isinstance(pin, int) and pin not in steps:
+            raise no_such_step(pin, store.root, steps)
+
+
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
-    if steps and args.metric:
-        chosen(store, Choice(best=args.metric))  # a name with a typing error would keep no step
     damaged = {step for step in steps if _is_damaged(fs, store, step)}
     kept = damaged | store.kept([step for step in steps if step not in damaged])
     retired = {step: store.where(step) for step in steps if step not in kept}

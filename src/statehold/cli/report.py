@@ -10,6 +10,8 @@ Not here: the look (page), the content of a trace (traces), what counts as damag
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,12 @@ from statehold.cli.costs import costs_of
 from statehold.cli.levels import FoundLevel, copies_of, far_options, levels_of, steps_of
 from statehold.cli.output import emit, say
 from statehold.cli.page import page_of
-from statehold.cli.places import leftovers_of, run_at
+from statehold.cli.places import leftovers_of
 from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
 from statehold.process.whole_files import replace_file
-from statehold.reading.places import StepPlace, file_system
+from statehold.reading.places import NotFoundError, StepPlace, file_system, run_at
 from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -42,6 +44,11 @@ def run(args: argparse.Namespace) -> int:
             hint="pass -o report.html, or --json for the data alone",
         )
     path = run_at(args.run)
+    folder = os.path.dirname(args.output or "") or "."
+    if not os.path.isdir(folder):  # known before hours of --verify
+        facts = {"expected": "a directory", "got": folder, "page": args.output}
+        hint = f"make it first: mkdir -p {shlex.quote(folder)}"
+        raise NotFoundError("no such directory for the page", facts=facts, hint=hint)
     traces = read_traces(args.trace)
     document = _document(file_system(), path, traces, args)
     if args.output is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,11 @@ from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, check_step
 from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
-from statehold.cli.places import run_at, tree_bytes
+from statehold.cli.places import tree_bytes
 from statehold.cli.scanning import SpanReader
 from statehold.cli.shared_damage import DamagedFile, SharedDamage
 from statehold.errors import StepNotFoundError, storage_error
-from statehold.reading.places import StepPlace, asked_of, file_system, find
+from statehold.reading.places import StepPlace, asked_of, file_system, find, run_at
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         for each in shared.files.values():
             say(_shown(each))
+        if args.all:
+            say(_summary(documents))
     return codes.YES if intact else codes.NO
 
 
@@ -65,7 +67,7 @@ def _checked(
     looked = levels.levels_of(fs, run, far=True, options=levels.far_options(args.option))
     steps = levels.steps_of(looked)
     if not steps or (wanted is not None and wanted not in steps):
-        facts = {"run": run, "levels": ", ".join(level.entry.name for level in looked)}
+        facts = {"run": run_at(run), "levels": ", ".join(level.entry.name for level in looked)}
         raise StepNotFoundError("no such step at any level of this run", facts=facts)
     for step in steps if args.all else [steps[-1] if wanted is None else wanted]:
         for level, _ in levels.copies_of(looked, step):
@@ -180,6 +182,15 @@ def _show(report: CheckReport, seconds: float, level: str | None, known: Collect
         say(f"the same damaged file as in a step above: {plain(name)}")
     for name in report.foreign:
         say(f"not part of the step: {plain(name)}")
+
+
+def _summary(documents: Sequence[dict[str, Any]]) -> str:
+    """What was checked, in one line."""
+    wrong = [document for document in documents if not document["intact"]]
+    steps = ", ".join(dict.fromkeys(str(document["step"]) for document in wrong))
+    damaged = f", {len(wrong)} damaged (step {steps})" if wrong else ""
+    size = format_bytes(sum(document["bytes"] for document in documents))
+    return f"in all: {len(documents) - len(wrong)} intact{damaged}; {size}"
 
 
 def _shown(file: DamagedFile) -> str:

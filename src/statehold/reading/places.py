@@ -1,5 +1,7 @@
 """Which step on disk a name means.
 
+Owns: what makes a directory a run: a step, a leftover, or another file of statehold. An empty
+directory is a run without steps.
 Invariants: reading takes no lock. Nothing here imports torch, because the commands use it, too.
 Not here: how a name is written (options/paths), the contents of a step (saved), levels other than
 the run directory (checkpoint/levels).
@@ -10,14 +12,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
+from statehold.checkpoint.agent.looking import LOG_NAME
+from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
+from statehold.checkpoint.store.lock import LOCK_NAME
 from statehold.checkpoint.store.misnamed import misnamed
+from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
@@ -37,6 +44,10 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 T = TypeVar("T")
+
+_OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
+LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
+_FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME}
 
 
 class NotFoundError(UsageError):
@@ -97,7 +108,7 @@ def find(fs: Fs, text: str) -> StepPlace:
     store = Store(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
     if wanted is None:
-        hint = misnamed(fs, run) or None
+        hint = misnamed(fs, run_at(run)) or None
         raise StepNotFoundError("no step is committed in this run", facts={"run": run}, hint=hint)
     if wanted not in store.steps():
         store.open(wanted)  # raises, and lists the existing steps
@@ -136,6 +147,25 @@ def run_of(text: str) -> str:
         hint = f"show, verify and diff take a step: {above}@{int(named[1])}"
         raise NotFoundError("this is the directory of a step, not of a run", facts=facts, hint=hint)
     return path
+
+
+def run_at(text: str) -> str:
+    """As run_of(). Raises StepNotFoundError if the directory holds only what no run has."""
+    path = run_of(text)
+    names = os.listdir(path)
+    if names and not any(map(_is_of_a_run, names)):
+        raise StepNotFoundError(
+            "this directory is not a run",
+            facts={"directory": path, "expected": "steps (step-...) or other files of statehold",
+                   "got": f"{len(names)} other name{'s' if len(names) > 1 else ''}"},
+            hint=misnamed(file_system(), path)
+            or f"the first save makes it a run; to find the runs below it: statehold tree {path}",
+        )  # fmt: skip
+    return path
+
+
+def _is_of_a_run(name: str) -> bool:
+    return name in _FILES or bool(STEP_NAME.fullmatch(name) or LEFTOVER.fullmatch(name))
 
 
 def _hint(text: str) -> str:
