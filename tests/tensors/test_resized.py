@@ -235,3 +235,37 @@ def test_a_cast_is_advised_where_only_dtypes_differ(dtype: torch.dtype) -> None:
         with pytest.raises(StateMismatchError) as caught:
             step.prepare({"a": torch.ones(shape, dtype=dtype)})
         assert ("cast=True" in caught.value.hint) == is_advised
+
+
+class Scaled(nn.Module):
+    """As before torch 0.4, a scale of one element; now of none."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full(shape, float(len(shape))))
+        self.register_buffer("count", torch.full(shape, 7 + len(shape)))
+        self.bias = nn.Parameter(torch.full((2,), float(len(shape))))
+
+
+class ScaledInAWayOfItsOwn(Scaled):
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledInAWayOfItsOwn])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_one_element_goes_into_a_tensor_without_dimensions_as_in_torch(
+    kind: type[Scaled], is_inside: bool
+) -> None:
+    made = (lambda *shape: nn.Sequential(kind(*shape))) if is_inside else kind
+    saved, live = made(1), made()
+    kept = [each.data_ptr() for each in live.state_dict().values()]
+    MemoryStep({"model": saved}).restore({"model": live})
+    values = [each.tolist() for each in live.state_dict().values()]
+    assert values == [1.0, [1.0, 1.0], 8]
+    assert [each.data_ptr() for each in live.state_dict().values()] == kept
+    for shape in ((2,), (1, 1)):  # torch takes the first of two, too
+        with pytest.raises(StateMismatchError):
+            MemoryStep({"model": made(*shape)}).prepare({"model": made()})
+    with pytest.raises(StateMismatchError):
+        MemoryStep({"model": made()}).prepare({"model": made(1)})

@@ -127,7 +127,7 @@ def _is_foreign(way: Any) -> bool:
 
 def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
     """Whether a module is known to give its own tensors the shapes of `saved` (of the meta device)
-    when it is loaded.
+    when it is loaded, or to take one element as a 0-dim tensor, as torch's own code does.
 
     Asks a stand-in, whose tensors are on the meta device and which has no modules in it. What hooks
     would do is not tried: they reach the module itself.
@@ -135,13 +135,11 @@ def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
     kind = type(module)
     if module._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
         return False
-    if not _is_foreign(kind._load_from_state_dict):
-        return False
-    stand_in, errors = kind.__new__(kind), list[str]()
-    stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
-    stand_in._modules = {}
-    metadata = {"version": module._version}
+    errors, metadata = list[str](), {"version": module._version}
     try:
+        stand_in = kind.__new__(kind)
+        stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
+        stand_in._modules = {}
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stand_in._load_from_state_dict(dict(saved), "", metadata, True, [], [], errors)
@@ -149,7 +147,8 @@ def takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
         return False
     got = {**stand_in._parameters, **stand_in._buffers}
     return not errors and all(
-        (own := got.get(name)) is not None and own.shape == each.shape
+        (own := got.get(name)) is not None
+        and (own.shape == each.shape or (own.shape, each.shape) == ((), (1,)))
         for name, each in saved.items()
     )
 
