@@ -135,3 +135,28 @@ def test_errors_of_the_users_own_code_say_which_object_it_was(run: Path) -> None
         with pytest.raises(KeyError, match="take") as caught:
             ckpt.restore(mine)
         assert 'while "mine" was restored' in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "outer.optimizer"])
+def test_the_state_dict_of_an_optimizer_that_was_saved_itself(tmp_path: Path, name: str) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+    def state(value: Any) -> dict[str, Any]:
+        return {"model": model} | (
+            {"outer": {"optimizer": value}} if "." in name else {name: value}
+        )
+
+    with Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, state(optimizer)).wait("committed", DEADLINE_S)
+        with pytest.raises(StateMismatchError) as caught:
+            ckpt.restore(state(optimizer.state_dict()))
+        assert f'put it into the state as "{name}", not its state_dict()' in caught.value.hint
+        fewer = optimizer.state_dict()
+        del fewer["state"][1]
+        ckpt.save(2, state(fewer)).wait("committed", DEADLINE_S)
+        with pytest.raises(StateMismatchError) as caught:
+            ckpt.restore(state(optimizer.state_dict()))  # by number, both times
+        assert "state_dict" not in caught.value.hint

@@ -65,9 +65,10 @@ def test_a_rank_that_saved_nothing(run: Path, say: Say) -> None:
 
 
 def test_a_file_that_cannot_be_written_has_the_name_that_was_asked_for(run: Path, say: Say) -> None:
-    code, text = say("report", run, "-o", run.parent / "nowhere" / "report.html")
+    (run.parent / "page").mkdir()
+    code, text = say("report", run, "-o", run.parent / "page")
     assert code == 4
-    assert text.rstrip() == "statehold: TMP/nowhere/report.html: No such file or directory"
+    assert text.rstrip() == "statehold: TMP/page: Is a directory"
 
 
 @pytest.mark.parametrize("words", ["ls", "du", "report --json", "prune --keep 1"])

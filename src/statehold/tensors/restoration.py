@@ -37,7 +37,8 @@ class Restoration:
 
     `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
-    missing and unexpected entries hold values only. `by_hand`: modules that
+    missing and unexpected entries hold values only. `numbered`: missing entries
+    of dicts by number, where the step has them by name. `by_hand`: modules that
     may take what differs when they are loaded. `castable`: entries whose
     dtypes are other floats. `parameters`: those of modules that
     are restored, and whether they need gradients. `trains`: an optimizer is restored, too.
@@ -63,6 +64,7 @@ class Restoration:
     patterns: Mapping[str, list[str] | None] = field(default_factory=dict)
     has_own: bool = False
     plain: set[str] = field(default_factory=set)
+    numbered: set[str] = field(default_factory=set)
     castable: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     parameters: dict[str, bool] = field(default_factory=dict)
@@ -162,7 +164,14 @@ def _advice(names: list[str], found: Restoration) -> str:
     if len(here) == len(there) == 1:
         rename = f'rename={{"{there[0]}": "{here[0]}"}}'
         return f'if "{there[0]}" of the step is "{here[0]}" now: {rename}'
-    if any(map(_BY_PLACE.search, found.missing)):
+    by_place = [name for name in found.missing if _BY_PLACE.search(name)]
+    if found.numbered.intersection(by_place):
+        part = by_place[0].rpartition(".state.")[0]
+        return (
+            f'the step was saved with the optimizer itself: put it into the state as "{part}", '
+            "not its state_dict()"
+        )
+    if by_place:
         return (
             "an optimizer names its parameters by the modules of the state: put the model that "
             "it updates into the state, not another copy"

@@ -271,6 +271,8 @@ class _Matcher(OptimizerMatching):
             if any(map(self._selection.takes, self._names_in(live[key], where))):
                 self.missing(where, "an entry of the step", "nothing")
                 self._note_plain(where, holds_state(live[key]))
+                if type(key) is int and {*map(type, saved)} == {str}:
+                    self.restoration.numbered.add(where)
             else:
                 self.restoration.kept.append(where)
             content[key] = live[key]
