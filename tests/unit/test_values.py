@@ -117,7 +117,7 @@ def test_a_snapshot_shares_nothing() -> None:
         (PurePosixPath("/x"), "str(value)"),
         (object(), "state_dict()"),
         (len, "plain values"),
-        (int, "plain values"),
+        (int, "keep code out"),
         (range(3), "list(value)"),
         ("\ud800", "fsencode"),
     ],
@@ -372,6 +372,8 @@ HINTED: list[tuple[Any, str]] = [
     (datetime.timedelta(1), "total_seconds()"),
     (decimal.Decimal(1), "str(value)"),
     (types.SimpleNamespace(a=1), "vars(value)"),
+    ((each for each in ()), "list(value)"),
+    ({}.values(), "list(value)"),
 ]
 
 

@@ -153,6 +153,9 @@ _HINTS: dict[str, str] = {
     "slice": "store its start, stop and step",
     "SimpleNamespace": "store vars(value)",
     "function": "keep code out of the state",
+    "type": "keep code out of the state",
+    "generator": "store list(value), or of pairs dict(value): dict(model.named_parameters())",
+    "dict_values": "store list(value)",
     "Generator": "wrap random generators in statehold.Rng",
 }
 _HINT = (
