@@ -81,11 +81,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_documents_have_every_option(name: str) -> None:
     page = (DOCS / "cli.md").read_text("utf-8")
     synopsis = page.partition("\n## ")[0]
-    assert re.search(rf"^    statehold {name}( |$)", synopsis, re.MULTILINE)
+    own = re.search(rf"^    statehold {name}( .*|$)(\n {{9}} .*)*", synopsis, re.MULTILINE)
+    assert own
     known = page + (DOCS / "planning.md").read_text("utf-8")
     for action in COMMANDS[name]._actions:
         names = action.option_strings
         assert not names or any(each in known for each in names), names
+        many = re.search(rf"\[{names[0]} [^ \n]*\.\.\.\]", own[0]) if names else None
+        assert many is None or action.nargs == "+", names  # [--pin A]... may be given again
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument("--metric", metavar="NAME", help="a metric that save() got")
     prune.add_argument("--max", action="store_true", help="the greatest --metric is the best")
     prune.add_argument("--pin", metavar="STEP|TAG", action="append", default=[],
-                       help="also keep this step, or the steps with this tag")  # fmt: skip
+                       help="also keep this step, or this tag; may be given again")  # fmt: skip
     prune.add_argument(
         "--leftovers", action="store_true", help="also delete what crashed saves left"
     )
