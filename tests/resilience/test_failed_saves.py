@@ -25,40 +25,63 @@ from statehold.resilience.checkpoints import Checkpoints
 class Handle:
     is_skipped = False
 
-    def __init__(self, step: int, failure: StateholdError | None) -> None:
-        self.step, self.failure = step, failure
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.has_ended = False
+        self.error: StateholdError | None = None
 
     def done(self, _: str) -> bool:
-        return self.failure is None
+        return self.has_ended and self.error is None
 
     def wait(self, _: str) -> Handle:
-        if self.failure is not None:
-            raise self.failure
+        if self.error is not None:
+            raise self.error
         return self
 
 
 class Failing:
     """Like a Checkpointer whose storage is full in some steps: the next call raises it."""
 
-    def __init__(self, full: range, *, at_once: type[StateholdError] | None = None) -> None:
+    def __init__(
+        self,
+        full: range,
+        *,
+        at_once: type[StateholdError] | None = None,
+        every: int = 1,
+        late: int = 0,
+    ) -> None:
         self.saved: list[int] = []
-        self._full, self._at_once = full, at_once
-        self._pending: StateholdError | None = None
+        self._full, self._at_once, self._every, self._late = full, at_once, every, late
+        self._begun: list[Handle] = []
+        self._unraised: list[StateholdError] = []
 
     def steps(self) -> list[int]:
         return self.saved
 
     def save(self, step: int, state: Any, *, force: bool) -> Handle:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            raise pending
-        if step not in self._full:
-            self.saved.append(step)
-            return Handle(step, None)
-        if self._at_once is not None:
+        for each in self._begun[: len(self._begun) - self._late]:
+            self._end(each)
+        if self._unraised:
+            raise self._unraised.pop(0)
+        handle = Handle(step)
+        handle.is_skipped = step % self._every != 0 and not force
+        if handle.is_skipped:
+            return handle
+        if step in self._full and self._at_once is not None:
             raise self._at_once("no")
-        self._pending = NoSpaceError("no space", errno=28, path="/full", facts={"step": step})
-        return Handle(step, self._pending)
+        self._begun.append(handle)
+        if not self._late:
+            self._end(handle)
+        return handle
+
+    def _end(self, handle: Handle) -> None:
+        self._begun.remove(handle)
+        handle.has_ended = True
+        if handle.step in self._full:
+            handle.error = NoSpaceError(f"no space at {handle.step}", errno=28, path="/full")
+            self._unraised.append(handle.error)
+        else:
+            self.saved.append(handle.step)
 
 
 def checkpoints(failing: Failing) -> Checkpoints:
@@ -86,6 +109,23 @@ def test_a_failed_save_is_logged_and_each_due_step_is_tried(
     assert [each.levelno for each in caplog.records] == [logging.WARNING]
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("every", [1, 3])
+def test_each_failed_save_is_logged_with_its_own_step_and_cause(
+    caplog: pytest.LogCaptureFixture, every: int, late: int
+) -> None:
+    """R17. Which steps are due, and how late a failure is known, changes no line."""
+    failing = Failing(range(3, 10), every=every, late=late)
+    saving = checkpoints(failing)
+    for step in range(1, 25):
+        saving.save(step)
+    said = [each.getMessage().partition(" (")[0] for each in caplog.records]
+    due = [step for step in range(3, 10) if step % every == 0]
+    assert said == [f"statehold: step {step} is not saved: no space at {step}" for step in due]
+    assert f"; {len(due)} saves in a row have failed" in caplog.messages[-1]
+    assert 12 in failing.saved
+
+
 @pytest.mark.parametrize("kind", [RunBusyError, StepOrderError])
 def test_one_that_fails_at_once_is_logged_once(
     caplog: pytest.LogCaptureFixture, kind: type[StateholdError]
@@ -109,7 +149,7 @@ def test_what_is_kept_at_the_end_is_tried_though_a_save_before_has_failed() -> N
     assert saving.keep(2) is None
     assert failing.saved == [2]
     failing._full = range(3, 4)
-    assert str(saving.keep(3)).startswith("no space (path: /full")
+    assert str(saving.keep(3)).startswith("no space at 3 (path: /full")
 
 
 def test_a_storage_that_is_full_ends_no_replica(

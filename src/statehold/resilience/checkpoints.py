@@ -34,7 +34,7 @@ class Checkpoints:
     def __init__(self, checkpointer: Checkpointer | None, state: Mapping[str, Any]) -> None:
         self._checkpointer = checkpointer
         self._state = state
-        self._last: Save | None = None
+        self._begun: list[Save] = []  # whose ends are not known yet
         self._failures = 0  # since a step was committed
 
     def restore(self, than: int = TORN) -> bool:
@@ -60,19 +60,34 @@ class Checkpoints:
 
     def _begin(self, checkpointer: Checkpointer, step: int, *, force: bool = False) -> Save:
         """Raises why this step cannot be saved. That an earlier one has failed is logged."""
-        if self._last is not None and self._last.done("committed"):
-            self._failures = 0
-        try:
-            save = checkpointer.save(step, self._state, force=force)
-        except StateholdError as error:
-            save = checkpointer.save(step, self._state, force=force)
-            self._tell(step - 1, error)
-        self._last = self._last if save.is_skipped else save
+        failed = self._failed()
+        while True:
+            try:
+                save = checkpointer.save(step, self._state, force=force)
+                break
+            except StateholdError as error:
+                failed += self._failed()
+                if not any(each.error is error for each in failed):
+                    raise
+        if not save.is_skipped:
+            self._begun.append(save)
         return save
+
+    def _failed(self) -> list[Save]:
+        """The saves that have failed since the last call. Logs each with its own cause."""
+        begun, self._begun, failed = self._begun, [], []
+        for save in begun:
+            if save.done("committed"):
+                self._failures = 0
+            elif save.error is None:
+                self._begun.append(save)
+            else:
+                failed.append(save)
+                self._tell(save.step, save.error)
+        return failed
 
     def _tell(self, step: int, error: StateholdError) -> None:
         self._failures += 1
-        step = error.facts.get("step", step)
         again = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
         level = logging.ERROR if again else logging.WARNING
         logger.log(level, "statehold: step %s is not saved: %s%s", step, _in_one_line(error), again)
