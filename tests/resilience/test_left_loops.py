@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,16 @@ import torch
 from torch import nn
 
 from resilience.jobs import UNTIL, Job, Log, coordinated, replica
-from resilience.replica import LEASE_S, MAX_NORM, data
+from resilience.replica import (
+    BATCH,
+    LEASE_S,
+    MAX_NORM,
+    MICROBATCHES,
+    SAMPLES,
+    SEED,
+    data,
+    model_of,
+)
 from resilience.replica import weights as checksum_of
 from statehold import Checkpointer
 from statehold.errors import ClosedError, ReplicaLostError, UsageError
@@ -161,6 +172,80 @@ def test_an_update_in_parts_is_replaced_by_the_newest_saved_step(
         program.run()
     assert program.losses == alone.losses
     assert checksum_of(program.model) == alone.weights
+
+
+class Many:
+    """A body that updates more than one thing, and is left once between two of its updates."""
+
+    def __init__(self, address: str, checkpointer: Checkpointer | None = None) -> None:
+        self.replicas = several(address, checkpointer)
+        self.losses: dict[int, str] = {}
+        state = self.replicas.state
+        self.updates: list[Callable[[], object]] = [
+            state["optimizer"].step,
+            state["more"]["second"].step,
+            state["scheduler"].step,
+            lambda: state["mean"].update_parameters(state["model"]),
+        ]
+
+    def run(self, until: int, leave: int | None = None) -> None:
+        for step in self.replicas.steps(until):
+            for microbatch in step:
+                x = data()[microbatch.samples]
+                microbatch.backward(nn.functional.mse_loss(self.replicas.state["model"](x), x))
+            self.losses[step.number] = step.loss.hex()
+            for index, update in enumerate(self.updates):
+                if (step.number, index) == (LEFT, leave):
+                    raise Interrupted
+                update()
+            if leave == len(self.updates) and step.number == LEFT:
+                break
+
+    @property
+    def end(self) -> tuple[dict[int, str], int, float]:
+        state = self.replicas.state
+        rate = state["optimizer"].param_groups[0]["lr"]
+        return self.losses, checksum_of(state["mean"].module), rate
+
+
+def several(address: str, checkpointer: Checkpointer | None) -> Replicas:
+    model = model_of()
+    first, *rest = model.parameters()
+    optimizer = torch.optim.AdamW([first], lr=1e-2)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return Replicas(
+        model, optimizer, microbatches=MICROBATCHES, samples=SAMPLES, batch=BATCH, seed=SEED,
+        coordinator=address, checkpointer=checkpointer,
+        state={"more": {"second": torch.optim.AdamW(rest)}, "scheduler": scheduler, "mean": mean},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", range(5))
+def test_a_body_that_is_left_between_two_updates_leaves_no_state_of_any_step(
+    tmp_path: Path, leave: int
+) -> None:
+    """R16: before all updates the step is taken again, after all of them the next one is. Between
+    them the newest saved step is restored, and without one nobody trains on."""
+    with coordinated(1) as meeting:
+        whole = Many(meeting.address)
+        with whole.replicas:
+            whole.run(UNTIL)
+    is_between = 0 < leave < 4
+    for has_saved in (True, False) if is_between else (False,):
+        with coordinated(1) as meeting, Checkpointer(tmp_path / "run") as ckpt:
+            left = Many(meeting.address, ckpt if has_saved else None)
+            with left.replicas:
+                with contextlib.suppress(Interrupted):
+                    left.run(UNTIL, leave)
+                assert max(left.losses) == LEFT
+                if is_between and not has_saved:
+                    with pytest.raises(ReplicaLostError) as lost:
+                        left.run(UNTIL)
+                    assert lost.value.facts["state"] == "parts of two steps"
+                else:
+                    left.run(UNTIL)
+                    assert left.end == whole.end
 
 
 def test_iterators_of_a_loop_that_was_left_are_refused(alone: Log) -> None:

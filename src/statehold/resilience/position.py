@@ -1,7 +1,7 @@
 """Position: which step the live state is the beginning of (R15). An entry of the state.
 
     position.committed(step)   the members have committed it, and its update is due
-    position.advance(step)     the loop has come to the end of its body
+    position.ended(step)       the loop has come to the end of its body
     position.go_back()         the loop was left: the step, without what is not in the weights
 
 Between the commit of a step and the end of the loop's body, the state may be saved by hand, or the
@@ -10,28 +10,38 @@ step's beginning; after it, that of the next one. An optimizer says so by its ho
 one changes parameters without moving a version counter. Where another than the state's updates,
 version counters say so.
 
+A body may update more: a second optimizer, a scheduler, averaged weights. Which of them each body
+has updated so far is its habit. A body that is left when it has updated some of them, and not all
+of its habit, leaves parts of two steps. A body without an update of an optimizer has no say in it:
+a GradScaler has skipped it.
+
 Invariants: `step` and the sums that it has with it fit the weights whenever somebody asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from statehold.errors import StateMismatchError
 from statehold.resilience.data.course import Course
 from statehold.resilience.sums.interface import Sum
-from statehold.tensors.storable import local_of
+from statehold.tensors.parts import parts
+from statehold.tensors.storable import local_of, version_of
 
 
 class Position:
-    """params: what updates change. updating: where the optimizers are."""
+    """params: what updates change. state: what a body may update."""
 
     def __init__(
-        self, course: Course, sums: Sum, params: Sequence[Tensor], updating: Iterable[object]
+        self, course: Course, sums: Sum, params: Sequence[Tensor], state: Mapping[str, Any]
     ) -> None:
         self._course = course
         self._sums = sums
@@ -40,12 +50,22 @@ class Position:
         self._state = sums.state_dict()  # of the sums, at the beginning of the step
         self._next: int | None = None
         self._versions = 0
-        self._is_updating = self._has_failed = False
+        self._is_updating = self._has_failed = self._is_mixed = False
+        updating = {id(each): each for _, each in parts(state)} | {
+            id(each): each for each in state.values() if isinstance(each, LRScheduler)
+        }
+        optimizers = [each for each in updating.values() if _has_hooks(each)]
+        self._updates: Counter[int] = Counter()
+        self._counts: list[Callable[[], int]] = [
+            partial(self._updates.__getitem__, id(each)) for each in optimizers
+        ]
+        self._optimizers = set(range(len(self._counts)))
+        self._counts += filter(None, map(_count_of, updating.values()))
+        self._before_body: list[int] | None = None
+        self._habit: set[int] | None = None
         self._hooks = [
             hook
-            for each in updating
-            if isinstance(each, torch.optim.Optimizer)
-            and hasattr(each, "_optimizer_step_pre_hooks")
+            for each in optimizers
             for hook in (
                 each.register_step_pre_hook(self._before),
                 each.register_step_post_hook(self._after),
@@ -60,18 +80,28 @@ class Position:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an update was left in its middle. Another try would add to what it has done."""
-        return self._is_updating or self._has_failed
+        """Whether updates were left in their middle. Another try would add to what was done."""
+        return self._is_updating or self._has_failed or self._is_mixed
 
     def committed(self, step: int) -> None:
         self._next, self._versions = step + 1, self._moved()
+        self._before_body = self._counted()
+
+    def ended(self, step: int) -> None:
+        updated = self._updated()
+        if updated & self._optimizers:
+            self._habit = updated if self._habit is None else self._habit & updated
+        self._before_body = None
+        self.advance(step)
 
     def advance(self, step: int) -> None:
         self._step, self._next, self._state = step, None, self._sums.state_dict()
 
     def go_back(self) -> None:
         _ = self.step  # it may be found to have advanced
-        self._next = None
+        updated = self._updated()
+        self._is_mixed |= bool(updated) and not updated >= (self._habit or set())
+        self._next = self._before_body = None
         self._sums.load_state_dict(self._state)
 
     def close(self) -> None:
@@ -81,12 +111,23 @@ class Position:
     def _moved(self) -> int:
         return sum(local_of(each)._version for each in self._params)
 
+    def _counted(self) -> list[int]:
+        return [count() for count in self._counts]
+
+    def _updated(self) -> set[int]:
+        """What the body has updated so far, since the commit of its step."""
+        if self._before_body is None:
+            return set()
+        pairs = zip(self._before_body, self._counted(), strict=True)
+        return {index for index, (before, now) in enumerate(pairs) if before != now}
+
     def _before(self, *_: object) -> None:
         self._has_failed |= self._is_updating
         self._is_updating = True
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: object, *_: object) -> None:
         self._is_updating = False
+        self._updates[id(optimizer)] += 1
         if self._next is not None:
             self.advance(self._next)
 
@@ -115,4 +156,20 @@ class Position:
                 )
         self._sums.load_state_dict(state["sums"])
         self.advance(int(state["step"]))
-        self._is_updating = self._has_failed = False
+        self._is_updating = self._has_failed = self._is_mixed = False
+        self._before_body = None
+
+
+def _has_hooks(each: object) -> bool:
+    return isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_pre_hooks")
+
+
+def _count_of(each: object) -> Callable[[], int] | None:
+    """What has another value after each update of a scheduler or a module."""
+    if isinstance(each, LRScheduler):
+        return lambda: each.last_epoch
+    if isinstance(each, nn.Module):
+        return lambda: sum(
+            version_of(local_of(tensor)) for tensor in chain(each.parameters(), each.buffers())
+        )
+    return None

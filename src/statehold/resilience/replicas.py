@@ -114,7 +114,7 @@ class Replicas:
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
-        self._position = Position(self._course, self._sums, self._params, self.state.values())
+        self._position = Position(self._course, self._sums, self._params, self.state)
         self.state["replicas"] = self._position
         self._checkpoints = Checkpoints(checkpointer, self.state)
         self._place, self._width = identity.place_in(group)
@@ -224,7 +224,7 @@ class Replicas:
                 ),
             )
         if not step.is_over:
-            self._position.advance(step.number + 1)
+            self._position.ended(step.number + 1)
             self._purity.forget(step.number + 1)
 
     def loader(
@@ -294,8 +294,8 @@ class Replicas:
         is_torn = False
         if self._driver is not None:
             self._driver.rest()
+            self._position.go_back()
             is_torn = self._driver.is_torn
-        self._position.go_back()
         if is_torn or not self._has_restored:
             is_torn = not self._checkpoints.restore() and is_torn
             self._has_restored = True
