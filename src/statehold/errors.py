@@ -373,6 +373,16 @@ def noting(when: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Add to an error of ours what failed with it."""
+    try:
+        yield
+    except StateholdError as error:
+        error.with_fact("failed", what)
+        raise
+
+
 def no_such_step(step: int, run: str, steps: Sequence[int] | None = None) -> StepNotFoundError:
     """The error for a step that is not committed. steps: the committed steps, if known."""
     facts = {"run": run}

@@ -239,6 +239,39 @@ def test_rewind_gives_steps_up_at_all_levels(fs) -> None:
         assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([3], [1, 2, 3])
 
 
+@pytest.mark.parametrize("away", [NEAR, FAR])
+def test_a_rewind_without_one_of_the_levels_discards_nothing(fs, away: str) -> None:
+    with opened_on(fs) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+            settle(ckpt)
+    fs.rename(away, "/elsewhere")
+    fs.write_file(away, b"no directory")
+    with opened_on(fs) as ckpt, pytest.raises(StorageError) as raised:
+        ckpt.rewind(1)
+    assert raised.value.facts["failed"] == "the rewind to step 1; nothing was discarded"
+    fs.unlink(away)
+    fs.rename("/elsewhere", away)
+    assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1, 2, 3], [1, 2, 3])
+    with opened_on(fs) as ckpt:
+        assert ckpt.rewind(1) == [2, 3]
+
+
+@pytest.mark.parametrize("skipped", range(4))
+def test_a_rewind_that_fails_at_a_level_is_completed_by_the_next_one(fs, skipped: int) -> None:
+    with opened_on(fs) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step, content(step))
+            settle(ckpt)
+        fs.fail_next("rename", errno.EIO, 1, skipped)
+        with pytest.raises(StorageError) as raised:
+            ckpt.rewind(1)
+        assert raised.value.facts["failed"] == "the rewind to step 1; some steps may be discarded"
+        assert 3 in steps_at(fs, NEAR)  # the nearest level is the last one
+        ckpt.rewind(1)
+        assert (steps_at(fs, NEAR), steps_at(fs, FAR)) == ([1], [1])
+
+
 def test_a_lost_level_lets_no_older_step_be_saved_over_newer_ones(fs) -> None:
     with opened_on(fs) as ckpt:
         for step in (1, 2, 3):

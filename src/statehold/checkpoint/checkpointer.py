@@ -345,7 +345,9 @@ class Checkpointer:
 
         Raises:
             StepNotFoundError: the run has no such step, or files of it are missing. Nothing was
-                discarded.
+                discarded. rewind() reads no data: restore(step=step) before it does.
+            StorageError: a level cannot be reached. `facts["failed"]` says whether steps may be
+                discarded; the next rewind() completes it.
         """
         enter("rewind()")
         step = step_of(step)

@@ -25,7 +25,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.save.handle import Save, forked
-from statehold.errors import StateholdError, no_such_step
+from statehold.errors import StateholdError, failing, no_such_step
 from statehold.format.about import About
 from statehold.format.selection import RestoreReport
 from statehold.observe.background_log import logger
@@ -184,13 +184,15 @@ class Session:
         """Discard the steps newer than `step` at every level. All ranks call this together.
 
         Raises StepNotFoundError if `step` is not there, because the run could be left without one.
+        A level that cannot be reached fails the call before any level has lost a step.
         is_elsewhere: the state was loaded from a copy that does not belong to the run.
         """
         with self.levels.protected(step):  # from the saves and copies that are under way
-            together(self.peers, self._ready_to_rewind)
+            together(self.peers, partial(self._ready_to_rewind, step))
             if not is_elsewhere:
                 self._check_whole(step)
-            found = everyone(self.peers, lambda: self.levels.rewind(step))
+            failed = failing(f"the rewind to step {step}; some steps may be discarded")
+            found = everyone(self.peers, failed(partial(self.levels.rewind, step)))
         discarded = sorted({each for steps in found for each in steps})
         self.levels.forget(discarded)
         self.schedule.turns.goes_on_from(step)
@@ -206,11 +208,13 @@ class Session:
             error.hint = "nothing was discarded: rewind to a step that is there"
             raise error
 
-    def _ready_to_rewind(self) -> None:
+    def _ready_to_rewind(self, step: int) -> None:
         self._parts.trainer.raise_failures()
         self.check_process()
-        self.prepare_saving()
-        self.wait_idle(None)
+        with failing(f"the rewind to step {step}; nothing was discarded"):
+            self.prepare_saving()
+            self.wait_idle(None)
+            self.levels.prepare_all()
 
     def status(self) -> list[LevelStatus]:
         """The status of all levels."""

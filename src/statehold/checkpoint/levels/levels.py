@@ -189,12 +189,22 @@ class Levels:
                     return True
         return False
 
+    def prepare_all(self) -> None:
+        """Lock and list what rewind() changes; raises if a level is unreachable or used."""
+        for place in self._rewound():
+            place.prepare(self.peers)
+        for each in self.near:
+            each.store.check_there()
+
     def rewind(self, step: int) -> list[int]:
-        """Discard the steps newer than `step` at every level, if this rank leads."""
-        first = self.near[0]
-        first.prepare(self.peers)
-        discarded = set(first.rewind(step)) if first.leads else set()
-        return sorted(discarded | self.promotions.rewind(step))
+        """Discard the steps newer than `step` at each level that this rank leads; after
+        prepare_all(). The nearest level is the last one: until then a restore takes its step."""
+        return sorted({newer for place in self._rewound() for newer in place.rewind(step)})
+
+    def _rewound(self) -> list[Place]:
+        """The levels that this rank leads. A farther one without steps may be another run's."""
+        leading = [place for place in reversed(self.places) if place.leads]
+        return [place for place in leading if place.steps() or place is self.near[0]]
 
     def forget(self, steps: Collection[int]) -> None:
         """These steps are at no level any more. All ranks call this, with nothing under way."""

@@ -252,14 +252,6 @@ class Promoter:
         """The next step is due, whatever the cadence. For rank 0."""
         self._cadence.given_up(None)
 
-    def rewind(self, step: int) -> list[int]:
-        """Discard the steps newer than `step` at the level, if this rank leads, with nothing under
-        way."""
-        if not self.place.leads or not self.place.steps():  # it may be another run's
-            return []
-        self.place.prepare(self._peers)
-        return self.place.rewind(step)
-
     def forget(self, steps: Collection[int]) -> None:
         """These steps are at no level any more. With nothing under way."""
         if self._status.newest in steps:
@@ -533,10 +525,6 @@ class Promotions:
         taking = [each for each in self._promoters.values() if each.place.takes_steps]
         found = [promoter.status for promoter in taking]
         return all(each.newest == step and each.error is None for each in found)
-
-    def rewind(self, step: int) -> set[int]:
-        """Discard the steps newer than `step` at all levels; all ranks do, and then forget them."""
-        return {given_up for each in self._promoters.values() for given_up in each.rewind(step)}
 
     def forget(self, steps: Collection[int]) -> None:
         """Every rank, with nothing under way: these steps are at no level any more."""
