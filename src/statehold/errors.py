@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -353,10 +354,13 @@ def named(error: BaseException, when: str) -> StateholdError:
         interrupted = StateholdError(f"interrupted by {type(error).__name__} {when}")
         interrupted.__cause__ = error
         return interrupted
+    hint = "please report it, with the traceback"
+    if threading.current_thread() is threading.main_thread():  # where handlers of signals run
+        hint = f"if a signal handler of yours raised it, ignore this; otherwise {hint}"
     unexpected = InvariantError(
         f"unexpected {type(error).__name__} {when}",
-        facts={"cause": str(error)},
-        hint="please report it, with the traceback",
+        facts={"cause": str(error) or repr(error)},
+        hint=hint,
     )
     unexpected.__cause__ = error
     return unexpected

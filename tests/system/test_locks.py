@@ -184,6 +184,19 @@ def test_a_lock_file_that_may_not_be_read_counts_as_taken(tmp_path: Path, monkey
         RunLock(str(tmp_path))
 
 
+def test_a_lock_file_of_ones_own_that_may_not_be_written(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "read-only")
+
+    monkeypatch.setattr(store_lock, "LockFile", refuse)
+    (tmp_path / ".lock").touch(0o400)
+    with pytest.raises(StorageError, match=r"chmod u\+rw"):
+        RunLock(str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StorageError, match="chmod g"):
+        RunLock(str(tmp_path))
+
+
 # -- file systems without locks ---------------------------------------------------------------
 
 

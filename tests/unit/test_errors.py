@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_facts_are_copied() -> None:
     error = StateholdError("x", facts=facts)
     facts["a"] = 2
     assert error.facts == {"a": 1}
+
+
+def test_what_a_signal_handler_raises_is_no_fault_of_ours() -> None:
+    """Handlers run on the main thread, and on no other one."""
+    here = errors.named(TimeoutError(), "while saving step 1")
+    assert here.facts == {"cause": "TimeoutError()"}
+    assert "signal handler" in (here.hint or "")
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(errors.named, TimeoutError("late"), "while saving step 1").result()
+    assert there.facts == {"cause": "late"}
+    assert there.hint == "please report it, with the traceback"
 
 
 def test_families() -> None:

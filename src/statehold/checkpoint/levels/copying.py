@@ -324,7 +324,7 @@ def _mismatch(
     file: DataFile, span: FileSpan, where: tuple[int, int], expected: int, got: int
 ) -> ChecksumError:
     return ChecksumError(
-        "bytes read for a copy to another level do not match their checksum",
+        "bytes that were read for a copy do not match their checksum",
         facts={
             "tensor": span.name or "none: the header of the file",
             "file": file.name,

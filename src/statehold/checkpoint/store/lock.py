@@ -49,6 +49,7 @@ _OTHER_USER = (
     "its owner lets a group in by opening the run with a umask such as 002; or call "
     "chmod g+rw,o= on the file"
 )
+_OWN = "the file is yours: call chmod u+rw on it, if jobs are to save into this run again"
 
 
 class RunLock:
@@ -193,7 +194,9 @@ def _unopened(error: OSError, path: str) -> StorageError:
     found = storage_error("open the run's lock", error.errno or 0, path)
     if error.errno != errno.EACCES:
         return found
-    return StorageError(found.summary, errno=errno.EACCES, path=path, hint=_OTHER_USER)
+    is_own = os.path.lexists(path) and os.lstat(path).st_uid == os.geteuid()
+    hint = _OWN if is_own else _OTHER_USER
+    return StorageError(found.summary, errno=errno.EACCES, path=path, hint=hint)
 
 
 def _way_out() -> str:
