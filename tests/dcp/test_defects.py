@@ -80,6 +80,25 @@ def test_every_storage_error_is_raised(operation: str) -> None:
     loaded = state(0)
     dcp.load(loaded, storage_reader=on(fs, "/run/step-1", StorageReader))
     assert torch.equal(loaded["w0"], state(1)["w0"]), "the older checkpoint is untouched"
+    # The next save is to another directory, and would find no room.
+    assert [name for name, _ in fs.listdir("/run")] == ["step-1"]
+
+
+def test_what_was_replaced_stays_until_its_successor_is_durable() -> None:
+    fs = SimFs(1)
+    fs.mkdir("/run")
+    writer = on(fs, "/run/step-1")
+    dcp.save(state(1), storage_writer=writer)
+    fs.record()
+    dcp.save(state(2), storage_writer=writer)
+    syncs = [each for each in fs.recorded if each.startswith("sync_dir")]
+    fs.fail_next("sync_dir", errno.EIO, 1, len(syncs) - 1)  # D7
+    with failing():
+        dcp.save(state(3), storage_writer=writer)
+    assert len(fs.listdir("/run")) == 2
+    loaded = state(0)
+    dcp.load(loaded, storage_reader=on(fs, "/run/step-1", StorageReader))
+    assert torch.equal(loaded["w0"], state(3)["w0"])
 
 
 def on(fs: SimFs, path: str, kind: Any = StorageWriter) -> Any:

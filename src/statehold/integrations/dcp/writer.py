@@ -15,13 +15,16 @@ ranks without collectives (alone), the renames (publish).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -34,7 +37,9 @@ from torch.futures import Future
 from statehold.checkpoint.store.directories import delete, make_directories, parent_of
 from statehold.checkpoint.store.publish import publish
 from statehold.checkpoint.store.replacing import Replaced, settle
-from statehold.errors import StateholdError, UsageError
+from statehold.errors import StateholdError, StorageError, UsageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp.alone import SaveRound
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.commit import Sent, complete, hand_over, is_published
@@ -184,7 +189,8 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         place = self._place_of(plan)
         machine, watch = self._machine.at(place.final), self._watch()
         write = watch.stage(machine.watch, "write", place.step, is_last=False)
-        with write, machine.storage() as fs:
+        given_back = partial(_given_back, is_needed=lambda: place.world_size > 1)  # by other ranks
+        with write, machine.storage() as fs, given_back(fs, place):
             written = write_items(machine, fs, place, plan, planner, alone)
             nbytes = sum(file.bytes for file in written.files)
             watch.wrote(nbytes, len(written.chunks))
@@ -195,8 +201,11 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         self, fs: Fs, sents: list[Sent], paths: Mapping[str, Path], *, alone: bool
     ) -> None:
         place = sents[0].place
-        manifest = complete(fs, sents, paths, alone=alone)
-        if publish(fs, place.partial, place.final, manifest) is Replaced.HIDDEN:
+        manifest = b""
+        with _given_back(fs, place, lambda: _is_at(fs, place.final, manifest)):
+            manifest = complete(fs, sents, paths, alone=alone)
+            replaced = publish(fs, place.partial, place.final, manifest)
+        if replaced is Replaced.HIDDEN:
             _drop_replaced(fs, place)
 
     def _watch(self) -> SaveWatch:
@@ -295,6 +304,28 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         return dataclasses.replace(
             place, final=final, partial=found[0], step=_step(final), attempt=attempt
         )
+
+
+@contextlib.contextmanager
+def _given_back(fs: Fs, place: SaveDestination, is_needed: Callable[[], bool]) -> Iterator[None]:
+    """Remove the files of an attempt that fails, unless somebody needs them: the next attempt may
+    be at another directory."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StateholdError):
+            if not is_needed():
+                delete(fs, place.partial)
+        raise
+
+
+def _is_at(fs: Fs, final: str, manifest: bytes) -> bool:
+    """Whether the checkpoint at `final` has this manifest. A power cut may undo its exchange until
+    it is durable, so what it has replaced is needed."""
+    try:
+        return fs.read_file(f"{final}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX) == manifest
+    except StorageError as error:
+        return error.errno != errno.ENOENT
 
 
 def _drop_replaced(fs: Fs, place: SaveDestination) -> None:
