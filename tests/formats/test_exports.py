@@ -12,14 +12,17 @@ import pytest
 import torch
 
 import statehold
+from statehold import _core
 from statehold.cli import main
 from statehold.errors import (
     CorruptionError,
     NoSpaceError,
     StateMismatchError,
+    StorageError,
     UnsupportedValueError,
 )
 from statehold.integrations.formats.partial import OutFile
+from support.disks import no_file_larger_than
 from support.records import example
 from support.steps import true_sums
 from support.transfers import check_equal, saved
@@ -96,6 +99,19 @@ def test_a_full_disk_is_told_of_and_the_work_goes_on(
     statehold.export_step(step, tmp_path / "again", "hf")
     statehold.import_step(tmp_path / "again", f"{tmp_path / 'new'}@1")
     check_equal(statehold.load(tmp_path / "new", "model"), state["model"])
+
+
+@pytest.mark.parametrize("nbytes", [600, 800, 1000, 2000, 4000])
+def test_the_errors_of_torchs_own_writer_are_those_of_the_storage(
+    tmp_path: Path, nbytes: int
+) -> None:
+    step = saved(tmp_path / "run", 1, {f"w{index}": torch.ones(300) for index in range(20)})
+    fs = _core.open_fs("auto", 1)
+    with no_file_larger_than(fs, nbytes), pytest.raises(StorageError) as raised:
+        statehold.export_step(step, tmp_path / "all.pt", "torch")
+    assert raised.value.errno == errno.EFBIG
+    statehold.export_step(step, tmp_path / "all.pt", "torch")
+    assert torch.equal(torch.load(tmp_path / "all.pt")["w19"], torch.ones(300))
 
 
 def test_a_job_may_save_into_the_run_afterwards(tmp_path: Path) -> None:

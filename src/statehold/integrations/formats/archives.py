@@ -254,8 +254,20 @@ def _skeleton(path: str, tree: Any) -> None:
 
     with FakeTensorMode():
         faked = replaced(tree, fake)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(faked, path)
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(faked, path)
+        except RuntimeError:  # from a writer that does not say what the storage has refused
+            _probe(path)
+            raise
+
+
+def _probe(path: str) -> None:
+    """Raise the OSError of a storage that takes no more bytes for this file."""
+    with open(path, "ab") as file:
+        file.write(bytes(MiB))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _places(path: str, tree: Any) -> dict[Streamed, int]:
