@@ -31,8 +31,11 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 
 import statehold  # noqa: E402
+from statehold import _core  # noqa: E402
 from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
 from statehold.integrations.lightning import StateholdCallback  # noqa: E402
+from statehold.integrations.lightning.checkpoints import Checkpoint  # noqa: E402
+from support.disks import no_file_larger_than  # noqa: E402
 
 DATA = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
 EVERY = {"every_n_train_steps": 1, "save_last": True}
@@ -526,6 +529,15 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         (loader, None),
     ],
 )
+def test_weights_that_find_no_room_leave_no_file_behind(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "last.ckpt")
+    checkpoint.announce(str(tmp_path), 1)
+    with no_file_larger_than(_core.open_fs("auto", 1), 1000), pytest.raises(OSError, match="large"):
+        checkpoint.write({"w": torch.ones(1000)})
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.steps"]
+    assert not checkpoint.has_weights()
+
+
 def test_loaders_that_are_not_exact_are_named(
     tmp_path: Path, data: Any, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:

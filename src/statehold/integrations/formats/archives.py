@@ -254,20 +254,20 @@ def _skeleton(path: str, tree: Any) -> None:
 
     with FakeTensorMode():
         faked = replaced(tree, fake)
-        try:
-            with torch.serialization.skip_data(materialize_fake_tensors=True):
-                torch.save(faked, path)
-        except RuntimeError:  # from a writer that does not say what the storage has refused
-            _probe(path)
-            raise
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch_save(faked, path)
 
 
-def _probe(path: str) -> None:
-    """Raise the OSError of a storage that takes no more bytes for this file."""
-    with open(path, "ab") as file:
-        file.write(bytes(MiB))
-        file.flush()
-        os.fsync(file.fileno())
+def torch_save(value: Any, path: str) -> None:
+    """torch.save(), with the OSError of a storage that takes no more bytes for the file."""
+    try:
+        torch.save(value, path)
+    except RuntimeError:  # from a writer that does not say what the storage has refused
+        with open(path, "ab") as file:
+            file.write(bytes(MiB))
+            file.flush()
+            os.fsync(file.fileno())
+        raise
 
 
 def _places(path: str, tree: Any) -> dict[Streamed, int]:

@@ -22,8 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from statehold.integrations.formats.archives import torch_save
 from statehold.integrations.second_names import give_second_names, step_name
 
 STEPS, MANIFEST = ".steps", "manifest.json"
@@ -96,9 +95,14 @@ class Checkpoint:
         """Make the file one that Lightning loads. Its time stays, which is that of the save."""
         times = self.path.stat()
         new = f"{self.path}.{os.getpid()}.new"
-        torch.save(values, new)
-        os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
-        os.replace(new, self.path)
+        try:
+            torch_save(values, new)
+            os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
+            os.replace(new, self.path)
+        except BaseException:  # no room, perhaps: leave it to the steps
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            raise
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
