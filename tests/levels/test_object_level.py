@@ -14,12 +14,15 @@ import torch
 import statehold
 from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.errors import StorageError
+from statehold.errors import StorageError, UnavailableError
+from statehold.io.objects.client import ObjectClient
+from statehold.io.objects.errors import not_given_back
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 
 pytest.importorskip("obstore")
 
+CLOSED = {"endpoint": "http://127.0.0.1:1", "allow_http": True}
 NUMEL = 5_000_000  # 38 MiB: several blocks and several parts
 
 
@@ -163,3 +166,50 @@ def test_a_store_that_cannot_be_reached_is_told_of_once(
     assert isinstance(error, StorageError)
     assert caplog.text.count("away") == 1  # flush() and close() tried again, for the same reason
     assert "step 1 did not reach level objects" in caplog.text
+
+
+def test_a_restart_asks_a_store_that_is_away_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is nearer: it does not matter which steps the store has."""
+    run, asked = tmp_path / "run", []
+    with statehold.Checkpointer(run, levels=levels(tmp_path), **SMALL) as ckpt:
+        ckpt.save(7, content(7)).wait("committed", DEADLINE_S)
+    listed = ObjectClient.list
+
+    def counted(self: ObjectClient, *at: str) -> object:
+        asked.append(at)
+        return listed(self, *at)
+
+    monkeypatch.setattr(ObjectClient, "list", counted)
+    monkeypatch.setattr("statehold.checkpoint.store.objects.ANSWER_S", 1.0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ALLOW_HTTP"):
+        monkeypatch.setenv(name, "true")
+    away = [statehold.Directory(), statehold.ObjectStore("s3://bucket/run", options=CLOSED)]
+    live = content(0)
+    with statehold.Checkpointer(run, levels=away, **SMALL) as ckpt:
+        assert ckpt.restore(live) == 7
+        error = ckpt.levels()[1].error
+        assert ckpt.steps() == [7]
+    assert equal(live, 7)
+    assert len(asked) == 1
+    assert isinstance(error, UnavailableError)
+    assert error.errno == errno.ECONNREFUSED
+    assert "cannot read level objects; continuing without it" in caplog.text
+    assert "ECONNREFUSED" in caplog.text
+
+
+def test_a_store_without_ranges_gets_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def whole(self: ObjectClient, name: str, targets: object) -> None:
+        raise not_given_back("read", name)
+
+    monkeypatch.setattr(ObjectClient, "fetch", whole)
+    with statehold.Checkpointer(tmp_path / "run", levels=levels(tmp_path), **SMALL) as ckpt:
+        ckpt.save(1, content(1)).wait("committed", DEADLINE_S)
+        ckpt.flush(DEADLINE_S)
+        far = ckpt.levels()[1]
+    assert far.newest is None
+    assert "does not give back parts of objects" in str(far.error)
+    assert not [*(tmp_path / "bucket").glob("llama/*.commit")]

@@ -47,16 +47,14 @@ def s3_url() -> str:
 
 
 @pytest.fixture(params=KINDS)
-def steps(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectSteps]:
+def steps(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectSteps:
     options = {}
     url = {"memory": "memory://", "file": f"file://{tmp_path}/objects"}.get(request.param, "")
     if request.param == "s3":
         request.getfixturevalue("s3_environment")
         url = request.getfixturevalue("s3_url")
         options = {"endpoint": f"http://127.0.0.1:{request.getfixturevalue('s3_port')}"}
-    made = ObjectSteps(url, options=options, part_bytes=PART_BYTES)
-    yield made
-    made.close()
+    return ObjectSteps(url, options=options, part_bytes=PART_BYTES)
 
 
 @pytest.fixture

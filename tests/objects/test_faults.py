@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.errors import MissingFileError, StorageError, UnavailableError
+from statehold.errors import ClosedError, MissingFileError, StorageError, UnavailableError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.io.objects.client import ObjectClient
+from statehold.io.objects.errors import naming
 from statehold.units import MiB
 from support import s3
 
@@ -67,6 +72,7 @@ EXPECTED = {
     "drop": (UnavailableError, errno.ECONNRESET),
     "stall": (UnavailableError, errno.ETIMEDOUT),
     "denied": (StorageError, errno.EACCES),
+    "skewed": (StorageError, errno.EACCES),
 }
 
 
@@ -205,3 +211,106 @@ def test_a_bucket_that_is_not_there(proxy: s3.Proxy) -> None:
             operation(steps)
         assert not isinstance(caught.value, MissingFileError)
         assert caught.value.errno == errno.ENOENT
+
+
+def test_a_store_that_is_silent_is_not_asked_each_question(
+    hasty: ObjectSteps, proxy: s3.Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart has many: each of them would wait as long for its failure."""
+    proxy.fault = lambda method, target: "stall"
+    for question in (hasty.steps, hasty.steps, lambda: hasty.note("run.json")):
+        with pytest.raises(UnavailableError) as caught:
+            question()
+        assert caught.value.errno == errno.ETIMEDOUT
+        asked = len(proxy.requests)
+    assert "does not answer; it is given up after" in caplog.text
+    assert caplog.text.count("does not answer") == 1
+    proxy.fault = lambda method, target: None
+    with pytest.raises(UnavailableError):
+        hasty.steps()
+    assert len(proxy.requests) == asked
+    hasty.ask_again()
+    assert hasty.steps() == []
+
+
+def test_a_signal_ends_the_waiting_for_a_store(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+    proxy.fault = lambda method, target: "stall"
+    ended, in_time = threading.Event(), []
+
+    def interrupt() -> None:
+        while not proxy.fired["stall"]:
+            ended.wait(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        in_time.append(ended.wait(HASTY_S))
+        proxy.close()  # answers, by ending the connection
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        steps.clear()
+    ended.set()
+    helper.join()
+    assert in_time == [True]
+
+
+def test_nobody_waits_for_a_store_after_stop(
+    steps: ObjectSteps, proxy: s3.Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statehold.io.objects.client.GRACE_S", 0.0)
+    proxy.fault = lambda method, target: "stall"
+    with ThreadPoolExecutor() as threads:
+        uploads = threads.submit(upload, steps)
+        while not proxy.fired["stall"]:
+            with contextlib.suppress(TimeoutError):
+                uploads.exception(0.01)
+        steps.stop()
+        assert isinstance(uploads.exception(), ClosedError)
+
+
+def test_a_store_that_gives_no_ranges_back_is_found_by_the_first_upload(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy
+) -> None:
+    proxy.fault = lambda method, target: "whole"
+    for size in (len(DATA), 20):  # in parts, and in one request
+        with pytest.raises(StorageError, match="does not give back parts of objects") as caught:
+            steps.upload(1, ATTEMPT, NAME, size, [memoryview(DATA)[:size]])
+        assert caught.value.errno == errno.EPROTO
+    proxy.fault = lambda method, target: None
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    proxy.fault = lambda method, target: "whole"  # of steps that are there already
+    with pytest.raises(StorageError, match="does not give back parts of objects"):
+        fetch(steps)
+
+
+def test_a_store_that_gives_other_bytes_back_is_found_by_the_first_upload(
+    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectClient, "fetch", lambda *_: None)
+        with pytest.raises(StorageError, match="does not give back"):
+            upload(steps)
+    upload(steps)
+
+
+def test_a_wrong_clock_is_named(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+    proxy.fault = lambda method, target: "skewed"
+    for operation in (steps.steps, lambda: upload(steps)):
+        with pytest.raises(StorageError, match="the clock of this machine"):
+            operation()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<Code>AccessDenied</Code><Message>Signature expired: 20261126T is now earlier",
+        "invalid_grant: Check your iat and exp values in the JWT claim",
+        "kind: Connect, source: InvalidCertificate(NotValidYet)",
+    ],
+)
+def test_a_wrong_clock_is_named_whoever_notices_it(text: str) -> None:
+    def fail() -> None:
+        raise OSError(f"status code: 403 {text}")
+
+    with pytest.raises(StorageError, match="the clock of this machine"):
+        naming("read", "s3://bucket/run", fail)

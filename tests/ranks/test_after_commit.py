@@ -58,12 +58,12 @@ def ended(ranks: Ranks, rank: int, step: int) -> None:
 def wait_in_vain(ranks: Ranks, boom: Boom, patched: pytest.MonkeyPatch) -> None:
     """Rank 0 fails to say how a save ended; then the time of the ranks that wait for it is over."""
 
-    def impatient(peers: Any, outcome: Callable[[int], bytes]) -> Callable[[int], bytes]:
-        def wait(number: int) -> bytes:
+    def impatient(peers: Any, outcome: Callable[..., bytes]) -> Callable[..., bytes]:
+        def wait(*number: float) -> bytes:
             must(boom.has_fired.wait(DEADLINE_S))
             with pytest.MonkeyPatch.context() as now:
                 now.setattr(peers, "timeout_s", 0.0)
-                return outcome(number)
+                return outcome(*number)
 
         return wait
 
@@ -139,8 +139,8 @@ def test_a_rank_that_cannot_hear_the_outcome_looks_for_the_step(
         peers = inside(ranks.ckpts[1]).peers
         real, fired = peers.outcome, []
 
-        def outcome(number: int) -> bytes:
-            real(number)
+        def outcome(*number: float) -> bytes:
+            real(*number)
             fired.append(number)
             raise RuntimeError("Connection reset by peer")
 

@@ -35,6 +35,11 @@ DENIED = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Length: 41\r\nConnection: close\r\n\r\n"
     b"<Error><Code>AccessDenied</Code></Error>\n"
 )
+SKEWED = (
+    b"HTTP/1.1 403 Forbidden\r\nContent-Length: 49\r\nConnection: close\r\n\r\n"
+    b"<Error><Code>RequestTimeTooSkewed</Code></Error>\n"
+)
+REFUSALS = {"busy": BUSY, "denied": DENIED, "skewed": SKEWED}
 Fault = Callable[[str, str], "str | None"]
 
 
@@ -74,8 +79,9 @@ class Proxy:
     """Stands before the server at `upstream`. `fault` may be set at any time; it returns:
 
     "drop": the connection ends without an answer; "lose": the request is carried out, its answer is
-    lost; "busy", "denied": 503, 403; "truncate": half of the answer's body; "cut": the connection
-    ends in the middle of the request's body; "stall": no answer, until the proxy is closed.
+    lost; "busy", "denied", "skewed": 503, 403, 403 because of the clock; "truncate": half of the
+    answer's body; "cut": the connection ends in the middle of the request's body; "stall": no
+    answer, until the proxy is closed; "whole": the whole object, whatever range is asked for.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -119,14 +125,17 @@ class Proxy:
             body = _read(connection, begun, length)
             if fault == "stall":
                 self._closed.wait()
-            elif fault in ("busy", "denied"):
-                connection.sendall(BUSY if fault == "busy" else DENIED)
+            elif fault in REFUSALS:
+                connection.sendall(REFUSALS[fault])
             elif fault != "drop":
                 self._relay(connection, head, body, fault)
 
     def _relay(
         self, connection: socket.socket, head: bytes, body: bytes, fault: str | None
     ) -> None:
+        if fault == "whole":
+            lines = head.split(b"\r\n")
+            head = b"\r\n".join(each for each in lines if not each.lower().startswith(b"range:"))
         answer = self._ask(head, body)
         if fault == "lose":
             return

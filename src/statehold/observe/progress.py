@@ -79,7 +79,9 @@ def pause_after(elapsed_s: float, pause_s: float, *, moved: bool) -> float:
 
 def progress_text(done: int, total: int, elapsed_s: float) -> str:
     """ "1.5 GiB of 4.5 GiB (33%), 300 MiB/s, 10.2 s left"."""
-    share = done / total if total else 1.0
+    if not total:
+        return "nothing has moved yet"
+    share = done / total
     rate = done / max(elapsed_s, 1e-9)
     left = f", {format_seconds((total - done) / rate)} left" if done else ""
     if done and done == total:

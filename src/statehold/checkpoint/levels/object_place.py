@@ -106,7 +106,7 @@ class ObjectPlace(SharedPlace):
         return self._near.reading(step)
 
     def prepare(self, peers: Peers | None) -> None:
-        pass  # leftovers of earlier jobs are deleted when another step comes
+        self._objects.ask_again()  # leftovers are deleted when another step comes
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
@@ -181,9 +181,11 @@ class ObjectPlace(SharedPlace):
             self._objects.retire(newer)
         return given_up
 
+    def stop(self) -> None:
+        self._objects.stop()
+
     def close(self) -> None:
         self._near.close()
-        self._objects.close()
 
 
 def _object_of(file: DataFile) -> str:

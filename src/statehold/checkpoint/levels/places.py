@@ -153,6 +153,9 @@ class Place(Protocol):
     def rewind(self, step: int) -> list[int]:
         """Discard every step newer than `step`; returns them."""
 
+    def stop(self) -> None:
+        """Wait for nothing that may never answer from now on."""
+
     def close(self) -> None:
         """Release what prepare() took."""
 
@@ -256,6 +259,8 @@ class SharedPlace:
 
     def is_owed(self, newest: int | None) -> bool:
         return False
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

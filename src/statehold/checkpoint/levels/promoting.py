@@ -261,6 +261,7 @@ class Promoter:
     def stop(self) -> None:
         """Let copies under way, and later ones, end unfinished. Returns at once."""
         self.throttle.stop()
+        self.place.stop()
 
     def close(self) -> None:
         """End the copies under way, finished or not."""

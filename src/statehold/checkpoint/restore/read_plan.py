@@ -14,11 +14,12 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.encoding import header
 from statehold.errors import ManifestError
+from statehold.io.objects.parallel import apart, side_by_side
 from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
 from statehold.layout.layout import Box
 from statehold.layout.plan import FROZEN_KEY, file_name, file_of
@@ -144,12 +145,13 @@ class ReadPlan:
     ) -> dict[str, int]:
         """Path -> bytes, of all files; far files are fetched in parallel."""
         sizes = [nbytes for _, nbytes in self._files.values()]
-        asked = (self._files, sizes, [read[number] for number, _ in self._files.values()])
-        if len(sizes) <= 1:  # without the way to another thread
-            paths = list(map(locate, *asked))
-        else:
-            with ThreadPoolExecutor(LOCATED_AT_ONCE, "statehold-located") as threads:
-                paths = list(threads.map(locate, *asked))
+        calls = [
+            partial(locate, name, nbytes, read[number])
+            for name, (number, nbytes) in self._files.items()
+        ]
+        # A signal does not wait for them. With one file, there is no way to another thread.
+        at_once = partial(side_by_side, calls, LOCATED_AT_ONCE)
+        paths = apart(at_once) if len(calls) > 1 else at_once()
         return dict(zip(paths, sizes, strict=True))
 
     def _fill(self, destination: Destination) -> list[PlacedChunk]:

@@ -23,12 +23,14 @@ Not here: which steps are kept, what is uploaded when (levels); transfers (io/ob
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from statehold.checkpoint.store.object_names import (
     COMMIT_BYTES_MAX,
@@ -47,6 +49,7 @@ from statehold.errors import (
     MissingFileError,
     StepNotFoundError,
     StorageError,
+    UnavailableError,
     no_such_step,
 )
 from statehold.format.entries import sha256
@@ -57,6 +60,10 @@ from statehold.io.objects.parallel import Target
 logger = logging.getLogger("statehold")
 
 AT_ONCE = 16
+ANSWER_S = 10.0  # for a question that a restart waits for, with all its retries
+SILENT_S = 30.0
+
+T = TypeVar("T")
 
 
 class Neighbour:
@@ -147,6 +154,8 @@ class ObjectSteps:
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
+        self._is_late = False
+        self._silent: tuple[float, UnavailableError] | None = None
         self.shared = SharedObjects(self._client)
         self._is_sweep_due = True  # an earlier job may have left objects
         self._guard = threading.Lock()
@@ -163,16 +172,16 @@ class ObjectSteps:
     def note(self, name: str) -> bytes | None:
         """A small object next to the steps; None if there is none."""
         with contextlib.suppress(MissingFileError):
-            return self._client.get(name, COMMIT_BYTES_MAX)
+            return self._answer(lambda client: client.get(name, COMMIT_BYTES_MAX))
         return None
 
     def put_note(self, name: str, content: bytes) -> None:
         """Create or replace a small object next to the steps."""
         self._client.put(name, content)
 
-    def close(self) -> None:
-        """End the threads of downloads; using this again is fine."""
-        self._client.close()
+    def stop(self) -> None:
+        """Wait for the store no longer than a few seconds from now on."""
+        self._client.stop()
 
     def neighbour(self, url: str) -> Neighbour:
         """The run at `url`, as a place to have shared files copied from."""
@@ -182,8 +191,33 @@ class ObjectSteps:
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        names, _ = self._client.list()
+        names, _ = self._answer(lambda client: client.list())
         return sorted(step for step in map(step_of_commit, names) if step is not None)
+
+    def ask_again(self) -> None:
+        """The next question is asked, even if the store has just been silent."""
+        self._silent = None
+
+    def _answer(self, ask: Callable[[ObjectClient], T]) -> T:
+        """The answer to a question that somebody waits for, who could go on without the store.
+
+        A store that did not answer is not asked again for SILENT_S: a restart has many questions.
+        """
+        if self._silent is not None and time.monotonic() < self._silent[0] + SILENT_S:
+            raise copy.copy(self._silent[1])
+        self._is_late = False
+        try:
+            return ask(self._client.hasty(ANSWER_S, self._say_late))
+        except UnavailableError as error:
+            self._silent = time.monotonic(), copy.copy(error)
+            raise
+
+    def _say_late(self) -> None:
+        if not self._is_late:
+            self._is_late = True
+            logger.warning(
+                "%s does not answer; it is given up after %g s", self._client.url, ANSWER_S
+            )
 
     def path(self, step: int) -> str:
         """Where a step is, for messages."""

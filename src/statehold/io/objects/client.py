@@ -4,8 +4,10 @@ Owns: the requests to `obstore`, the parts of a transfer, and how many are under
 Invariants: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two
 parts) in memory, whatever its size. A request, with its retries, ends within `deadline_s`. A
 transfer consists of many requests, so it ends when the store stops answering, and not because it is
-large. A writable block is copied, so its owner may use its memory again at once. A read-only block
-is sent from its place, and stays alive until then.
+large. A signal, or stop(), ends the waiting for a request. The request goes on alone, and changes
+nothing that the caller still uses. The first upload is read back. A writable block is copied, so
+its owner may use its memory again at once. A read-only block is sent from its place, and stays
+alive until then.
 Not here: which objects make a step (checkpoint/store/objects), addresses and credentials (address),
 the names of failures (errors).
 """
@@ -13,22 +15,26 @@ the names of failures (errors).
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-from statehold.errors import InvariantError, MissingFileError, StateholdError
+from statehold.errors import ClosedError, InvariantError, MissingFileError, StateholdError
 from statehold.io.objects.address import around, check_options, check_url, open_store
 from statehold.io.objects.errors import (
     is_past_end,
     naming,
+    not_given_back,
     too_large,
     truncated,
 )
-from statehold.io.objects.parallel import Parallel, Target
+from statehold.io.objects.parallel import Target, apart, move
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -41,6 +47,9 @@ IN_FLIGHT_BYTES = 64 * MiB
 PIECE_BYTES = 4 * MiB  # passed on at once, and the unit of the throttle
 COPY_BYTES = 1 * MiB  # copied at once: no other Python thread runs meanwhile
 DEADLINE_S = 120.0
+LATE_S = 2.0
+GRACE_S = 5.0  # for requests under way after stop()
+READ_BACK_BYTES = 64
 
 T = TypeVar("T")
 
@@ -53,6 +62,7 @@ class ObjectClient:
     """The objects below `url`. Thread-safe; connects at the first use.
 
     part_bytes: of uploads and downloads; S3 takes 5 MiB or more.
+    late: called again and again while a request takes longer than LATE_S.
     """
 
     def __init__(
@@ -62,23 +72,39 @@ class ObjectClient:
         *,
         deadline_s: float = DEADLINE_S,
         part_bytes: int = PART_BYTES,
+        late: Callable[[], None] = lambda: None,
     ) -> None:
         self.url = check_url(url)
+        self._late = late
         self._options = check_options(options)
         self._deadline_s = deadline_s
         self._part_bytes = part_bytes
         self._guard = threading.Lock()
         self._opened: ObjectStore | None = None
-        threads = max(2, IN_FLIGHT_BYTES // part_bytes)
-        self._parallel = Parallel(threads, "statehold-objects")
+        self._stopped_s = math.inf  # when stop() was called
+        self._hasty: ObjectClient | None = None
+        self._is_read_back = False
 
     def path(self, name: str) -> str:
         """The object `name`, for messages."""
         return f"{self.url}/{name}" if name else self.url
 
-    def close(self) -> None:
-        """End the threads; the next use starts new ones."""
-        self._parallel.close()
+    def stop(self) -> None:
+        """Wait no longer than GRACE_S for what is under way, and for nothing more."""
+        self._stopped_s = min(self._stopped_s, time.monotonic())
+        if self._hasty is not None:
+            self._hasty.stop()
+
+    def hasty(self, deadline_s: float, late: Callable[[], None]) -> ObjectClient:
+        """A client of the same objects, for questions that somebody waits for."""
+        if urlsplit(self.url).scheme in ("memory", "file"):
+            return self
+        least_s = min(deadline_s, self._deadline_s)
+        with self._guard:
+            self._hasty = self._hasty or ObjectClient(
+                self.url, self._options, deadline_s=least_s, late=late
+            )
+            return self._hasty
 
     def around(self, url: str) -> tuple[ObjectClient, str, str] | None:
         """A client with the same options that also sees `url`, if both are in one store.
@@ -167,12 +193,27 @@ class ObjectClient:
                 raise
         if source.failure is not None:
             raise source.failure
+        if not self._is_read_back:
+            self._read_back(name, source.begin)
+            self._is_read_back = True
+
+    def _read_back(self, name: str, begin: bytes) -> None:
+        """Raise if the store does not give a range of a new object back, whose `begin` is this.
+
+        Otherwise all steps would be committed there, and none could be restored.
+        """
+        got = bytearray(max(0, len(begin) - 1))
+        self.fetch(name, [(1, memoryview(got))])
+        if got != begin[1:]:
+            raise not_given_back("read", self.path(name))
 
     # -- downloads -------------------------------------------------------------------------
 
     def fetch(self, name: str, targets: Sequence[Target]) -> None:
         """Fill memory with ranges of an object, in parallel parts."""
-        self._parallel.move(targets, self._part_bytes, partial(self._fetch_part, name))
+        threads = max(2, IN_FLIGHT_BYTES // self._part_bytes)
+        fetch_part = partial(self._fetch_part, name)
+        apart(lambda: move(targets, self._part_bytes, fetch_part, threads), self._check_waiting)
 
     def _fetch_part(self, name: str, begin: int, target: memoryview) -> None:
         end = begin + len(target)
@@ -185,13 +226,22 @@ class ObjectClient:
                     raise
                 return None
 
-        data = self._ask("read", name, get)
+        data = naming("read", self.path(name), lambda: get(self._store()))
         if data is None or len(data) != len(target):
             raise truncated("read", self.path(name), end)
         target[:] = memoryview(data)
 
     def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
-        return naming(operation, self.path(name), lambda: action(self._store()))
+        path = self.path(name)
+        return apart(
+            lambda: naming(operation, path, lambda: action(self._store())), self._check_waiting
+        )
+
+    def _check_waiting(self, waited_s: float) -> None:
+        if waited_s > LATE_S:
+            self._late()
+        if time.monotonic() > self._stopped_s + GRACE_S:
+            raise ClosedError("a request to an object store was given up", facts={"url": self.url})
 
     def _store(self) -> ObjectStore:
         with self._guard:
@@ -210,7 +260,7 @@ class _Source:
     """The bytes of `blocks` in pieces that do not change: exactly `size` bytes, or a failure.
 
     `failure` is the exception raised while the blocks were made. The upload raises it, and not the
-    store's error that follows from it.
+    store's error that follows from it. `begin`: the first bytes.
     """
 
     def __init__(
@@ -220,6 +270,7 @@ class _Source:
         self._size = size
         self._before = before
         self._spare: deque[bytearray] = deque()
+        self.begin = b""
         self.failure: Exception | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
@@ -236,6 +287,7 @@ class _Source:
             left -= len(view)
             if left < 0:
                 break
+            self.begin = self.begin or bytes(view[:READ_BACK_BYTES])
             step = PIECE_BYTES if view.readonly else COPY_BYTES
             for begin in range(0, len(view), step):
                 piece = view[begin : begin + step]

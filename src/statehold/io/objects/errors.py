@@ -29,6 +29,13 @@ _STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
 _OS_ERROR = re.compile(r"\(os error ([0-9]{1,3})\)")
 _PAST_END = re.compile(r"status code: 416\b|StartTooLarge")
+_NO_RANGE = re.compile(r"NotPartial|NoContentRange|UnexpectedRange|\w+ContentRange\b")
+# What stores, and those who check certificates and tokens, say to a machine whose clock is wrong.
+_SKEWED = re.compile(
+    r"RequestTimeTooSkewed|RequestExpired|RequestInTheFuture|Signature (?:not yet current|expired)"
+    r"|Request date header too old|iat and exp|NotValidYet|certificate has expired"
+    r"|InvalidCertificate\(Expired"
+)
 _BUSY = {"408", "429", "500", "502", "503", "504"}
 _DENIED = {"401", "403"}
 _DENIED_KINDS = {"PermissionDeniedError", "UnauthenticatedError"}
@@ -51,6 +58,10 @@ _DENIED_HINT = (
     "credentials come from the environment: check that they are set and may use this bucket"
 )
 _LATER_HINT = "committed steps are untouched; try again later"
+_CLOCK_HINT = (
+    "the clock of this machine and that of the store differ: set this clock (date -u shows it; "
+    "chronyd or systemd-timesyncd keeps it right), or let the store renew what has expired"
+)
 _HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or AWS_ALLOW_HTTP=true'
 
 
@@ -67,6 +78,17 @@ def truncated(operation: str, path: str, end: int) -> TruncatedFileError:
 def too_large(operation: str, path: str, bytes_max: int) -> StorageError:
     facts = {"expected": f"at most {bytes_max} bytes"}
     return StorageError(f"cannot {operation}", errno=errno.EFBIG, path=path, facts=facts)
+
+
+def not_given_back(operation: str, path: str) -> StorageError:
+    return StorageError(
+        f"cannot {operation}",
+        errno=errno.EPROTO,
+        path=path,
+        facts={"expected": "the range that was asked for", "got": "something else"},
+        hint="the store does not give back parts of objects, so no step can be restored from it. "
+        "Another server for the same storage may",
+    )
 
 
 def is_past_end(fault: Exception) -> bool:
@@ -93,11 +115,18 @@ def _named(fault: Exception, operation: str, path: str) -> StateholdError:
     status, code = _first(_STATUS, text), _first(_CODE, text)
     if isinstance(fault, FileNotFoundError) and code != "NoSuchBucket":
         return missing(operation, path)
+    if _NO_RANGE.search(text):
+        return not_given_back(operation, path)
     if type(fault).__name__ in _DENIED_KINDS:
         status = status or "403"
-    if status:
-        return _refusal(status, code, operation, path)
-    return _transport_failure(text, operation, path)
+    error = (
+        _refusal(status, code, operation, path)
+        if status
+        else _transport_failure(text, operation, path)
+    )
+    if _SKEWED.search(text):
+        error.hint = _CLOCK_HINT
+    return error
 
 
 def _refusal(status: str, code: str | None, operation: str, path: str) -> StorageError:

@@ -27,7 +27,7 @@ from statehold.errors import (
     UnavailableError,
     storage_error,
 )
-from statehold.io.objects.parallel import Parallel, Target
+from statehold.io.objects.parallel import Target, move
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
@@ -54,7 +54,6 @@ class RemoteFiles:
         self._guard = threading.Lock()
         self._pid = os.getpid()
         self._idle: list[Wire] = []
-        self._parallel = Parallel(CONNECTIONS, "statehold-remote")
 
     def __repr__(self) -> str:
         return f"RemoteFiles({self.url!r})"
@@ -80,11 +79,10 @@ class RemoteFiles:
 
     def fetch(self, path: str, targets: Sequence[Target]) -> None:
         """Fill memory with ranges of a file, over several connections."""
-        self._parallel.move(targets, PART_BYTES, partial(self._fetch_part, path))
+        move(targets, PART_BYTES, partial(self._fetch_part, path), CONNECTIONS)
 
     def close(self) -> None:
-        """End connections and threads; the next use makes new ones."""
-        self._parallel.close()
+        """End connections; the next use makes new ones."""
         with self._guard:
             idle, self._idle = self._idle, []
         for wire in idle:
