@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import statehold
 from cli.conftest import Asked
 from statehold.checkpoint.levels.remembered import FILE_NAME
+from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.cli import main
+from statehold.errors import storage_error
 from support.faults import SMALL
 from support.inside import inside
 from support.levels import save
@@ -144,7 +147,26 @@ def test_options_of_a_store_are_checked(many: Path, ask: Asked) -> None:
     code, _ = ask("ls", many, "--levels", "--option", "endpoint")
     assert code == 2
     code, found = ask("ls", many, "--levels", "--option", "secret_access_key=x")
-    assert code == 0
+    assert code == 4
     (cloud,) = [level for level in found["levels"] if level["name"] == "cloud"]
     assert cloud["state"] == "unreadable"
     assert "not an option" in cloud["error"]
+
+
+def test_a_level_that_gives_no_answer_is_named_line_by_line(
+    many: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(self: ObjectSteps) -> list[int]:
+        raise storage_error("list", errno.ECONNREFUSED, "s3://bucket/\x1b[2Jrun")
+
+    monkeypatch.setattr(ObjectSteps, "steps", refuse)
+    page = tmp_path / "page.html"
+    for command in (["ls"], ["verify"], ["report", "--output", page]):
+        assert main([*map(str, command), str(many), "--levels"]) == 4
+        out, err = capsys.readouterr()
+        shown = page.read_text() if command[0] == "report" else out + err
+        assert "ECONNREFUSED" in shown
+        assert "cannot list\\n" not in shown
+        assert "\x1b" not in shown
+    (many / "step-000000000003" / DATA).unlink()
+    assert main(["ls", str(many), "--levels"]) == 1  # damage that is known counts more

@@ -20,7 +20,7 @@ def section(title: str, *content: Piece) -> Markup:
     return tag("section", tag("h2", title), *content)
 
 
-def note(text: str) -> Markup:
+def note(text: Piece) -> Markup:
     """A remark in small print."""
     return tag("p", text, class_="note")
 

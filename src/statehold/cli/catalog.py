@@ -10,7 +10,7 @@ import os
 from dataclasses import asdict
 
 from statehold.cli import codes
-from statehold.cli.output import emit, note, plain, say
+from statehold.cli.output import emit, note, say
 from statehold.lineage.catalog import Catalog
 from statehold.reading.places import NotFoundError, directory_of
 
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
             f"{found.read} manifests read, {found.gone} steps gone"
         )
         for each in found.unreadable:
-            note(f"unreadable: {plain(each)}")
+            note(f"unreadable: {each}")
     return codes.NO if found.unreadable else codes.YES

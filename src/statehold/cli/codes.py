@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from statehold.errors import (
     CorruptionError,
     RunBusyError,
@@ -21,6 +23,13 @@ exit codes:
   1  no: damaged, different             4  no answer: refused, busy, or a newer format
   2  the command cannot be understood   130  interrupted; 141  stdout was closed
 """
+
+
+def code_at_levels(states: Iterable[str], *, is_damaged: bool) -> int:
+    """The exit code of a command that has looked at levels in these states (levels.FoundLevel)."""
+    if is_damaged:
+        return NO
+    return FAILED if "unreadable" in states else YES
 
 
 def code_of(error: StateholdError) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from statehold.cli import blocks
-from statehold.cli.markup import Markup, Piece
+from statehold.cli.markup import Markup, Piece, lines
 from statehold.cli.output import counted
 
 DAMAGE_SHOWN = 100
@@ -40,7 +40,7 @@ def _failures(document: Document) -> Iterator[tuple[Piece, ...]]:
     """The newest first."""
     for level in document["levels"]:
         if level["state"] == "unreadable":
-            yield _bad("level unreadable"), "-", level["name"], level["error"] or "-"
+            yield _bad("level unreadable"), "-", level["name"], lines(level["error"] or "-")
     for save in reversed(document["saves"]):
         if save["failed"]:
             detail = f"after {blocks.seconds((save['end_us'] - save['begin_us']) / 1e6)}"

@@ -102,7 +102,7 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
     try:
         remembered = recall(run)
     except CorruptionError as error:
-        note(f"cannot look at the other levels: {error}")
+        note("cannot look at the other levels: ", error)
         remembered = (itself(run),)
     found = list[FoundLevel]()
     for entry in remembered:
@@ -110,7 +110,7 @@ def levels_of(fs: Fs, run: str, *, far: bool, options: Mapping[str, Any] = {}) -
         if owner is None:
             found += _all_of(fs, entry, far, options)
         else:
-            found.append(FoundLevel(entry, "unreadable", f"its steps belong to the run {owner}"))
+            found.append(FoundLevel(entry, "not there", f"its steps belong to the run {owner}"))
     return found
 
 

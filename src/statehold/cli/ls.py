@@ -20,10 +20,10 @@ from statehold.cli.output import (
     good,
     is_window,
     note,
-    plain,
     sections,
     table,
     to_the_second,
+    told,
     weak,
 )
 from statehold.cli.places import describe, is_per_host, leftovers_of
@@ -50,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
     looked_at = (describe(fs, store, step, is_part=is_part) for step in store.steps())
     steps = [step for step in looked_at if step is not None]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
-    found = steps
+    found, states = steps, []
     if args.levels:
         looked = levels.levels_of(fs, path, far=True, options=levels.far_options(args.option))
         document["levels"] = [level.document() for level in looked]
+        states = [level.state for level in looked]
         document["copies"] = found = [
             {"level": level.entry.name, **copy}
             for step in levels.steps_of(looked)
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         _show(document)
         if text := misnamed(fs, path):
             note(text)
-    return codes.NO if any(step["state"] == "damaged" for step in found) else codes.YES
+    is_damaged = any(step["state"] == "damaged" for step in found)
+    return codes.code_at_levels(states, is_damaged=is_damaged)
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -124,7 +126,7 @@ def _levels_parts(document: dict[str, Any]) -> Iterator[str | Table]:
         yield table(("STEP", "LEVEL", "STATE", "BYTES"), copies, right="STEP BYTES")
     for level in document["levels"]:
         if level["error"]:
-            yield f"level {level['name']}: {plain(level['error'])}"
+            yield f"level {level['name']}: {told(level['error'])}"
 
 
 def state_of(step: dict[str, Any]) -> str:

@@ -37,5 +37,10 @@ def join(pieces: Iterable[Piece]) -> Markup:
     return Markup("".join(p if isinstance(p, Markup) else _safe(str(p)) for p in pieces))
 
 
+def lines(text: str) -> Markup:
+    """Text that has lines, such as an error."""
+    return Markup("<br>".join(map(_safe, text.split("\n"))))
+
+
 def _safe(text: str) -> str:
     return html.escape(plain(text), quote=True)

@@ -98,9 +98,9 @@ def flush() -> None:
 # -- beside the answer -----------------------------------------------------------------------------
 
 
-def note(text: str) -> None:
-    """Print a note that is not the answer, on stderr."""
-    _print_beside(faint("statehold:"), f" {plain(text)}")
+def note(text: str, error: object = "") -> None:
+    """Print a note that is not the answer, on stderr; and an error, line by line, after it."""
+    _print_beside(faint("statehold:"), f" {plain(text)}{told(error)}")
 
 
 def error(found: object) -> None:
@@ -130,6 +130,11 @@ def _print_beside(*pieces: str) -> None:
 def plain(text: str) -> str:
     """`text` without control characters, because names in a step may hold anything."""
     return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def told(error: object) -> str:
+    """The lines of an error, each without control characters."""
+    return "\n".join(map(plain, str(error).split("\n")))
 
 
 def counted(count: int, what: str) -> str:

@@ -28,7 +28,7 @@ from statehold.cli.blocks import (
 )
 from statehold.cli.failures import failures
 from statehold.cli.ls import KINDS
-from statehold.cli.markup import Markup, Piece, join, tag
+from statehold.cli.markup import Markup, Piece, join, lines, tag
 from statehold.cli.output import counted, to_the_second
 from statehold.cli.said import LEGEND, METRICS_SHOWN, columns_of, metrics_of
 from statehold.cli.timeline import timeline
@@ -359,7 +359,9 @@ def _levels(document: Document) -> Markup:
     ]
     numbers = "steps newest bytes free limit"
     header = ("level", "kind", "where", "file_system", "", *numbers.split())
-    notes = [note(f"{level['name']}: {level['error']}") for level in levels if level["error"]]
+    notes = [
+        note(lines(f"{level['name']}: {level['error']}")) for level in levels if level["error"]
+    ]
     asked = "statehold report --levels asks object stores, too."
     if any(level["state"] == "not asked" for level in levels):
         notes.append(note(asked))

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         emit(document)
     else:
         say(args.output)
-    return codes.NO if any(step["state"] == "damaged" for step in document["steps"]) else codes.YES
+    is_damaged = any(step["state"] == "damaged" for step in document["steps"])
+    states = [level["state"] for level in document["levels"]]
+    return codes.code_at_levels(states, is_damaged=is_damaged)
 
 
 def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> dict[str, Any]:

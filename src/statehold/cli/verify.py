@@ -17,7 +17,18 @@ from statehold.checkpoint.store.replacing import LOOKS_MAX, REPLACED, directory_
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, check_step
-from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
+from statehold.cli.output import (
+    ProgressBar,
+    bad,
+    counted,
+    emit,
+    good,
+    note,
+    plain,
+    say,
+    table,
+    weak,
+)
 from statehold.cli.places import tree_bytes
 from statehold.cli.scanning import SpanReader
 from statehold.cli.shared_damage import DamagedFile, SharedDamage
@@ -34,12 +45,15 @@ _SHOWN = 20  # findings of a step
 
 def run(args: argparse.Namespace) -> int:
     fs = file_system()
-    documents, shared = [], SharedDamage()
-    for document, report, seconds in _checked(fs, args):
+    documents, shared, looked = [], SharedDamage(), list[levels.FoundLevel]()
+    for document, report, seconds in _checked(fs, args, looked):
         documents.append(document)
         known = shared.add(report)
         if not args.json:
             _show(report, seconds, document.get("level"), known)
+    for level in looked:
+        if level.state == "unreadable":
+            note(f"level {level.entry.name} was not read: ", level.error)
     if not documents:
         raise StepNotFoundError("the step was retired while it was read")
     intact = all(document["intact"] for document in documents)
@@ -51,20 +65,20 @@ def run(args: argparse.Namespace) -> int:
             say(_shown(each))
         if args.all:
             say(_summary(documents))
-    return codes.YES if intact else codes.NO
+    return codes.code_at_levels([level.state for level in looked], is_damaged=not intact)
 
 
 def _checked(
-    fs: Fs, args: argparse.Namespace
+    fs: Fs, args: argparse.Namespace, looked: list[levels.FoundLevel]
 ) -> Iterator[tuple[dict[str, Any], CheckReport, float]]:
-    """(output for --json, findings, seconds) of each step, or copy."""
+    """(output for --json, findings, seconds) of each step, or copy. looked: gets the levels."""
     if not args.levels:
         places = _all(fs, args.step) if args.all else [find(fs, args.step)]
         for report, seconds in verified(fs, places):
             yield document_of(report, seconds), report, seconds
         return
     run, wanted = asked_of(args.step)
-    looked = levels.levels_of(fs, run, far=True, options=levels.far_options(args.option))
+    looked += levels.levels_of(fs, run, far=True, options=levels.far_options(args.option))
     steps = levels.steps_of(looked)
     if not steps or (wanted is not None and wanted not in steps):
         facts = {"run": run_at(run), "levels": ", ".join(level.entry.name for level in looked)}
