@@ -28,7 +28,7 @@ from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
+from statehold.checkpoint.store.replacing import directory_id, is_directory, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.cli.output import note
 from statehold.cli.places import describe
@@ -175,7 +175,7 @@ def _is_there(entry: Remembered) -> bool:
     """Only an existing directory is a store, because opening would create it."""
     parts = urlsplit(entry.where) if entry.kind == "objects" else None
     if parts is None or parts.scheme == "file":
-        return os.path.isdir(unquote(parts.path) if parts else entry.where)
+        return is_directory(unquote(parts.path) if parts else entry.where)
     return True
 
 

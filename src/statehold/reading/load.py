@@ -15,6 +15,7 @@ an address that its elements cannot have, is copied.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +25,14 @@ import torch
 
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
+from statehold.checkpoint.store.replacing import directory_id
 from statehold.encoding import values
-from statehold.errors import StateMismatchError, UsageError
+from statehold.errors import (
+    StateMismatchError,
+    TruncatedFileError,
+    UsageError,
+    storage_error,
+)
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
@@ -113,6 +120,7 @@ class _Wanted(NamedTuple):
 
 
 def _loaded(fs: Fs, place: StepPlace, rank: int | None, wanted: _Wanted) -> Any:
+    before = directory_id(place.directory)
     saved = place.open(fs, rank)
     node = part_of(saved.state, wanted.name, place.label)
     differing = nodes.differing(node)
@@ -125,6 +133,9 @@ def _loaded(fs: Fs, place: StepPlace, rank: int | None, wanted: _Wanted) -> Any:
     tensors = _Tensors(saved, place, wanted)
     value = values.decode(node, lambda tag, payload: value_of(tag, payload, tensors.made))
     tensors.read()
+    if not wanted.verify and directory_id(place.directory) != before:
+        # Its bytes may be of two saves. With checksums, that would be known.
+        raise storage_error("map a step: it was saved again", errno.ESTALE, place.directory)
     return value
 
 
@@ -174,9 +185,7 @@ class _Tensors:
             self._nbytes += chunk.end - chunk.begin
         if chunk.file not in self._files:
             path = f"{self._directory}/{chunk.file}"
-            self._files[chunk.file] = torch.from_file(
-                path, shared=False, size=chunk.file_bytes, dtype=torch.uint8
-            )
+            self._files[chunk.file] = _mapped(path, chunk.file_bytes)
         return self._files[chunk.file][chunk.begin : chunk.end].view(dtype).view(shape)
 
     def read(self) -> None:
@@ -199,7 +208,25 @@ def _counts(job: ReadJob) -> tuple[int, int]:
     return stats["cached_bytes"] + stats["direct_bytes"], stats["bytes"]
 
 
+def _mapped(path: str, nbytes: int) -> torch.Tensor:
+    """The bytes of a file. Torch knows no error but RuntimeError, so it opens nothing by name."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise storage_error("map a file", error.errno or 0, path) from error
+    try:
+        opened = f"/proc/self/fd/{fd}"
+        return torch.from_file(opened, shared=False, size=nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        facts = {"file": path, "expected": f"{nbytes} bytes", "got": f"{os.fstat(fd).st_size}"}
+        raise TruncatedFileError("a file cannot be mapped", facts=facts) from error
+    finally:
+        os.close(fd)
+
+
 def _is_mappable(chunks: Sequence[PlacedChunk], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     if len(chunks) != 1 or chunks[0].box.shape != shape:
         return False
-    return chunks[0].begin < chunks[0].end and not chunks[0].begin % dtype.itemsize
+    is_complex = dtype == torch.float64 and shape[-1:] == (2,)  # it may be: pairs
+    unit = dtype.itemsize * (2 if is_complex else 1)
+    return chunks[0].begin < chunks[0].end and not chunks[0].begin % unit

@@ -25,7 +25,12 @@ from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.store.lock import LOCK_NAME
 from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.replacing import directory_id, look_beside_a_writer
+from statehold.checkpoint.store.replacing import (
+    ask_server,
+    directory_id,
+    is_directory,
+    look_beside_a_writer,
+)
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import (
@@ -102,6 +107,7 @@ def step_in(text: str) -> tuple[str, int]:
 
 def find(fs: Fs, text: str) -> StepPlace:
     """The step that an argument means. Raises StepNotFoundError."""
+    ask_server(text)
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
         return StepPlace(directory_of(text), _number_of(fs, text), text)
     run, wanted = asked_of(text)
@@ -132,7 +138,7 @@ def directory_of(text: str) -> str:
 def run_of(text: str) -> str:
     """A run directory. Raises NotFoundError if there is none."""
     path = directory_of(text) if text else text  # of @STEP, nothing is left
-    if not os.path.isdir(path):
+    if not is_directory(path):
         run = text.rpartition("@")[0]
         if os.path.isdir(run):
             facts = {"expected": run, "got": text}

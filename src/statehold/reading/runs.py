@@ -7,6 +7,7 @@ Not here: data (load), levels other than the run directory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
-from statehold.errors import no_such_step
+from statehold.errors import StepNotFoundError, no_such_step
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
 from statehold.reading.load import load
@@ -116,8 +117,9 @@ class Run:
 
     def newest(self) -> Step | None:
         """The newest step; None if there is none."""
-        step = next(reversed(self.steps()), None)
-        return None if step is None else self[step]
+        with contextlib.suppress(StepNotFoundError):
+            return at_rest(self._store.fs, f"{self.path}@newest", self._described)
+        return None
 
     def __getitem__(self, step: int) -> Step:
         number = step_of(step)
@@ -126,7 +128,9 @@ class Run:
         return at_rest(self._store.fs, f"{self.path}@{number}", self._described)
 
     def __iter__(self) -> Iterator[Step]:
-        return map(self.__getitem__, self.steps())
+        for step in self.steps():
+            with contextlib.suppress(StepNotFoundError):  # its job has retired it since
+                yield self[step]
 
     def __len__(self) -> int:
         return len(self.steps())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.replacing import directory_id
+from statehold.checkpoint.store.replacing import directory_id, is_directory
 from statehold.checkpoint.store.store import Store
 from statehold.errors import CorruptionError, StorageError
 
@@ -79,7 +79,7 @@ class Places(list[ReadPlace]):
     """The levels that exist, for one look. has_all: whether all of them do."""
 
     def __init__(self, fs: Fs, levels: list[Remembered]) -> None:
-        super().__init__(ReadPlace(fs, entry) for entry in levels if os.path.isdir(entry.where))
+        super().__init__(ReadPlace(fs, entry) for entry in levels if is_directory(entry.where))
         self.has_all = len(self) == len(levels)
 
     @property

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from statehold.checkpoint.store.replacing import missing_path
+from statehold.checkpoint.store.replacing import GONE, missing_path
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -49,12 +49,11 @@ _OF_ONE_COPY = (StorageError, CorruptionError, StepNotFoundError)
 _FAILURES = (StorageError, CorruptionError, StepNotFoundError)
 _UNREADABLE = ""
 _UNKNOWN = "unknown"  # the storage failed, which says nothing about the step
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 def is_of_storage(error: Exception) -> bool:
     """Whether the storage failed. False if a file is gone, because a writer may have removed it."""
-    return isinstance(error, StorageError) and error.errno not in _GONE
+    return isinstance(error, StorageError) and error.errno not in GONE
 
 
 class LevelReader(Protocol):

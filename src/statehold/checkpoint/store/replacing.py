@@ -25,6 +25,7 @@ import errno
 import os
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from statehold.checkpoint.store.directories import delete, parent_of
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What a file system says of a file or directory that is gone.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 REPLACED = ".replaced"
 LOOKS_MAX = 100
 
@@ -154,7 +157,7 @@ def read_standing(fs: Fs, final: str, look: Callable[[str], T]) -> T:
 def missing_path(error: Exception) -> str | None:
     """The missing file, if that is the error."""
     if isinstance(error, StorageError):
-        return error.path if error.errno == errno.ENOENT else None
+        return error.path if error.errno in GONE else None
     if isinstance(error, MissingFileError) and "expected" not in error.facts:  # otherwise: no file
         return str(error.facts.get("file", ""))
     return None
@@ -169,7 +172,8 @@ def look_beside_a_writer(
     """The result of `look`; None if there is nothing to look at any more.
 
     which: tells one save from another; None when it is gone. what: its name, for the error after
-        LOOKS_MAX saves. Raises as `look` does if it failed on one and the same save.
+        LOOKS_MAX saves. Raises as `look` does if it failed on one and the same save. A handle
+        that a network file system calls stale was of another one.
     """
     for _ in range(LOOKS_MAX):
         before = which()
@@ -177,16 +181,39 @@ def look_beside_a_writer(
             return None
         try:
             return look()
-        except (StateholdError, OSError):
-            if which() == before:
+        except (StateholdError, OSError) as error:
+            if which() == before and getattr(error, "errno", 0) != errno.ESTALE:
                 raise
     raise storage_error("read a step that is replaced again and again", errno.ESTALE, what)
 
 
 def directory_id(path: str) -> Hashable | None:
     """Tells the directory at `path` from a later one with its name; None if there is none."""
+    ask_server(path)
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def ask_server(path: str) -> None:
+    """Let a network file system look at `path` and the directories above it now.
+
+    A client answers from memory for half a minute: that there is no run, or that a step is there.
+    It asks its server whenever a directory is opened.
+    """
+    for directory in (*map(str, reversed(Path(path).parents)), path):
+        try:
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except PermissionError:
+            continue
+        except (OSError, ValueError):  # there is none, or no file system has such a name
+            return
+
+
+def is_directory(path: str, is_dir: Callable[[str], bool] = os.path.isdir) -> bool:
+    """Whether there is a directory; before it says no, the server is asked."""
+    if not is_dir(path):
+        ask_server(path)
+    return is_dir(path)

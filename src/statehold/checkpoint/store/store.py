@@ -61,6 +61,7 @@ from statehold.checkpoint.store.ready import READY_NAME, Ready
 from statehold.checkpoint.store.replacing import (
     REPLACED,
     Replaced,
+    is_directory,
     look_beside_a_writer,
     read_standing,
     settle,
@@ -324,7 +325,7 @@ class Store:
     def _entries(self) -> list[tuple[str, bool]]:
         entries = look_beside_a_writer(
             lambda: self.fs.listdir(self._root),
-            lambda: self.fs.is_dir(self._root) or None,
+            lambda: is_directory(self._root, self.fs.is_dir) or None,
             self._root,
         )
         return entries or []

@@ -193,19 +193,19 @@ class ObjectClient:
                 raise
         if source.failure is not None:
             raise source.failure
-        if not self._is_read_back:
-            self._read_back(name, source.begin)
-            self._is_read_back = True
+        self._is_read_back = self._is_read_back or self._read_back(name, source.begin)
 
-    def _read_back(self, name: str, begin: bytes) -> None:
+    def _read_back(self, name: str, begin: bytes) -> bool:
         """Raise if the store does not give a range of a new object back, whose `begin` is this.
 
-        Otherwise all steps would be committed there, and none could be restored.
+        Otherwise all steps would be committed there, and none could be restored. False if the
+        object is too small to tell.
         """
         got = bytearray(max(0, len(begin) - 1))
         self.fetch(name, [(1, memoryview(got))])
         if got != begin[1:]:
             raise not_given_back("read", self.path(name))
+        return bool(got)
 
     # -- downloads -------------------------------------------------------------------------
 
