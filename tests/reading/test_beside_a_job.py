@@ -17,7 +17,6 @@ import statehold
 from statehold.checkpoint.store.replacing import directory_id
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StepNotFoundError, UsageError, storage_error
-from statehold.reading import load as loading
 from statehold.reading.places import StepPlace, file_system
 from support.faults import DEADLINE_S, SMALL
 
@@ -155,15 +154,14 @@ def test_a_loop_passes_over_a_step_that_is_retired_meanwhile(run: Path) -> None:
 
 
 def test_the_newest_step_is_looked_for_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = statehold.open(run)
-    look = opened._described
+    opened, look = statehold.open(run), StepPlace.open
 
-    def late(place: StepPlace) -> Any:
+    def late(place: StepPlace, *arguments: Any) -> Any:
         if place.step == 2:
             retire(run, 2)
-        return look(place)
+        return look(place, *arguments)
 
-    monkeypatch.setattr(opened, "_described", late)
+    monkeypatch.setattr(StepPlace, "open", late)
     newest = opened.newest()
     assert newest is not None
     assert newest.step == 1
@@ -177,29 +175,27 @@ def test_the_newest_step_is_looked_for_again(run: Path, monkeypatch: pytest.Monk
 def test_a_step_that_is_retired_before_it_is_mapped(
     run: Path, monkeypatch: pytest.MonkeyPatch, verify: bool
 ) -> None:
-    monkeypatch.setattr(
-        loading._Tensors, "_map", late_map(loading._Tensors._map, lambda: retire(run, 2))
-    )
+    monkeypatch.setattr(torch, "from_file", late(torch.from_file, lambda: retire(run, 2)))
     assert values(statehold.load(run, mapped=True, verify=verify)) == {1.0}
 
 
-def late_map(function: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
+def late(function: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
     """`act` happens before the first file is mapped."""
     acts = [act]
 
-    def late(*arguments: Any) -> Any:
+    def acting(*arguments: Any, **named: Any) -> Any:
         if acts:
             acts.pop()()
-        return function(*arguments)
+        return function(*arguments, **named)
 
-    return late
+    return acting
 
 
 def test_what_is_mapped_is_of_one_save(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is verified, and the manifest is of the save before."""
     before = directory_id(str(run / "step-000000000002"))
-    again = late_map(loading._Tensors._map, lambda: saved(run, (2, 7.0)))
-    monkeypatch.setattr(loading._Tensors, "_map", again)
+    again = late(torch.from_file, lambda: saved(run, (2, 7.0)))
+    monkeypatch.setattr(torch, "from_file", again)
     assert values(statehold.load(run, mapped=True, verify=False)) == {7.0}
     assert directory_id(str(run / "step-000000000002")) != before
 

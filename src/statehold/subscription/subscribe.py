@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statehold.checkpoint.levels.nearest import Nearest, Next
-from statehold.errors import ClosedError, CorruptionError, StateholdError, StorageError, UsageError
+from statehold.checkpoint.levels.nearest import Nearest, StepChanged
+from statehold.errors import ClosedError, CorruptionError, StorageError, UsageError
 from statehold.options.paths import absolute
 from statehold.reading.places import file_system, tell_misnamed
 from statehold.subscription.consumer import Changes
@@ -68,10 +68,6 @@ def subscribe(run: str | os.PathLike[str], state: Mapping[str, Any]) -> Subscrip
     path = absolute(run, "the run directory")
     tell_misnamed(path)
     return Subscription(path, check_state(state))
-
-
-class _Changed(Exception):
-    """The step is another save by now, or gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +223,7 @@ class Subscription:
         for _ in range(LOOKS_MAX):
             try:
                 return self._newest(places)
-            except _Changed:
+            except StepChanged:
                 continue
             except StorageError as error:
                 self._fails = True
@@ -246,7 +242,8 @@ class Subscription:
             if self._in_place and (step, stamps) == (self._in_place.step, self._in_place.stamps):
                 return None
             try:
-                return self._from_any_copy(nearest, places, step, stamps)
+                prepare = partial(self._prepared, nearest, places, step, stamps)
+                return nearest.from_any_copy(step, prepare)
             except CorruptionError as error:
                 self._damaged[step] = stamps
                 logger.warning(
@@ -263,21 +260,6 @@ class Subscription:
             return [step for step in newest if step >= self._in_place.step]
         # It seems that the run went back. A level that was not seen may have the newer steps.
         return newest if places.were_listed else []
-
-    def _from_any_copy(
-        self, nearest: Nearest, places: Places, step: int, stamps: Hashable
-    ) -> Update | None:
-        while True:
-            try:
-                return self._prepared(nearest, places, step, stamps)
-            except StateholdError as error:
-                following = nearest.after(step, error)
-                if following is Next.AGAIN:
-                    raise _Changed from error
-                if following is Next.GIVE_UP:
-                    raise
-                if following is Next.OTHER_SAVE:
-                    nearest.give_up_save(step)
 
     # -- reading and applying --------------------------------------------------------------
 

@@ -8,7 +8,8 @@ copy of one of its files. If a place cannot be read, that is unknown, and its er
 failing disk is no reason to set a step aside. All files of a restore belong to one save of the
 step. A writer may save the step again, or retire it, meanwhile. A place that has changed since it
 was read is skipped, and does not count as damage.
-Not here: which parts of a step are read (read_plan), when the ranks try again (restoring).
+One loop begins again without a bad copy, for restores and subscribers.
+Not here: which parts of a step are read (read_plan), what the ranks agree on (restoring).
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from statehold.checkpoint.store.replacing import GONE, missing_path
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
     MissingFileError,
+    PeerLostError,
     StateholdError,
     StepNotFoundError,
     StorageError,
@@ -38,6 +40,8 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 
 logger = logging.getLogger("statehold")
+
+T = TypeVar("T")
 
 # A writer that cannot exchange names removes a step's name for a moment at each new save of it.
 ELSEWHERE_MAX = 10
@@ -187,6 +191,10 @@ class ReadableLevel(Protocol):
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
 
 
+class StepChanged(Exception):
+    """The step is another save by now, or gone."""
+
+
 class Nearest:
     """All steps of a run, for one restore; `places` with the nearest first. Not thread-safe."""
 
@@ -301,10 +309,30 @@ class Nearest:
             return Next.GIVE_UP
         return self._other(step, error)
 
-    def give_up_save(self, step: int) -> None:
-        """The save of a step that is open is damaged at every level: read another one."""
-        self.saves.give_up(step)
-        self._found = None
+    def from_any_copy(
+        self,
+        step: int,
+        read: Callable[[], T],
+        after: Callable[[int, Exception], Next] | None = None,
+    ) -> T:
+        """The result of `read`, which reads a step here, again without each copy that was bad.
+
+        after: instead of after(), if other ranks have a say. Raises StepChanged, or as `read` does.
+        """
+        while True:
+            try:
+                return read()
+            except PeerLostError:
+                raise
+            except Exception as error:
+                following = (after or self.after)(step, error)
+                if following is Next.AGAIN:
+                    raise StepChanged from error
+                if following is Next.GIVE_UP:
+                    raise
+                if following is Next.OTHER_SAVE:  # it is damaged at every level
+                    self.saves.give_up(step)
+                    self._found = None
 
     def forget(self, step: int) -> None:
         """Begin a step again: nothing is known of its copies."""

@@ -33,14 +33,13 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.levels.nearest import Next
+from statehold.checkpoint.levels.nearest import Next, StepChanged
 from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import (
     CorruptionError,
     PeerFailedError,
-    PeerLostError,
     StateholdError,
     StateMismatchError,
     UsageError,
@@ -75,10 +74,6 @@ logger = logging.getLogger("statehold")
 # A writer that saves one step again and again must not keep a reader for ever.
 BEGINNINGS_MAX = 100
 PARTLY = "may be partly overwritten: restore another step before training on"
-
-
-class _Changed(Exception):
-    """The step is another save by now, or gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,7 @@ class Restorer:
             step = remaining[-1]
             try:
                 return self.step(step), failed
-            except _Changed as changed:
+            except StepChanged as changed:
                 self._begin_anew(step, changed)
             except CorruptionError as error:
                 if step in asked or not self._claimed(step):
@@ -157,7 +152,7 @@ class Restorer:
         while True:
             try:
                 return self.step(step), {}
-            except _Changed as changed:
+            except StepChanged as changed:
                 self._begin_anew(step, changed)
                 if step not in self._steps():
                     raise no_such_step(step, self._saved.run, self._steps()) from None
@@ -170,7 +165,7 @@ class Restorer:
             error.with_fact("the state", PARTLY)
         return error
 
-    def _begin_anew(self, step: int, changed: _Changed) -> None:
+    def _begin_anew(self, step: int, changed: StepChanged) -> None:
         self.beginnings += 1
         self._saved.forget(step)
         if self.beginnings > BEGINNINGS_MAX:
@@ -192,7 +187,8 @@ class Restorer:
         self.was_intact = True
         with self._saved.protect(step):
             try:
-                matched = self._from_any_copy(step)
+                read = partial(self._read_through, step)
+                matched = self._saved.from_any_copy(step, read, self._after)
                 # A rank that fails here fails alone: all bytes are in place.
                 with self._watch.stage("values", step=step):
                     matched.restoration.finish()
@@ -208,31 +204,20 @@ class Restorer:
             warn_caller(doubt)
         return replace(matched.restoration.report, unexpected=matched.unexpected)
 
-    def _from_any_copy(self, step: int) -> Matched:
-        while True:
-            try:
-                with self._watch.stage("plan", step=step):
-                    matched = self._match(step)
-                self._read(step, matched)
-                return matched
-            except PeerLostError:
-                raise
-            except Exception as error:
-                following = self._after(step, error)
-                if following is Next.AGAIN:
-                    raise _Changed from error
-                if following is Next.GIVE_UP:
-                    raise
-                self.was_intact = False
-                if following is Next.OTHER_SAVE:  # all ranks had opened the same one
-                    self._saved.give_up_save(step)
+    def _read_through(self, step: int) -> Matched:
+        with self._watch.stage("plan", step=step):
+            matched = self._match(step)
+        self._read(step, matched)
+        return matched
 
     def _after(self, step: int, error: Exception) -> Next:
-        """What all ranks do after a failure."""
-        mine = self._saved.after(step, error)
-        if self._peers is None:
-            return mine
-        return Next(json.loads(USUAL.hold(self._peers, json.dumps(mine).encode(), _highest)))
+        """What all ranks do after a failure. All of them have opened the same save."""
+        following = self._saved.after(step, error)
+        if self._peers is not None:
+            mine = json.dumps(following).encode()
+            following = Next(json.loads(USUAL.hold(self._peers, mine, _highest)))
+        self.was_intact &= following in (Next.AGAIN, Next.GIVE_UP)
+        return following
 
     def _ordered(self, choice: Choice) -> list[int]:
         """The steps that are meant, as rank 0 sees them, the first choice last."""
