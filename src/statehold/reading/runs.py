@@ -17,7 +17,7 @@ from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
-from statehold.errors import StepNotFoundError, no_such_step
+from statehold.errors import StepNotFoundError
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
 from statehold.reading.load import load
@@ -122,10 +122,7 @@ class Run:
         return None
 
     def __getitem__(self, step: int) -> Step:
-        number = step_of(step)
-        if number not in (found := self._store.steps()):
-            raise no_such_step(number, self.path, found)
-        return at_rest(self._store.fs, f"{self.path}@{number}", self._described)
+        return at_rest(self._store.fs, f"{self.path}@{step_of(step)}", self._described)
 
     def __iter__(self) -> Iterator[Step]:
         for step in self.steps():

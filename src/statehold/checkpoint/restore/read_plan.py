@@ -149,9 +149,10 @@ class ReadPlan:
             partial(locate, name, nbytes, read[number])
             for name, (number, nbytes) in self._files.items()
         ]
-        # A signal does not wait for them. With one file, there is no way to another thread.
-        at_once = partial(side_by_side, calls, LOCATED_AT_ONCE)
-        paths = apart(at_once) if len(calls) > 1 else at_once()
+        if len(calls) <= 1:  # without the way to another thread
+            paths = [call() for call in calls]
+        else:  # a signal does not wait for them
+            paths = apart(partial(side_by_side, calls, LOCATED_AT_ONCE))
         return dict(zip(paths, sizes, strict=True))
 
     def _fill(self, destination: Destination) -> list[PlacedChunk]:

@@ -207,7 +207,8 @@ class Restorer:
     def _read_through(self, step: int) -> Matched:
         with self._watch.stage("plan", step=step):
             matched = self._match(step)
-        self._read(step, matched)
+        with self._watch.stage("read", step=step):
+            together(self._peers, lambda: self._read_here(step, matched))
         return matched
 
     def _after(self, step: int, error: Exception) -> Next:
@@ -331,10 +332,6 @@ class Restorer:
         return replace(matched, unexpected=unexpected)
 
     # -- reading ---------------------------------------------------------------------------
-
-    def _read(self, step: int, matched: Matched) -> None:
-        with self._watch.stage("read", step=step):
-            together(self._peers, lambda: self._read_here(step, matched))
 
     def _read_here(self, step: int, matched: Matched) -> None:
         self._has_begun_to_read = True

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from statehold.checkpoint.store.object_names import (
     SHARED,
@@ -31,6 +31,7 @@ from statehold.checkpoint.store.object_names import (
 )
 from statehold.errors import MissingFileError
 from statehold.io.objects.client import ObjectClient
+from statehold.io.objects.parallel import side_by_side
 from statehold.layout.plan import file_of
 
 _REFERENCES_BYTES_MAX = 1 << 20
@@ -120,11 +121,11 @@ class SharedObjects:
 
     def _wanted_by(self, directories: Iterable[str]) -> set[str]:
         """The paths of the objects to which directories refer."""
-        with ThreadPoolExecutor(_READS_AT_ONCE, "statehold-references") as threads:
-            listed = threads.map(self._client.list, directories)
-            found = [path for names, _ in listed for path in names if is_reference_name(path)]
-            files = threads.map(self._references, found)
-            return {f"{SHARED}/{name}" for each in files for name in each.values()}
+        lists = [partial(self._client.list, each) for each in directories]
+        listed = side_by_side(lists, _READS_AT_ONCE)
+        found = [path for names, _ in listed for path in names if is_reference_name(path)]
+        files = side_by_side([partial(self._references, each) for each in found], _READS_AT_ONCE)
+        return {f"{SHARED}/{name}" for each in files for name in each.values()}
 
 
 def _references_of(file: str) -> str:

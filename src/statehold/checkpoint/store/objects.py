@@ -29,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from statehold.checkpoint.store.object_names import (
@@ -55,7 +55,7 @@ from statehold.errors import (
 from statehold.format.entries import sha256
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
-from statehold.io.objects.parallel import Target
+from statehold.io.objects.parallel import Target, side_by_side
 
 logger = logging.getLogger("statehold")
 
@@ -90,12 +90,11 @@ class Neighbour:
         """
         found: set[str] = set()
         names = list(files) if self._both is not None else []
-        with ThreadPoolExecutor(AT_ONCE, "statehold-object-copies") as threads:
-            for at in range(0, len(names), AT_ONCE):
-                before(0)
-                some = names[at : at + AT_ONCE]
-                done = threads.map(self._bring, some, [files[name] for name in some])
-                found.update(name for name, is_copied in zip(some, done, strict=True) if is_copied)
+        for at in range(0, len(names), AT_ONCE):
+            before(0)
+            some = names[at : at + AT_ONCE]
+            done = side_by_side([partial(self._bring, name, files[name]) for name in some], AT_ONCE)
+            found.update(name for name, is_copied in zip(some, done, strict=True) if is_copied)
         return found
 
     def _bring(self, name: str, size: int) -> bool:

@@ -325,7 +325,7 @@ class Store:
     def _entries(self) -> list[tuple[str, bool]]:
         entries = look_beside_a_writer(
             lambda: self.fs.listdir(self._root),
-            lambda: is_directory(self._root, self.fs.is_dir) or None,
+            lambda: self.fs.is_dir(self._root) or is_directory(self._root, self.fs.is_dir) or None,
             self._root,
         )
         return entries or []
