@@ -23,6 +23,7 @@ from statehold.testing import MemoryBoard
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
 
 SHORT_S = 0.2
+NEVER_S = 1e6
 SIZE = 5
 
 
@@ -125,6 +126,29 @@ def test_missing_ranks_are_named_on_all_ranks(make: Maker) -> None:
         assert isinstance(error, PeerLostError)
         assert error.ranks == (1, 3)
         assert "1, 3" in str(error)
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_saves_under_way_do_not_wait_one_after_the_other_for_a_rank_that_is_dead(
+    make: Maker, waiting: int
+) -> None:
+    """Rank 0, and another one if rank 0 is dead. The second wait would not end in this life."""
+    peers = peers_of(make, 2, DEADLINE_S)
+    together(peers, lambda one: one.open())
+    one = peers[waiting]
+    wait = one.outcome if waiting else one.gather
+    for seq, timeout_s, waiting_s in ((0, SHORT_S, 0.0), (1, NEVER_S, NEVER_S)):
+        one.timeout_s = timeout_s
+        arrive(one, seq)
+        with pytest.raises(PeerLostError) as caught:
+            wait(seq, waiting_s)
+        assert caught.value.ranks == (1 - waiting,)
+        if not waiting:
+            one.conclude(seq, caught.value)
+    one.timeout_s = DEADLINE_S  # a save that begins after that waits as long as usual
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(save, one, 2)
+        assert save(peers[1 - waiting], 2) == everybody(2) == ended.result(DEADLINE_S)
 
 
 def test_a_lost_committer_is_named(make: Maker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from statehold.testing import SimFs
+from statehold.testing import MemoryBoard, SimFs
 from support.faults import DEADLINE_S, must, spy_on
 from support.inside import inside, passage
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
@@ -491,6 +492,30 @@ def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: R
     outcomes = ranks.outcomes(begin)
     assert type(outcomes[1]) is UsageError
     assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))
+
+
+def test_the_second_save_under_way_does_not_wait_again_for_a_dead_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 1)
+        ckpt, begun, lost_s, until_s = ranks.ckpts[0], threading.Event(), [], []
+        timeout_s = inside(ckpt).peers.timeout_s
+
+        def full(self: MemoryBoard, group: str, size: int, until: float) -> list[int]:
+            must(begun.wait(DEADLINE_S))
+            lost_s.append(time.monotonic())
+            until_s.append(until)
+            return [1]
+
+        monkeypatch.setattr(MemoryBoard, "full", full)
+        saves = [ckpt.save(step, state(0, step)) for step in (2, 3)]
+        begun.set()
+        for each in saves:
+            with pytest.raises(PeerLostError, match="ranks did not arrive within") as caught:
+                each.wait("committed", DEADLINE_S)
+            assert caught.value.ranks == (1,)
+        assert until_s[1] < lost_s[0] + timeout_s
 
 
 CALLS = {

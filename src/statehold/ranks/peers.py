@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class Peers:
         self._guard = threading.Lock()
         self._token: str | None = None
         self._agreed: dict[str, int] = {}
+        self._lost_s = -math.inf  # when a rank was lost in a save
         self._held: dict[str, list[str]] = {}  # kind of round -> groups to forget, oldest first
 
     @property
@@ -123,17 +125,40 @@ class Peers:
         """
         self._fail(what, seq, error)
 
-    def gather(self, seq: int) -> list[bytes]:
-        """Rank 0, having arrived: the messages of all ranks, in order."""
-        return self._gather("save", seq)
+    def gather(self, seq: int, waiting_s: float = 0.0) -> list[bytes]:
+        """Rank 0, having arrived: the messages of all ranks, in order.
+
+        waiting_s: how long ago the save began. If a rank was lost since, only the rest of
+        `timeout_s` is left: saves under way do not wait one after the other for a dead rank.
+        """
+        with self._noting_loss():
+            return self._gather("save", seq, self._left_s(waiting_s))
 
     def conclude(self, seq: int, outcome: bytes | StateholdError) -> None:
         """Rank 0: announce how the round ended."""
         self._conclude("save", seq, outcome)
 
-    def outcome(self, seq: int) -> bytes:
-        """The others, having arrived: the conclusion of rank 0; raises if that is an error."""
-        return self._outcome("save", seq)
+    def outcome(self, seq: int, waiting_s: float = 0.0) -> bytes:
+        """The others, having arrived: the conclusion of rank 0; raises if that is an error.
+
+        waiting_s: as for gather(), if rank 0 was lost.
+        """
+        with self._noting_loss():
+            return self._outcome("save", seq, self._left_s(waiting_s))
+
+    @contextlib.contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLostError as error:
+            if self.rank == 0 or 0 in error.ranks:  # whom this rank waits for
+                self._lost_s = time.monotonic()
+            raise
+
+    def _left_s(self, waiting_s: float) -> float | None:
+        if time.monotonic() - waiting_s >= self._lost_s:
+            return None  # as long as usual
+        return max(0.0, _PATIENCE * (self.timeout_s - waiting_s))
 
     def announce(self, what: str, seq: int, message: bytes) -> None:
         """Rank 0: announce a value, without waiting for any rank."""
@@ -243,8 +268,9 @@ class Peers:
         failure = self._board.peek(f"{group}/outcome")
         if failure is not None:
             _decode(failure)
+        limit_s = self.timeout_s if kind == "save" else timeout_s  # from the beginning of the save
         raise did_not_come(
-            f"ranks did not arrive within {timeout_s:g} s", missing, round=f"{kind} {seq}"
+            f"ranks did not arrive within {limit_s:g} s", missing, round=f"{kind} {seq}"
         )
 
     def _conclude(self, kind: str, seq: int, outcome: bytes | StateholdError) -> None:

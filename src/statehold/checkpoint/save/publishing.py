@@ -238,7 +238,8 @@ class Together:
     def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
         """D4 to D7. Returns the outcome for the other ranks."""
         with work.save.stage("gather"):
-            messages = [json.loads(each) for each in self._peers.gather(work.number)]
+            notes = self._peers.gather(work.number, work.save.elapsed())
+            messages = [json.loads(each) for each in notes]
         _check_alike(messages, "step", "a rank saves another step than rank 0")
         _check_alike(
             messages, "version", "a rank and rank 0 know different outcomes of earlier saves"
@@ -300,7 +301,8 @@ class Together:
         """The outcome from rank 0; None if none came, and the step is committed."""
         try:
             with work.save.stage("wait for rank 0"):
-                outcome: dict[str, Any] = json.loads(self._peers.outcome(work.number))
+                told = self._peers.outcome(work.number, work.save.elapsed())
+                outcome: dict[str, Any] = json.loads(told)
         except PeerFailedError:
             raise
         except Exception as error:
