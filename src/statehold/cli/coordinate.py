@@ -12,7 +12,7 @@ import signal
 import time
 
 from statehold.cli import codes
-from statehold.cli.output import emit, flush, say
+from statehold.cli.output import emit, flush, plain, say
 from statehold.errors import UsageError
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(text: str) -> None:
-    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}")
     flush()
 
 

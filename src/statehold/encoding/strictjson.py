@@ -1,4 +1,4 @@
-"""Strict reading of JSON from files that may be damaged or hostile.
+"""Strict reading of JSON from files that may be damaged or hostile, and from peers on sockets.
 
 Owns: parsing with a depth limit, without duplicate keys, NaN or Infinity; the checks that a parsed
 value has the type and range of its format.
@@ -20,6 +20,9 @@ from itertools import accumulate
 from typing import Any, NoReturn
 
 from statehold.errors import CorruptionError
+
+# Messages of processes to each other nest less deeply.
+MESSAGE_DEPTH_MAX = 8
 
 # File offsets and sizes are signed 64-bit in every interface below us.
 INT_MAX = 2**63 - 1
@@ -139,3 +142,17 @@ class Checker:
         for size in sizes:
             self.integer(size, where)
         return tuple(sizes)
+
+
+_MESSAGES = Checker(CorruptionError, "not a message", "")
+
+
+def message(text: bytes) -> Any:
+    """The value of a message that came through a socket, from whoever has sent it.
+
+    Raises ValueError for everything that is no JSON, and for nothing else.
+    """
+    try:
+        return _MESSAGES.parse(text, "a message", MESSAGE_DEPTH_MAX)
+    except CorruptionError as error:
+        raise ValueError(str(error)) from None

@@ -5,8 +5,9 @@ what every rank of its group has said. A TCPStore of torch would do, but each of
 looks a name up at both ends. On a machine whose name server loses a packet, everybody waits for
 five seconds, because a TCPStore has one thread.
 
-Invariants: a rank that goes away before its group is complete leaves nothing behind. No name is
-looked up, as long as addresses are numbers.
+Invariants: a rank that goes away before its group is complete leaves nothing behind. Who comes and
+says something else, or nothing, loses its connection, and nobody else notices. No name is looked
+up, as long as addresses are numbers.
 Not here: what the ranks say (gloo), which desk an epoch meets at (protocol).
 """
 
@@ -19,12 +20,15 @@ import socket
 import threading
 from dataclasses import dataclass
 
+from statehold.encoding import strictjson
+from statehold.process.reception import Reception
 from statehold.resilience.lost import GroupLostError
 
 # For a connection, and for a rank to take an answer.
 CONNECT_S = 5.0
 _POLL_S = 0.01
 _LINE_MAX = 1 << 16
+_RANKS_MAX = 1 << 20
 
 
 def meet(
@@ -46,10 +50,28 @@ def meet(
                     if not found:
                         raise GroupLostError(f"the rank with the desk {desk} has gone")
                     answer += found
-    except OSError as error:
+                    if len(answer) > size * _LINE_MAX:
+                        raise ValueError("an answer without an end")
+        return _sayings(strictjson.message(bytes(answer)), size)
+    except (OSError, ValueError) as error:
         raise GroupLostError(f"the desk {desk} does not answer: {error}") from error
-    result: list[str] = json.loads(answer)
-    return result
+
+
+def _sayings(answer: object, size: int) -> list[str]:
+    if type(answer) is not list or [type(each) for each in answer] != [str] * size:
+        raise ValueError("not what the ranks of a group say")
+    return answer
+
+
+def _row(line: bytes) -> tuple[str, int, int, str]:
+    """What a visitor says: its group, its rank, how many ranks the group has, and to them."""
+    said = strictjson.message(line)
+    if type(said) is not list or [type(each) for each in said] != [str, int, int, str]:
+        raise ValueError("not a line of a meeting")
+    group, rank, size, says = said
+    if not 0 <= rank < size <= _RANKS_MAX:
+        raise ValueError("no rank of a group")
+    return group, rank, size, says
 
 
 @dataclass(slots=True)
@@ -65,12 +87,12 @@ class Desk:
     """A place where groups meet, served by a thread. host: an address that others can reach."""
 
     def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        listener = socket.create_server((host, 0), backlog=1024)
+        self.address = f"{host}:{listener.getsockname()[1]}"
         self._waiting: dict[str, dict[int, _Visitor]] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._listener = listener
+        self._reception = Reception(self._selector, listener)
         self._bell, self._door = socket.socketpair()
         self._selector.register(self._door, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="statehold-desk", daemon=True)
@@ -84,7 +106,9 @@ class Desk:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for each in self._reception.late():
+                self._forget(self._selector.get_key(each).data)
+            for key, _ in self._selector.select(self._reception.turn_s):
                 if key.fileobj is self._door:
                     self._end()
                     return
@@ -99,11 +123,11 @@ class Desk:
                 with contextlib.suppress(OSError):  # a forked child may have a copy of it
                     key.fileobj.shutdown(socket.SHUT_RDWR)
                 key.fileobj.close()
+        self._reception.close()
         self._selector.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone already
-            connection, _ = self._listener.accept()
+        if connection := self._reception.accept():
             connection.settimeout(CONNECT_S)
             self._selector.register(connection, selectors.EVENT_READ, _Visitor(connection))
 
@@ -114,9 +138,10 @@ class Desk:
             if not found or visitor.group or len(visitor.line) > _LINE_MAX:
                 self._forget(visitor)
             elif visitor.line.endswith(b"\n"):
-                visitor.group, visitor.rank, size, visitor.says = json.loads(visitor.line)
+                visitor.group, visitor.rank, size, visitor.says = _row(visitor.line)
+                self._reception.spoke(visitor.connection)
                 self._join(visitor, size)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError):
             self._forget(visitor)
 
     def _join(self, visitor: _Visitor, size: int) -> None:
@@ -133,6 +158,7 @@ class Desk:
     def _forget(self, visitor: _Visitor) -> None:
         if visitor.connection.fileno() < 0:
             return
+        self._reception.spoke(visitor.connection)
         self._selector.unregister(visitor.connection)
         visitor.connection.close()
         present = self._waiting.get(visitor.group, {})

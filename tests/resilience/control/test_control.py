@@ -9,6 +9,7 @@ import pytest
 
 from resilience.control.peers import LONG_LEASE_S, PATIENCE_S, Office, Peer, meeting, until
 from statehold.errors import PortInUseError, UsageError
+from statehold.process import reception
 from statehold.resilience.control import lines as lines_module
 from statehold.resilience.control.lines import Lines
 from statehold.resilience.control.server import Server
@@ -35,10 +36,11 @@ def stranger(office: Office) -> socket.socket:
 
 
 def is_over(sock: socket.socket) -> bool:
-    """Whether the other side has closed; waits for it."""
+    """Whether the other side has closed; waits for it, and closes this side."""
     try:
-        while sock.recv(4096):
-            pass
+        with sock:
+            while sock.recv(4096):
+                pass
     except ConnectionError:
         pass
     except TimeoutError:
@@ -190,9 +192,18 @@ def test_a_server_for_one_job_ends_with_it_and_not_with_a_loss() -> None:
         encode(HELLO).replace(b'"lease_s": 30.0', b'"lease_s": 0'),
         encode(HELLO).replace(b'"step": 0', b'"step": 1e999'),
         encode(HELLO) + encode(HELLO),
+        encode(HELLO).replace(b'"lease_s": 30.0', b'"lease_s": 1' + b"0" * 400),
+        encode(HELLO).replace(b'"promised": 0', b'"promised": ' + b"9" * 4300),
+        encode(HELLO).replace(b'"members": []', b'"members": ["a", "a"]'),
+        encode(HELLO).replace(b'"x"', rb'"\ud800"'),
+        encode(HELLO).replace(b'"x"', rb'"\u001b[2J\nepoch 7 has 4 replicas"'),
+        encode(Prepare(1)),
     ],
-    ids=["bytes", "http", "deep", "types", "lease", "infinite", "two Hellos"],
-)
+    ids=[
+        "bytes", "http", "deep", "types", "lease", "infinite", "two Hellos", "long lease",
+        "long epoch", "member twice", "surrogate", "terminal", "no Hello",
+    ],
+)  # fmt: skip
 def test_garbage_costs_its_sender_the_connection_and_nobody_else(line: bytes) -> None:
     with meeting("a") as (office, peers):
         other = stranger(office)
@@ -247,6 +258,45 @@ def test_an_endless_line_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("is_full", [False, True], ids=["patience", "room"])
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+    monkeypatch.setattr(reception, "SILENT_MAX" if is_full else "FIRST_S", 4 if is_full else 0.01)
+    with meeting("a") as (office, peers):
+        silent = [stranger(office) for _ in range(6)]
+        assert all(map(is_over, silent))
+        newcomer = Peer("b", office.port)
+        peers["a"].until(lambda each: each.joiners_wait)
+        newcomer.link.close()
+
+
+def test_a_listener_without_descriptors_rests_until_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = [0]
+    monkeypatch.setattr(reception, "_most", lambda: most[0])
+    office = Office(1)
+    peer = Peer("a", office.port)
+    until(lambda: office.server._reception.turn_s is not None)  # it rests
+    most[0] = 100
+    peer.until_in("a")
+    peer.link.close()
+    office.close()
+
+
+def test_a_fault_of_the_coordinator_ends_the_connection_that_met_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with meeting("a") as (office, peers):
+        with monkeypatch.context() as patched:
+            patched.setattr(Coordinator, "hello", lambda *_: 1 // 0)
+            other = stranger(office)
+            other.sendall(encode(HELLO))
+            assert is_over(other)
+        newcomer = Peer("b", office.port)
+        peers["a"].until(lambda each: each.joiners_wait)
+        newcomer.link.close()
+
+
 def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "LINES_MAX", 1 << 20)
     lines, other = pair()
@@ -288,6 +338,7 @@ def test_what_follows_a_loss_is_sent_after_what_came_before_it() -> None:
     server._lines = {1: Broken(first.socket), 2: second}
     for conn, lines in server._lines.items():
         server._selector.register(lines.socket, 1, conn)
+    server._names = {2: "b rank 0"}
     coordinator.conns = [1, 2]
     server._receive(2, Prepare(0))
     heard = second_peer.makefile("rb")

@@ -198,7 +198,10 @@ def test_a_desk_closes_though_a_forked_child_has_copies_of_its_sockets() -> None
 
 def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
     host, _, port = desk.address.rpartition(":")
-    for line in [b"hello\n", b"[1]\n", b"x" * 70_000, b'["g", 0, 2, "gone"]\n']:
+    nonsense = [b"hello\n", b"[1]\n", b"x" * 70_000, b"[" * 60_000 + b"\n"]
+    nonsense += [b'[["g"], 0, 2, "x"]\n', b'["g", [], 2, "x"]\n', b'["g", 0, "2", "x"]\n']
+    nonsense += [b'["g", 2, 2, "x"]\n', b'["g", 0, 2, {}]\n']
+    for line in [*nonsense, b'["g", 0, 2, "gone"]\n']:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(line)
             if not line.startswith(b'["g"'):

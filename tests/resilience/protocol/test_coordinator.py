@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from dataclasses import replace
 
 import pytest
 
 from resilience.protocol.hall import MICROBATCHES, Hall, hello
-from statehold.resilience.protocol.coordinator import FRUITLESS_MAX, PATIENCE, RETURN_S
+from statehold.resilience.protocol.coordinator import (
+    FRUITLESS_MAX,
+    PATIENCE,
+    RETURN_S,
+    Coordinator,
+)
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
     TORN,
@@ -15,13 +22,17 @@ from statehold.resilience.protocol.messages import (
     Complaint,
     Fenced,
     GivesUp,
+    Hello,
     Install,
     Leave,
+    Message,
     Prepare,
     Promise,
     Refused,
     View,
     Waiting,
+    decode,
+    encode,
 )
 
 
@@ -507,3 +518,40 @@ def test_an_install_names_the_store_of_the_first_member() -> None:
     conn = hall.connect(hello("b", desk="host:2"))
     installs = [each for each in hall.heard[conn] if isinstance(each, Install)]
     assert [each.desk for each in installs] == ["host:1"]
+
+
+# Strangers
+
+
+def hostile(draw: random.Random) -> bytes:
+    """A line that may be a message: its fields have values of which some are nobody's."""
+    number = draw.choice([0, 0, 1, 1, 2, 5, -1, 2**62, 2**64, 10**400])
+    view = View(number, draw.random() < 0.5, (0,), draw.random() < 0.5, draw.choice(["", "same"]))
+    names = tuple(draw.choices("abc", k=draw.randrange(4)))
+    lease_s = draw.choice([0.001, 1.0, 1e300, 10**400])
+    said: list[Message] = [
+        hello(draw.choice("abc"), draw.randrange(2), draw.randrange(1, 3), view=view,
+              epoch=number, promised=number, failed=draw.choice([0, number]), members=names,
+              min_replicas=draw.choice([1, 2, number]), lease_s=lease_s),
+        Promise(number, view), Complaint(number, "x"), Leave(view), GivesUp(number), Beat(number),
+    ]  # fmt: skip
+    return encode(draw.choice(said[:1] * 3 + said))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_messages_of_strangers_end_the_coordinator(seed: int) -> None:
+    draw, now = random.Random(seed), 0.0
+    coordinator = Coordinator(settle_s=0.1)
+    for conn in range(50):
+        now += draw.choice([0.0, 0.02, 3.0])
+        coordinator.tick(now)
+        with contextlib.suppress(ValueError):  # the server hangs up
+            message = decode(hostile(draw))
+            if isinstance(message, Hello):
+                sent = coordinator.hello(conn, message, now)
+            else:
+                sent = coordinator.receive(draw.randrange(conn + 1), message, now)
+            for _, each in sent:
+                assert decode(encode(each)) == each
+        if draw.random() < 0.2:
+            coordinator.lost(draw.randrange(conn + 1), now)

@@ -28,12 +28,13 @@ from statehold.resilience.protocol.messages import (
 )
 
 numbers = st.integers(0, 2**62)
-names = st.text(max_size=20)
+words = st.text(max_size=20)
+names = words.filter(str.isprintable)
 found_steps = st.integers(-1, 2**40)
 shares = st.lists(numbers, max_size=5).map(tuple)
 views = st.builds(View, found_steps, st.booleans(), shares, st.booleans(), names)
 drawn = st.dictionaries(names, numbers, max_size=3)
-texts = st.dictionaries(names, names, max_size=3)
+texts = st.dictionaries(words, words, max_size=3)
 hellos = st.builds(
     Hello,
     replica=names,
@@ -46,14 +47,14 @@ hellos = st.builds(
     epoch=numbers,
     promised=numbers,
     failed=numbers,
-    members=st.lists(names, max_size=3).map(tuple),
+    members=st.lists(names, max_size=3, unique=True).map(tuple),
     desk=names,
 )
 messages = st.one_of(
     hellos,
     st.builds(Beat, found_steps, drawn),
     st.builds(Promise, numbers, views),
-    st.builds(Complaint, numbers, names),
+    st.builds(Complaint, numbers, words),
     st.builds(Leave, views),
     st.builds(GivesUp, st.integers(0, 9)),
     st.builds(Prepare, numbers),
@@ -130,6 +131,13 @@ def test_a_message_with_another_value_is_one_or_a_value_error(
         {"epoch": True},
         {"job": {"seed": 1}},
         {"members": "ab"},
+        {"members": ["a", "a"]},
+        {"replica": "two\nlines"},
+        {"replica": "\ud800"},
+        {"desk": "\x1b[2J"},
+        {"lease_s": 10**400},
+        {"epoch": 2**63},
+        {"promised": 10**300},
         {"view": {"step": float("inf")}},
         {"stranger": 1},
     ],

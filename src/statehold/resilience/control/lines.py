@@ -1,7 +1,8 @@
 """Lines of a stream of bytes, in both directions, for sockets that do not block.
 
 Invariants: a line comes out once, whole, in order. A peer that sends an endless line, or reads
-nothing while LINES_MAX bytes wait for it, is given up with ConnectionError.
+nothing while LINES_MAX bytes wait for it, is given up with ConnectionError. `line_max` says from
+how many bytes on a line is endless.
 Not here: what is in a line (protocol/messages).
 """
 
@@ -12,6 +13,8 @@ import errno
 import socket
 
 LINES_MAX = 64 << 20
+# Of a peer that has not said who it is.
+FIRST_MAX = 1 << 20
 _READ = 1 << 16
 
 
@@ -22,6 +25,7 @@ class Lines:
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.line_max = LINES_MAX
         self._in = bytearray()
         self._out = bytearray()
 
@@ -39,7 +43,7 @@ class Lines:
             if b"\n" in found:
                 *lines, self._in = self._in.split(b"\n")
                 return [bytes(line) for line in lines]
-        if len(self._in) > LINES_MAX:
+        if len(self._in) > self.line_max:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the peer sends no end of a line")
         return []
 

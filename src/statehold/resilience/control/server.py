@@ -2,7 +2,8 @@
 
 Invariants:
 - It writes nothing to disk. After a restart the ranks tell it what it knew (R12).
-- A peer that sends something else than messages loses its connection, and nobody else notices.
+- A peer that sends something else than messages, or nothing, loses its connection, and nobody else
+  notices.
 Not here: decisions (protocol/coordinator).
 """
 
@@ -17,7 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from statehold.errors import PortInUseError, UsageError
-from statehold.resilience.control.lines import Lines
+from statehold.process.reception import Reception
+from statehold.resilience.control.lines import FIRST_MAX, LINES_MAX, Lines
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.messages import (
     Complaint,
@@ -59,7 +61,7 @@ class Server:
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._reception = Reception(self._selector, self._listener)
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lines: dict[int, Lines] = {}
@@ -74,6 +76,8 @@ class Server:
         """Until `stop`, which may be called by another thread or by a signal handler."""
         ticked = 0.0
         while True:
+            for each in self._reception.late():
+                self._lose(self._selector.get_key(each).data, TimeoutError("it has said nothing"))
             for key, _ in self._selector.select(TICK_S):
                 if key.fileobj is self._wake:
                     return
@@ -99,11 +103,13 @@ class Server:
             each.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connected, _ = self._listener.accept()
-            self._next += 1
-            self._lines[self._next] = Lines(connected)
-            self._selector.register(connected, selectors.EVENT_READ, self._next)
+        connected = self._reception.accept()
+        if connected is None:
+            return
+        self._next += 1
+        lines = self._lines[self._next] = Lines(connected)
+        lines.line_max = FIRST_MAX
+        self._selector.register(connected, selectors.EVENT_READ, self._next)
 
     def _ready(self, conn: int) -> None:
         lines = self._lines.get(conn)
@@ -113,7 +119,7 @@ class Server:
             lines.flush()
             for line in lines.read():
                 self._receive(conn, decode(line))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever its bytes have led to is the end of it alone
             self._lose(conn, error)
         self._watch(conn)
 
@@ -122,21 +128,26 @@ class Server:
         if isinstance(message, Hello):
             if conn in self._names:
                 raise ValueError("a second Hello")
+            self._reception.spoke(self._lines[conn].socket)
+            self._lines[conn].line_max = LINES_MAX
             self._names[conn] = f"{message.replica} rank {message.place}"
             self._report(f"{self._names[conn]} has connected, at step {message.view.step}")
             self._send(self._coordinator.hello(conn, message, now))
             return
+        if conn not in self._names:
+            raise ValueError("no Hello")
         if isinstance(message, Leave):
             self._left.add(conn)
-            self._report(f"{self._names.get(conn)} has left, at step {message.view.step}")
+            self._report(f"{self._names[conn]} has left, at step {message.view.step}")
         if isinstance(message, Complaint):
-            self._report(f"{self._names.get(conn)} complains: {message.reason}")
+            self._report(f"{self._names[conn]} complains: {message.reason}")
         self._send(self._coordinator.receive(conn, message, now))
 
     def _lose(self, conn: int, error: Exception) -> None:
         lines = self._lines.pop(conn, None)
         if lines is None:
             return
+        self._reception.spoke(lines.socket)
         self._selector.unregister(lines.socket)
         lines.close()
         name = self._names.pop(conn, "a stranger")
@@ -154,18 +165,22 @@ class Server:
         if self._sends:
             return
         self._sends = True
-        while self._unsent:
-            conn, message = self._unsent.popleft()
-            lines = self._lines.get(conn)
-            if lines is None:
-                continue
-            self._tell(conn, message)
-            try:
-                lines.write(encode(message))
-            except OSError as error:
-                self._lose(conn, error)
-            self._watch(conn)
-        self._sends = False
+        try:
+            while self._unsent:
+                self._write(*self._unsent.popleft())
+        finally:
+            self._sends = False
+
+    def _write(self, conn: int, message: Message) -> None:
+        lines = self._lines.get(conn)
+        if lines is None:
+            return
+        self._tell(conn, message)
+        try:
+            lines.write(encode(message))
+        except OSError as error:
+            self._lose(conn, error)
+        self._watch(conn)
 
     def _watch(self, conn: int) -> None:
         lines = self._lines.get(conn)

@@ -2,7 +2,9 @@
 
 A message is one line of JSON, an object whose member "is" names its class below.
 
-Invariants: `decode(encode(message)) == message`. A line that is no message raises ValueError.
+Invariants: `decode(encode(message)) == message`. A line that is no message raises ValueError, and
+so does one with a name, a number or a time that no rank has: whoever gets a message may use it as
+it is. Only what is free text (job, facts, reason) may have characters that a terminal obeys.
 Not here: when a message is sent (member, coordinator), and how (control).
 """
 
@@ -15,6 +17,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from statehold.encoding import strictjson
+
+SECONDS_MAX = 24 * 3600.0
+# Of what a rank may know when it connects: the coordinator counts on from there.
+EPOCH_MAX = 2**62
 # The step of a rank whose state is neither its own nor that of others: a transfer has broken off.
 TORN = -1
 # The digest of a state that has come from members: those of the same step are equal.
@@ -206,14 +213,21 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """The message of a line; ValueError if it is something else."""
     try:
-        fields = json.loads(line)
+        fields = strictjson.message(line)
         kind = _KINDS[fields.pop("is")]
         message: Message = kind(**{name: _READERS[name](each) for name, each in fields.items()})
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a message: {line[:200]!r}") from error
-    if isinstance(message, Hello) and message.place >= message.width:
-        raise ValueError(f"not a place: {message.place} of {message.width}")
+    if isinstance(message, Hello):
+        _check_hello(message)
     return message
+
+
+def _check_hello(hello: Hello) -> None:
+    if hello.place >= hello.width:
+        raise ValueError(f"not a place: {hello.place} of {hello.width}")
+    if max(hello.epoch, hello.promised, hello.failed) > EPOCH_MAX:
+        raise ValueError("an epoch that no coordinator has reached")
 
 
 def _plain(value: object) -> Any:
@@ -231,64 +245,85 @@ def _is(*kinds: type) -> Callable[[Any], Any]:
     return read
 
 
-_text, _number, _flag, _list, _object = _is(str), _is(int), _is(bool), _is(list), _is(dict)
+_words, _flag, _list, _object = _is(str), _is(bool), _is(list), _is(dict)
 
 
-def _at_least(least: int) -> Callable[[Any], int]:
+def _between(least: int, most: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
-        found: int = _number(value)
-        if found < least:
-            raise ValueError(f"{found} is less than {least}")
-        return found
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"a number outside of {least} to {most}")
+        return value
 
     return read
 
 
+_number = _between(TORN, strictjson.INT_MAX)
+_count, _positive = _between(0, strictjson.INT_MAX), _between(1, strictjson.INT_MAX)
+_checksum = _between(0, 2**64 - 1)
+
+
+def _name(value: Any) -> str:
+    """A text that may be shown as it is."""
+    text: str = _words(value)
+    if not text.isprintable():
+        raise ValueError("a name with characters that nobody can read")
+    return text
+
+
 def _seconds(value: Any) -> float:
     seconds: float = _is(float, int)(value)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds} is no time")
+    if not 0 < seconds <= SECONDS_MAX:
+        raise ValueError("no time, or more than a day")
     return seconds
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = _tuple(_name)(value)
+    if len(set(names)) < len(names):
+        raise ValueError("a name twice")
+    return names
 
 
 def _tuple(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(read(each) for each in _list(value))
 
 
-def _mapping(read: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {name: read(each) for name, each in _object(value).items()}
+def _mapping(
+    read: Callable[[Any], Any], key: Callable[[Any], str] = _name
+) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {key(name): read(each) for name, each in _object(value).items()}
 
 
 def _view(value: Any) -> View:
     return View(
         step=_number(value["step"]),
         voted=_flag(value["voted"]),
-        share=_tuple(_number)(value["share"]),
+        share=_tuple(_count)(value["share"]),
         member=_flag(value["member"]),
-        digest=_text(value["digest"]),
-        stack=_tuple(_tuple(_number))(value["stack"]),
+        digest=_name(value["digest"]),
+        stack=_tuple(_tuple(_count))(value["stack"]),
     )
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "replica": _text,
-    "place": _at_least(0),
-    "width": _at_least(1),
-    "job": _mapping(_text),
+    "replica": _name,
+    "place": _count,
+    "width": _positive,
+    "job": _mapping(_words, _words),
     "view": _view,
-    "min_replicas": _at_least(1),
+    "min_replicas": _positive,
     "lease_s": _seconds,
-    "epoch": _at_least(0),
-    "after": _at_least(0),
+    "epoch": _count,
+    "after": _count,
     "gave_up": _flag,
-    "promised": _at_least(0),
-    "failed": _at_least(0),
-    "members": _tuple(_text),
-    "desk": _text,
+    "promised": _count,
+    "failed": _count,
+    "members": _names,
+    "desk": _name,
     "step": _number,
-    "drawn": _mapping(_number),
-    "reason": _text,
+    "drawn": _mapping(_checksum),
+    "reason": _words,
     "views": _mapping(_view),
     "departed": _tuple(_view),
-    "facts": _mapping(_text),
+    "facts": _mapping(_words, _words),
 }
