@@ -147,12 +147,12 @@ class Checker:
 _MESSAGES = Checker(CorruptionError, "not a message", "")
 
 
-def message(text: bytes) -> Any:
+def message(text: bytes, depth_max: int = MESSAGE_DEPTH_MAX) -> Any:
     """The value of a message that came through a socket, from whoever has sent it.
 
     Raises ValueError for everything that is no JSON, and for nothing else.
     """
     try:
-        return _MESSAGES.parse(text, "a message", MESSAGE_DEPTH_MAX)
+        return _MESSAGES.parse(text, "a message", depth_max)
     except CorruptionError as error:
         raise ValueError(str(error)) from None

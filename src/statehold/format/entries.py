@@ -29,7 +29,7 @@ DOCUMENT_BYTES_MAX = 1 * GiB
 
 # The state may nest DEPTH_MAX containers, each at most three levels of JSON ({"$dict":[[k,v]]}).
 _NEW_IN_3 = frozenset({"$complex128", "$subclass"})
-_DEPTH_MAX = 3 * values.DEPTH_MAX + 8
+STATE_DEPTH_MAX = 3 * values.DEPTH_MAX + 8
 _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
 _SUMS = re.compile(r"(?:[0-9a-f]{16})*")
@@ -192,7 +192,7 @@ def unseal(
     expected = sha256(raw[:-size])
     if found[1].decode() != expected:
         check.fail(member, expected, found[1].decode())
-    document = check.object(check.parse(raw, what, _DEPTH_MAX), what)
+    document = check.object(check.parse(raw, what, STATE_DEPTH_MAX), what)
     if document.get("format") != form:
         check.fail("format", form, show(document.get("format")))
     version = check.integer(document.get("version"), "version", low=1)

@@ -8,20 +8,23 @@
 Invariants: who says nothing is hung up on after FIRST_S, and after ROOM_S while many are silent.
 At most SILENT_MAX are silent, and some descriptors of the process stay free for others. A listener
 that can let nobody in rests for a moment, so that its thread does not spin.
-Not here: what is said, and who may say it.
+Not here: what is said.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import selectors
 import socket
+import struct
 import time
 
 FIRST_S = 5.0
 ROOM_S = 0.25
 SILENT_MAX = 128
 _SPARE = 64
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 class Reception:
@@ -75,3 +78,14 @@ def _most() -> int:
     """How many descriptors a selector may have of those that this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if most == resource.RLIM_INFINITY else most - min(_SPARE, most // 4)
+
+
+def check_own(connected: socket.socket) -> None:
+    """Raise PermissionError if a process of another user is at the other end of a Unix socket.
+
+    A name in the abstract namespace has no owner: any user of the host may listen there, or call.
+    """
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(found)
+    if user != os.geteuid():
+        raise PermissionError(f"user {user} is at the other end of a socket of this user")

@@ -8,8 +8,9 @@ kernel then copies no bytes of the state: that costs a third of what TCP costs. 
 container with a network of its own, the line is a TCP connection and shares nothing. If the holder
 gets no memory, the line is the Unix socket alone.
 
-Invariants: nothing is left in a directory: the socket's name is in Linux's abstract namespace, and
-the memory has none. It is freed when both sides have dropped the line.
+Invariants: only who runs as the same user comes through the Unix socket, and a joiner takes nothing
+there from anybody else. Nothing is left in a directory: the socket's name is in Linux's abstract
+namespace, and the memory has none. It is freed when both sides have dropped the line.
 Not here: what both sides say (transfer).
 """
 
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from statehold.process.reception import check_own
 
 _BACKLOG = 128
 _SHARES, _SHARES_NOTHING = b"m", b"-"
@@ -83,6 +86,7 @@ class Door:
         if connection.family != socket.AF_UNIX:
             return DoorLine(connection)
         try:
+            check_own(connection)
             with contextlib.suppress(OSError):  # there is no memory, or no descriptor
                 return self._sharing(connection)
             connection.sendall(_SHARES_NOTHING)
@@ -117,6 +121,7 @@ def _near(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
     try:
         connection.settimeout(_POLL_S)
         connection.connect(f"\0{name}")
+        check_own(connection)
         return DoorLine(connection, _shared(connection, timeout_s, revoked))
     except OSError:
         connection.close()

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statehold.encoding import strictjson
 from statehold.errors import UsageError
+from statehold.format.entries import STATE_DEPTH_MAX
 from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
 from statehold.layout.layout import Box
 from statehold.tensors.capture import capture
@@ -130,7 +132,8 @@ class Offer:
 
 
 class Arriving:
-    """A live state that takes the state of a document. Raises StateMismatchError if it cannot.
+    """A live state that takes the state of a document. Raises StateMismatchError if it cannot,
+    and ValueError for a document that describes no state.
 
     among: as for an Offer. A rank takes the parts of the rank at its place in another replica.
     """
@@ -138,15 +141,18 @@ class Arriving:
     def __init__(
         self, state: Mapping[str, Any], document: bytes, among: Among | None = None
     ) -> None:
-        described = json.loads(document)
+        described = _description(document)
         rank = None if among is None else among[0]
         self._restoration = prepare(state, _Described(described), rank=rank)
         self._staged: list[tuple[Tensor, Tensor]] = []
         takers: dict[str, Tensor] = {}
         for each in self._restoration.destinations:
             takers[each.name] = self._taker(each.tensor)
-        names = [name for name, _, _ in described["tensors"]]
-        self.run = ByteRun([takers.get(name) for name in names], described["sizes"])
+        found = [takers.get(name) for name, _, _ in described["tensors"]]
+        for taker, nbytes in zip(found, described["sizes"], strict=True):
+            if taker is not None and taker.nbytes != nbytes:
+                raise ValueError("a tensor of another size than its shape says")
+        self.run = ByteRun(found, described["sizes"])
 
     def finish(self) -> None:
         """All bytes have arrived."""
@@ -162,6 +168,23 @@ class Arriving:
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._staged.append((tensor, staged))
         return staged
+
+
+def _description(document: bytes) -> dict[str, Any]:
+    """What a holder says of its state. ValueError: it is no description of one."""
+    match strictjson.message(document, STATE_DEPTH_MAX):
+        case {"state": _, "tensors": [*tensors], "sizes": [*sizes]} as described if all(
+            type(each) is int and each >= 0 for each in sizes
+        ) and all(map(_is_entry, tensors)):
+            return described
+    raise ValueError("not the description of a state")
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case [str(), str(), [*shape]]:
+            return all(type(each) is int and each >= 0 for each in shape)
+    return False
 
 
 class _Described(SavedStep):

@@ -12,7 +12,9 @@ holder that dies, or sends a wrong byte, comes from another one. The bytes go th
 own: a process group would fail as a whole, and cannot be given up piece by piece.
 
 Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
-A piece is placed only after its checksum has been verified. A state that changes nevertheless, in a
+A piece is placed only after its checksum has been verified. Who asks for something else than a
+range of the state loses its line, and so does who asks for nothing, or comes when LINES_MAX are
+open: each takes a thread and memory for a range. A state that changes nevertheless, in a
 forward pass, is not given to anybody.
 Not here: what the bytes mean (state_bytes), how a joiner reaches a holder (door), who holds the
 state and who joins (protocol).
@@ -21,19 +23,20 @@ state and who joins (protocol).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from statehold import _core
+from statehold.encoding import strictjson
+from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.resilience.door import Door, DoorLine, connect
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
@@ -44,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
 RANGE_BYTES = 4 << 20
+LINES_MAX = 256
+_REQUEST_MAX = 64
 _POLL_S = 0.01
 # A rank that sends or takes nothing for so long has died, whatever its connection says.
 _SILENCE_S = 10.0
@@ -144,31 +149,39 @@ class _OfferServer:
 
     def _let_in(self, line: DoorLine) -> None:
         with self._lock:
-            self._connections.add(line.socket)
+            is_full = len(self._connections) >= LINES_MAX
+            if not is_full:
+                self._connections.add(line.socket)
+        if is_full:
+            line.socket.close()
+            return
         threading.Thread(target=self._talk, args=(line,), daemon=True).start()
 
     def _talk(self, line: DoorLine) -> None:
         """Answer requests: the description of an epoch's state first, then ranges of it."""
-        connection, memory = line.socket, _memory(line)
+        connection = line.socket
         try:
             with connection, connection.makefile("rb") as requests:
+                connection.settimeout(_SILENCE_S)
+                offer = self._find(strictjson.message(requests.readline(_REQUEST_MAX)))
                 # For sending only: a joiner may need long to prepare a large state.
+                connection.settimeout(None)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-                offer = self._find(json.loads(requests.readline()))
                 connection.sendall(len(offer.document).to_bytes(_LENGTH_BYTES, "little"))
                 connection.sendall(offer.document)
-                for request in requests:
-                    first, last = json.loads(request)
+                memory = _memory(line)
+                while request := requests.readline(_REQUEST_MAX):
+                    first, last = _range(request, offer.run.nbytes)
                     for begin, end in _pieces(first, last):
                         piece = memory[begin - first : end - first]
                         self._send(line, offer, begin, piece, is_last=end == last)
-        except (OSError, ValueError, TypeError, GroupLostError):
+        except (OSError, ValueError, GroupLostError):
             pass  # the joiner has gone, or the offer; the joiner asks somebody else
         finally:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _find(self, epoch: int) -> Offer:
+    def _find(self, epoch: object) -> Offer:
         with self._lock:
             if self._offer is None or epoch != self._epoch:
                 raise GroupLostError("the offer has ended")
@@ -191,8 +204,16 @@ class _OfferServer:
             line.socket.sendall(window(piece))
 
 
-def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
-    return [(at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES)]
+def _range(request: bytes, nbytes: int) -> tuple[int, int]:
+    """What a joiner asks for. ValueError: not a range of a state of so many bytes."""
+    match strictjson.message(request):
+        case [int(first), int(last)] if 0 <= first < last <= min(nbytes, first + RANGE_BYTES):
+            return first, last
+    raise ValueError("not a range of the state")
+
+
+def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES))
 
 
 def _memory(line: DoorLine) -> Tensor:
@@ -227,7 +248,10 @@ class _Fetching:
         try:
             documents = self._connect()
             document = next(iter(documents.values()))
-            arriving = arrive(document)
+            try:
+                arriving = arrive(document)
+            except ValueError as error:
+                raise self._lost(f"a holder describes no state: {error}") from error
             self._missing = arriving.run.nbytes
             self._left.extend(
                 (at, min(self._missing, at + RANGE_BYTES))
@@ -254,6 +278,8 @@ class _Fetching:
                 connection.settimeout(_POLL_S)
                 connection.sendall(f"{self._epoch}\n".encode())
                 length = int.from_bytes(self._receive(connection, _LENGTH_BYTES), "little")
+                if length > DOCUMENT_BYTES_MAX:
+                    raise self._lost("the description of its state is too long")
                 found[holder] = bytes(self._receive(connection, length))
         if not found:
             raise self._lost("no holder of the state answers")

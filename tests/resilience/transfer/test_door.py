@@ -65,6 +65,20 @@ def test_who_may_not_use_the_name_comes_through_tcp(
     assert said(joiner, lines.get(timeout=TIMEOUT_S)) == b"done"
 
 
+def test_another_user_gets_nothing_through_the_name_and_gives_nothing(
+    door: Door, lines: queue.Queue[DoorLine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so the other end is another user
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(TIMEOUT_S)
+        stranger.connect("\0" + door.address.partition("/")[2])
+        assert stranger.recv(1) == b""
+    joiner = connect(door.address, TIMEOUT_S, never())
+    assert (joiner.shared, joiner.socket.family) == (None, socket.AF_INET)
+    assert said(joiner, lines.get(timeout=TIMEOUT_S)) == b"done"
+
+
 def test_a_holder_that_stands_still_is_no_other_host() -> None:
     """It has the name, and answers nothing. TCP would wait for it a second time."""
     with socket.socket(socket.AF_UNIX) as silent:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -320,3 +323,82 @@ def test_buffers_are_those_of_the_beginning_of_the_step() -> None:
     arriving.run.write(0, everything)
     arriving.finish()
     assert torch.equal(before, joined["model"].norm.running_mean)
+
+
+# Strangers
+
+
+@pytest.fixture
+def server() -> Iterator[transfer._OfferServer]:
+    found = transfer._OfferServer(HOST)
+    found.offer(3, Offer(state_of(1, 1)))
+    yield found
+    found.close()
+
+
+def call(server: transfer._OfferServer) -> socket.socket:
+    host, _, port = server.address.partition("/")[0].rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        b"[0, 4611686018427387904]", b"[5, 5]", b"[-1, 4]", b"[0, 5000000]", b"[0]", b"{}", b"7",
+        b'["a", "b"]', b"[" * 50_000,
+    ],
+)  # fmt: skip
+def test_who_asks_for_no_range_of_the_state_is_hung_up_on(
+    server: transfer._OfferServer, request_line: bytes
+) -> None:
+    with call(server) as stranger, stranger.makefile("rb") as heard:
+        stranger.sendall(b"3\n")
+        heard.read(int.from_bytes(heard.read(8), "little"))
+        stranger.sendall(request_line + b"\n")
+        with contextlib.suppress(ConnectionResetError):  # it has not read all of the line
+            assert heard.read() == b""
+
+
+@pytest.mark.parametrize("line", [b"2\n", b"[3]\n", b"[" * 50_000, b"", b"3" * 70])
+def test_who_names_no_epoch_is_hung_up_on(
+    server: transfer._OfferServer, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "_SILENCE_S", 0.5 if line else 0.01)
+    with call(server) as stranger, contextlib.suppress(ConnectionResetError):
+        stranger.sendall(line)
+        assert stranger.recv(8) == b""
+
+
+def test_the_number_of_lines_is_bounded(
+    server: transfer._OfferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "LINES_MAX", 2)
+    first = [call(server) for _ in range(2)]
+    for each in first:
+        each.sendall(b"3\n")
+        assert each.recv(1)
+    with call(server) as third:
+        assert third.recv(1) == b""
+    for each in first:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"", b"[" * 50_000, b"{}", b'{"state": 1, "tensors": [["a", "F32", [1]]], "sizes": [1.5]}',
+        b'{"state": 1, "tensors": [["a", "F32"]], "sizes": [4]}',
+        b'{"state": 1, "tensors": [["a", "F32", [-1]]], "sizes": [4]}',
+    ],
+)  # fmt: skip
+def test_what_describes_no_state_is_refused(document: bytes) -> None:
+    with pytest.raises(ValueError):
+        Arriving(state_of(1, 1), document)
+
+
+def test_a_description_whose_sizes_are_not_those_of_its_shapes_is_refused() -> None:
+    """The bytes of a range would have been written beyond the tensor."""
+    described = json.loads(Offer(state_of(1, 1)).document)
+    described["sizes"][0] += 4096
+    with pytest.raises(ValueError, match="another size"):
+        Arriving(state_of(2, 1), json.dumps(described).encode())
