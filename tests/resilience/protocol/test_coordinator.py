@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,32 @@ def test_a_replica_is_there_when_all_its_ranks_are() -> None:
     assert hall.epoch == 0
     hall.connect(hello("a", place=1, width=2))
     assert hall.names == ["a"]
+
+
+@pytest.mark.parametrize("expected", [None, 1, 2])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["leases", "connections"])
+def test_members_that_come_back_after_a_newcomer_bring_the_newest_state(
+    expected: int | None, is_cut: bool
+) -> None:
+    """Who has waited for long began a run of its own, from step 0, before they were back."""
+    hall = Hall(2, settle_s=1.0)
+    conns = [hall.connect(hello(name)) for name in "ab"]
+    commit(hall, *conns)
+    hall.coordinator._expected = expected or sys.maxsize
+    newcomer = hall.connect(hello("n"))
+    hall.wait(5)
+    hall.deaf.update(conns)
+    if is_cut:
+        for conn in conns:
+            hall.lose(conn)
+    else:
+        hall.wait(hello("a").lease_s + 0.3)
+    hall.wait(0.3)
+    back = hall.connect(hello("a2", view=replace(hall.members[conns[0]].own_view, digest="a")))
+    hall.wait(1.5)
+    assert hall.names == ["n", "a2"]
+    assert hall.members[newcomer].holders == ("a2",)
+    assert (hall.members[back].step, hall.members[newcomer].step) == (1, 1)
 
 
 @pytest.mark.parametrize(

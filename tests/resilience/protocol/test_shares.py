@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import InvariantError
+from statehold.resilience.protocol import shares as shares_module
 from statehold.resilience.protocol.messages import Install, View, decode, encode
 from statehold.resilience.protocol.shares import fresh, resolve, spread, stack_of
 
@@ -31,6 +33,27 @@ def test_fresh_shares_are_equal(count: int, names: list[str]) -> None:
     assert of_all(shares) == list(range(count))
     lengths = {len(share) for share in shares.values()}
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(microbatches, members)
+def test_fresh_shares_are_those_of_one_after_another(count: int, names: list[str]) -> None:
+    assert fresh(count, names) == spread(range(count), dict.fromkeys(names, ()))
+
+
+def test_shares_cost_no_product_of_microbatches_and_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A commit looked at the share of each member for each microbatch, under a lock."""
+    looks: list[int] = []
+
+    def looking(share: Any) -> int:
+        looks.append(1)
+        return len(share)
+
+    monkeypatch.setattr(shares_module, "len", looking, raising=False)
+    names = [f"host-{number}" for number in range(100)]
+    spread(range(1000), fresh(1000, names))
+    assert len(looks) <= 1000
 
 
 @given(microbatches, members, st.data())

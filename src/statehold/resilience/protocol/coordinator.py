@@ -136,7 +136,8 @@ class Coordinator:
         self._failed = False
         self._complaints: Counter[str] = Counter()
         self._furthest: int | None = None
-        self._changed_at = 0.0
+        self._now = self._changed_at = 0.0
+        self._outlived: set[str] = set()  # newcomers that were here when the last member was lost
         self._returned_at = 0.0
         self._ticked_at: float | None = None
         self._out: Sent = []
@@ -145,6 +146,7 @@ class Coordinator:
 
     def hello(self, conn: int, message: Hello, now: float) -> Sent:
         """A rank has connected."""
+        self._now = now
         known = self._replicas.get(message.replica)
         if known is not None and message.place in known.ranks:
             self._lose(message.replica, Fenced(f"its rank {message.place} has connected again"))
@@ -152,7 +154,7 @@ class Coordinator:
         if out is not None:
             self._out.append((conn, out))
             self._lose(message.replica, out)
-            return self._sent(now)
+            return self._sent()
         known = self._replicas.setdefault(message.replica, _Replica())
         known.hellos[message.place] = message
         known.ranks[message.place] = conn
@@ -160,16 +162,17 @@ class Coordinator:
         self._beats[conn] = now
         self._changed_at = now
         if message.epoch and not self.epoch:
-            self._returns(message, now)
+            self._returns(message)
         if self._target is not None and known.is_whole:
             if known.promised < self._target:
                 self._ask(message.replica)
             else:  # to a coordinator before this one
                 self._prepare(self._target, admits=self._admits)
-        return self._sent(now)
+        return self._sent()
 
     def receive(self, conn: int, message: Message, now: float) -> Sent:
         """A message of a rank that has said hello."""
+        self._now = now
         if conn not in self._names:
             return []
         name, place = self._names[conn]
@@ -194,18 +197,20 @@ class Coordinator:
                 if name in self.members or not self.epoch:
                     self._departed.append(max(replica.left.values(), key=lambda view: view.step))
                 self._forget(name, Fenced("it has left"))
-        return self._sent(now)
+        return self._sent()
 
     def lost(self, conn: int, now: float) -> Sent:
         """A connection has ended: the process is gone."""
+        self._now = now
         if conn in self._names:
             name, place = self._names[conn]
             if place not in self._replicas[name].left:
                 self._lose(name, Fenced(f"its rank {place} has been lost"), but=conn)
-        return self._sent(now)
+        return self._sent()
 
     def tick(self, now: float) -> Sent:
         """Time has passed. To be called several times in a lease."""
+        self._now = now
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
         for conn, (name, place) in list(self._names.items()):
@@ -216,17 +221,17 @@ class Coordinator:
                 self._beats[conn] = now
             elif now - self._beats[conn] > lease_s:
                 self._lose(name, Fenced(f"the lease of its rank {place} has ended ({lease_s} s)"))
-        return self._sent(now)
+        return self._sent()
 
     # Decisions
 
-    def _sent(self, now: float) -> Sent:
+    def _sent(self) -> Sent:
         if self._target is not None:
             self._install_if_ready()
         elif self.epoch == 0:
-            self._begin(now)
+            self._begin()
         elif not self.members:
-            self._form(now)
+            self._form()
         elif self._failed:
             self._end_fruitless()
             if self.members:
@@ -238,23 +243,24 @@ class Coordinator:
         sent, self._out = self._out, []
         return sent
 
-    def _begin(self, now: float) -> None:
+    def _begin(self) -> None:
         """The first epoch, or the epoch that others know (R12)."""
         returning = {name: each for name, each in self._replicas.items() if each.hello.epoch}
         if returning:
             newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
-            self._return(newest, (now - self._returned_at - RETURN_S) / newest.lease_s)
+            self._return(newest, (self._now - self._returned_at - RETURN_S) / newest.lease_s)
         else:
-            self._form(now)
+            self._form()
 
-    def _form(self, now: float) -> None:
+    def _form(self) -> None:
         """A membership of replicas that have just come: nobody holds the state of the run."""
         ready = self._newcomers()
         if not ready:
             return
         fewest = self._fewest(ready)
-        waited = now - self._changed_at > self._settle_s
-        if len(ready) >= (fewest if waited else max(self._expected, fewest)):
+        waited = self._now - self._changed_at > self._settle_s
+        complete = len(ready) >= self._expected and not self._outlived.issuperset(ready)
+        if len(ready) >= fewest and (waited or complete):
             self._prepare(self.epoch + 1)
 
     def _return(self, newest: Hello, leases: float) -> None:
@@ -375,9 +381,9 @@ class Coordinator:
             if each.is_whole and name not in self.members and not each.hello.epoch
         ]
 
-    def _returns(self, message: Hello, now: float) -> None:
+    def _returns(self, message: Hello) -> None:
         """Others hold the state of the run: no new membership without them, nor another job."""
-        self._target, self._returned_at = None, now
+        self._target, self._returned_at = None, self._now
         for name, each in list(self._replicas.items()):
             out = _difference(message, each.hello)
             if out is not None and not each.hello.epoch:
@@ -415,7 +421,9 @@ class Coordinator:
         if name in self.members:
             self.members.remove(name)
             if not self.members:
-                self._target = None  # nobody holds the state: a new run begins
+                # A new run begins. Who has been lost comes back with the newest state.
+                self._target, self._changed_at = None, self._now
+                self._outlived = set(self._newcomers())
         elif not self._candidates():
             self._target = None  # who comes next waits for others, as after a loss of all members
 

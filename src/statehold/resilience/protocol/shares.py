@@ -12,6 +12,7 @@ Not here: who the members are (coordinator), and what they do with their shares 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class Resolution:
 
 def fresh(microbatches: int, members: Sequence[str]) -> dict[str, Share]:
     """Equal shares of all microbatches, which differ by one at most."""
-    return spread(range(microbatches), dict.fromkeys(members, ()))
+    count = len(members)
+    return {member: tuple(range(at, microbatches, count)) for at, member in enumerate(members)}
 
 
 def stack_of(member: str, shares: Mapping[str, Share], redundancy: int) -> Stack:
@@ -59,10 +61,14 @@ def stack_of(member: str, shares: Mapping[str, Share], redundancy: int) -> Stack
 
 def spread(missing: Iterable[int], shares: Mapping[str, Share]) -> dict[str, Share]:
     """Give each missing microbatch to the smallest share, the first of equals."""
-    grown = {member: list(share) for member, share in shares.items()}
+    grown = [list(share) for share in shares.values()]
+    smallest = [(len(share), at) for at, share in enumerate(grown)]
+    heapq.heapify(smallest)
     for index in sorted(missing):
-        min(grown.values(), key=len).append(index)
-    return {member: tuple(share) for member, share in grown.items()}
+        size, at = smallest[0]
+        grown[at].append(index)
+        heapq.heapreplace(smallest, (size + 1, at))
+    return {member: tuple(share) for member, share in zip(shares, grown, strict=True)}
 
 
 def resolve(
