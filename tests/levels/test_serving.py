@@ -17,7 +17,7 @@ import pytest
 
 from statehold.checkpoint.levels.hosts import serving
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
-from statehold.checkpoint.levels.hosts.serving import FileServer, reachable_address
+from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.errors import UsageError
 from support.faults import DEADLINE_S, must
 
@@ -324,31 +324,10 @@ def test_a_process_ends_while_it_serves(tmp_path) -> None:
 
 def test_the_address_is_one_that_others_reach(root, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert reachable_address() == "127.0.0.1"
     server = FileServer({"memory": str(root)})
     server.start()
     assert server.address.startswith("127.0.0.1:")
     server.close()
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    assert reachable_address() == "127.0.0.1"
-
-
-def test_a_name_that_this_host_takes_for_a_loopback_address_is_passed_over(monkeypatch) -> None:
-    ways = {"master": "127.0.1.1", socket.gethostname(): "127.0.0.1", "192.0.2.1": "10.1.2.3"}
-    monkeypatch.setattr(serving, "_way_to", lambda host: ways[host])
-    monkeypatch.setenv("MASTER_ADDR", "master")
-    assert reachable_address() == "10.1.2.3"
-    ways["master"] = "10.9.9.9"
-    assert reachable_address() == "10.9.9.9"
-
-
-def test_a_host_that_knows_no_other_is_alone(monkeypatch) -> None:
-    def no_way(_: str) -> str:
-        raise OSError
-
-    monkeypatch.setattr(serving, "_way_to", no_way)
-    monkeypatch.setenv("MASTER_ADDR", "master")
-    assert reachable_address() == "127.0.0.1"
 
 
 def test_an_address_of_another_host_is_refused(root) -> None:

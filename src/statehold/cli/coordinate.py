@@ -14,6 +14,7 @@ import time
 from statehold.cli import codes
 from statehold.cli.output import emit, flush, plain, say
 from statehold.errors import UsageError
+from statehold.process.addresses import joined
 from statehold.resilience.control.server import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     server = Server(coordinator, args.host, args.port, report, once=args.once)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
-    report(f"coordinating at {args.host or '*'}:{server.port}")
+    report(f"coordinating at {joined(args.host or '*', server.port)}")
     try:
         server.serve()
     finally:

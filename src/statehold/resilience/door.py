@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from statehold.process import addresses
 from statehold.process.reception import check_own
 
 _BACKLOG = 128
@@ -54,8 +55,8 @@ class Door:
         self._connected = connected
         self._closed = threading.Event()
         name = f"statehold-{secrets.token_hex(8)}"
-        remote = socket.create_server((host, 0), backlog=_BACKLOG)
-        self.address = f"{host}:{remote.getsockname()[1]}/{name}"
+        remote = addresses.listen(host)
+        self.address = f"{addresses.joined(host, remote.getsockname()[1])}/{name}"
         near = socket.socket(socket.AF_UNIX)
         near.bind(f"\0{name}")
         near.listen(_BACKLOG)
@@ -112,8 +113,7 @@ def connect(address: str, timeout_s: float, revoked: threading.Event) -> DoorLin
     # There is no such name on this host, or this process may not use it.
     with contextlib.suppress(ConnectionRefusedError, PermissionError):
         return _near(name, timeout_s, revoked)
-    host, _, port = remote.rpartition(":")
-    return DoorLine(socket.create_connection((host, int(port)), timeout_s))
+    return DoorLine(socket.create_connection(addresses.split(remote), timeout_s))
 
 
 def _near(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:

@@ -44,14 +44,6 @@ def new_name(group: dist.ProcessGroup | None, width: int) -> str:
     return name[0]
 
 
-def reachable_host(address: tuple[str, int]) -> str:
-    """The address of this machine on the way to `address`; nothing is sent."""
-    family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
-
-
 def model_digest(modules: Iterable[nn.Module]) -> str:
     """Of the names, global shapes and types of all parameters."""
     lines = [

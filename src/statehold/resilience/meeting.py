@@ -21,6 +21,7 @@ import threading
 from dataclasses import dataclass
 
 from statehold.encoding import strictjson
+from statehold.process import addresses
 from statehold.process.reception import Reception
 from statehold.resilience.lost import GroupLostError
 
@@ -35,11 +36,10 @@ def meet(
     desk: str, group: str, rank: int, size: int, says: str, revoked: threading.Event
 ) -> list[str]:
     """What the ranks of a group say, by rank. Raises GroupLostError."""
-    host, _, port = desk.rpartition(":")
     line = json.dumps([group, rank, size, says]).encode() + b"\n"
     answer = bytearray()
     try:
-        with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+        with socket.create_connection(addresses.split(desk), CONNECT_S) as connection:
             connection.sendall(line)
             connection.settimeout(_POLL_S)
             while not answer.endswith(b"\n"):
@@ -87,8 +87,8 @@ class Desk:
     """A place where groups meet, served by a thread. host: an address that others can reach."""
 
     def __init__(self, host: str) -> None:
-        listener = socket.create_server((host, 0), backlog=1024)
-        self.address = f"{host}:{listener.getsockname()[1]}"
+        listener = addresses.listen(host)
+        self.address = addresses.joined(host, listener.getsockname()[1])
         self._waiting: dict[str, dict[int, _Visitor]] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = listener

@@ -29,6 +29,7 @@ from torch.utils.data import default_collate
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import ClosedError, UsageError, shown
 from statehold.options.keywords import answering
+from statehold.process import addresses
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.data.course import Course
@@ -119,7 +120,7 @@ class Replicas:
         self._checkpoints = Checkpoints(checkpointer, self.state)
         self._place, self._width = identity.place_in(group)
         address = _address(coordinator)
-        host = identity.reachable_host(address)
+        host = addresses.reachable_address(address[0])
         self._desk = Desk(host)
         self._purity = Purity(self._course)
         self._progress = StuckCheck(stuck_s)
@@ -384,11 +385,11 @@ def _at_least(name: str, value: float, least: float) -> Any:
 
 def _address(coordinator: str | None) -> tuple[str, int]:
     text = coordinator or os.environ.get(ENVIRONMENT, "")
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    try:
+        return addresses.split(text)
+    except ValueError:
         raise UsageError(
             "a job of replicas needs the address of its coordinator",
             facts={"expected": f'"host:port", as coordinator= or in {ENVIRONMENT}', "got": text},
             hint="start one: statehold coordinate --port 29400",
-        )
-    return host.strip("[]"), int(port)
+        ) from None

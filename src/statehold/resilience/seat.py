@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from statehold.errors import ReplicaRefusedError, WaitTimeout
+from statehold.process import addresses
 from statehold.resilience.control.link import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
@@ -229,13 +230,12 @@ class Seat:
         self.drop()
 
     def _timeout(self) -> WaitTimeout:
-        host, port = self._around.address
-        problem = self.link.problem
+        problem, (host, port) = self.link.problem, self._around.address
         return WaitTimeout(
             f"this replica has waited {self._around.wait_s:g} s (wait_s) for enough others",
             facts={
                 "replica": self.member.name,
-                "coordinator": f"{host}:{port}",
+                "coordinator": addresses.joined(host, port),
                 "connection": problem or "up",
                 "replicas": f"at least {self._min_replicas}, with this one (min_replicas)",
                 "state": self._state(),

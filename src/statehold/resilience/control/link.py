@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 
 from statehold.errors import InvariantError
 from statehold.process import forks
+from statehold.process.addresses import joined
 from statehold.resilience.control.lines import Lines
 from statehold.resilience.protocol.coordinator import RETURN_S
 from statehold.resilience.protocol.member import Member
@@ -111,7 +112,7 @@ class Link:
                 self.problem, pause = "", _AGAIN_S[0]
                 self._talk(self._lines)
             except (OSError, ValueError) as error:
-                self.problem = f"{self._address[0]}:{self._address[1]}: {error}"
+                self.problem = f"{joined(*self._address)}: {error}"
             if self._lines is not None:
                 self._lines.close()
                 self._lines = None

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from statehold.errors import PortInUseError, UsageError
+from statehold.process import addresses
 from statehold.process.reception import Reception
 from statehold.resilience.control.lines import FIRST_MAX, LINES_MAX, Lines
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -207,10 +208,9 @@ class Server:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return addresses.listen(host, port)
     except OSError as error:
-        where = f"{host or '*'}:{port}"
+        where = addresses.joined(host or "*", port)
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 "something else listens on the port of the coordinator", facts={"address": where}

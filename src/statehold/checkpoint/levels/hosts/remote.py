@@ -28,6 +28,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.io.objects.parallel import Target, move
+from statehold.process import addresses
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
@@ -47,7 +48,7 @@ class RemoteFiles:
         self, address: str, secret: str, place: str, *, deadline_s: float = DEADLINE_S
     ) -> None:
         self.url = f"http://{address}/{place}"
-        self._address = _parts(address)
+        self._address = addresses.split(address)
         self._place = place
         self._fields = {"Host": address, "Authorization": f"Bearer {secret}"}
         self._deadline_s = deadline_s
@@ -231,8 +232,3 @@ def _is_absent(error: BaseException) -> bool:
 def _unavailable(operation: str, number: int, where: str) -> UnavailableError:
     hint = "the host, or the process of its rank, may be gone"
     return UnavailableError(f"cannot {operation}", errno=number, path=where, hint=hint)
-
-
-def _parts(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import ipaddress
 import logging
 import os
 import re
@@ -36,6 +35,7 @@ from statehold.checkpoint.store.directory_names import step_of
 from statehold.checkpoint.store.object_names import is_file_name
 from statehold.checkpoint.store.replacing import REPLACED
 from statehold.errors import UsageError, shown
+from statehold.process import addresses
 from statehold.process.forks import forget_in_children
 
 logger = logging.getLogger("statehold")
@@ -44,7 +44,6 @@ CONNECTIONS_MAX = 64
 FIRST_S = 10.0  # until the first request of a connection comes
 IDLE_S = 120.0  # until the next one comes, or until the other end has taken some more of an answer
 ROOM_S = 0.25  # how long a new connection waits for a place before a silent one is closed for it
-_ELSEWHERE = "192.0.2.1"  # of RFC 5737: no host has it
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 _PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -110,44 +109,11 @@ def _open(path: str, flags: int, folder: int | None = None) -> Iterator[int]:
         os.close(descriptor)
 
 
-def reachable_address() -> str:
-    """The address of this host that the others reach: that of the way to MASTER_ADDR, if the job
-    has it.
-
-    Many hosts take their own name for one of their loopback addresses, which no other host reaches.
-    That answer counts only if MASTER_ADDR is a loopback address, too. Otherwise the default
-    route decides.
-    """
-    master = os.environ.get("MASTER_ADDR", "")
-    if master == "localhost" or _is_loopback(master):
-        return master if _is_loopback(master) else "127.0.0.1"
-    for host in (master, socket.gethostname(), _ELSEWHERE):
-        with contextlib.suppress(OSError):
-            found = _way_to(host) if host else ""
-            if found and not _is_loopback(found):
-                return found
-    return "127.0.0.1"
-
-
-def _is_loopback(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(text).is_loopback
-    return False
-
-
-def _way_to(host: str) -> str:
-    """The address from which this host reaches `host`; nothing is sent."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as way:
-        way.connect(target)
-        return str(way.getsockname()[0])
-
-
 class FileServer:
     """Serves committed steps below `roots`, by the names of their places.
 
-    `address`: of this host, on the network of the others; None: reachable_address(). close() may be
-    called twice.
+    `address`: of this host, on the network of the others; None: that of the way to
+    MASTER_ADDR. close() may be called twice.
     """
 
     def __init__(self, roots: Mapping[str, str], address: str | None = None) -> None:
@@ -165,16 +131,16 @@ class FileServer:
 
         Raises UsageError for an address that this host does not have.
         """
-        host = self._asked or reachable_address()
+        host = self._asked or addresses.reachable_address(os.environ.get("MASTER_ADDR", ""))
         try:
-            self._listener = _listen(host)
+            self._listener = addresses.listen(host)
         except OSError as error:
             raise UsageError(
                 "cannot serve files to other hosts at this address",
                 facts={"address": host, "cause": str(error)},
                 hint="address= takes an address of this host that the others reach",
             ) from None
-        self.address = _text(self._listener.getsockname())
+        self.address = addresses.joined(*self._listener.getsockname()[:2])
         forget_in_children(self)
         self._in_thread(self._accept, self._listener)
 
@@ -317,13 +283,3 @@ def _refuse(
 
 def _send_head(wire: Wire, status: str, fields: Mapping[str, str]) -> None:
     wire.send(MessageHead(("HTTP/1.1", status), fields).encode(), time.monotonic() + IDLE_S)
-
-
-def _listen(host: str) -> socket.socket:
-    family, *_, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((target[0], 0), family=family, backlog=128)
-
-
-def _text(name: tuple[object, ...]) -> str:
-    host, port = str(name[0]), name[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
