@@ -6,6 +6,7 @@ import http.client
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from statehold.errors import PortInUseError, StorageError, UsageError
 from statehold.observe import counters
 from statehold.observe import endpoint as endpoint_module
 from statehold.observe.counters import Figures, exposition, figures_of
+from statehold.process import reception
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.training import Training
@@ -153,7 +155,7 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
     endpoint = metrics.serve(0)
     child = os.fork()
     if child == 0:  # must not return into pytest
-        forgotten = endpoint._server.socket.fileno() == -1
+        forgotten = endpoint._wake.fileno() == -1
         if forgotten:
             endpoint.close()  # neither hangs nor closes what is its parent's
         os.write(told, b"1" if forgotten else b"0")
@@ -172,14 +174,46 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
             os.close(each)
 
 
+def test_a_peer_that_has_begun_its_request_stops_neither_others_nor_the_end() -> None:
+    """It held the thread from byte to byte, so nobody else was answered, and close() waited."""
+    endpoint = metrics.serve(0)
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as slow:
+        for _ in range(3):
+            slow.sendall(b"G")
+            assert asked(endpoint)[0] == 200
+        endpoint.close()
+
+
+def test_a_peer_that_takes_no_answer_does_not_keep_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = threading.Event()
+
+    def endless() -> str:
+        written.set()
+        return "x" * (64 << 20)  # more than the kernel keeps for a client
+
+    monkeypatch.setattr(endpoint_module, "exposition", endless)
+    monkeypatch.setattr(endpoint_module, "FIRST_S", 600.0)
+    endpoint = metrics.serve(0)
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as deaf:
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert written.wait(DEADLINE_S)
+        endpoint.close()
+
+
 def test_a_peer_that_says_nothing_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert endpoint_module._Handler.timeout == endpoint_module.REQUEST_S_MAX
-    monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.05)
+    monkeypatch.setattr(reception, "FIRST_S", 0.05)
     with metrics.serve(0) as endpoint:
-        with socket.create_connection(("127.0.0.1", endpoint.port)):
+        with (
+            socket.create_connection(("127.0.0.1", endpoint.port), DEADLINE_S) as silent,
+            socket.create_connection(("127.0.0.1", endpoint.port), DEADLINE_S) as slow,
+        ):
+            slow.sendall(b"GET /metrics HT")
             assert asked(endpoint)[0] == 200
+            assert silent.recv(1) == slow.recv(1) == b""
         with socket.create_connection(("127.0.0.1", endpoint.port)) as rude:
             rude.sendall(b"\x00\xff" * 100 + b"\r\n\r\n")
         assert asked(endpoint)[0] == 200

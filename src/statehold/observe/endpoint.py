@@ -3,29 +3,34 @@
 This is a function and not an option of the Checkpointer. The figures cover all Checkpointers of the
 process. Options are equal on all ranks, but two ranks of a host cannot share a port.
 
-Invariants: one thread serves one request at a time, and drops a client that stalls. Nothing is
-printed. A forked child neither serves nor keeps the port. close() frees the port.
-Not here: what is counted (counters).
+Invariants: one thread answers one request at a time, and reads any number of them meanwhile. A
+client that has not sent all of its request, or not taken the answer, after FIRST_S is dropped.
+Nothing is printed. A forked child neither serves nor keeps the port. close() frees the port, and
+waits for no client.
+Not here: what is counted (counters), how many clients may be silent (process/reception).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import re
+import selectors
 import socket
-import socketserver
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
 
 from statehold.errors import PortInUseError, UsageError
 from statehold.observe.counters import exposition
+from statehold.process import addresses
 from statehold.process.forks import forget_in_children
+from statehold.process.reception import FIRST_S, Reception
 
 logger = logging.getLogger("statehold")
 
-# How long a client may take to send its request. Meanwhile no other client is served.
-REQUEST_S_MAX = 5.0
+REQUEST_BYTES_MAX = 16 << 10
+_END = re.compile(rb"\r?\n\r?\n")
+_REQUEST = re.compile(rb"([A-Z]+) ([^ ]+) HTTP/1\.[01]\r?\n")
 
 
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
@@ -49,7 +54,7 @@ def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
     except OSError as error:
         kind = PortInUseError if error.errno == errno.EADDRINUSE else UsageError
         hint = "give each rank of a host its own port" if kind is PortInUseError else None
-        facts = {"address": f"{host}:{port}", "cause": str(error)}
+        facts = {"address": addresses.joined(host, port), "cause": str(error)}
         raise kind("cannot serve metrics at this address", facts=facts, hint=hint) from None
 
 
@@ -57,26 +62,33 @@ class Endpoint:
     """A port that answers. A context manager; close() may be called twice."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._server = _Server(host, port)
+        listener = addresses.listen(host, port)
+        self._port = int(listener.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._reception = Reception(self._selector, listener)
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._clients: dict[socket.socket, bytearray] = {}
         self._is_open = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="statehold-metrics", daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, name="statehold-metrics", daemon=True)
         self._thread.start()
         forget_in_children(self)
 
     @property
     def port(self) -> int:
         """The port; the actual one if you passed 0."""
-        return int(self._server.server_address[1])
+        return self._port
 
     def close(self) -> None:
         """Stop serving, and free the port."""
         if self._is_open:
             self._is_open = False
-            self._server.shutdown()
+            self._waker.send(b"x")
+            for each in list(self._clients):  # one may be taking its answer
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
             self._thread.join()
-            self._server.server_close()
+            self.forget()
 
     def __enter__(self) -> Endpoint:
         return self
@@ -85,47 +97,65 @@ class Endpoint:
         self.close()
 
     def forget(self) -> None:
-        """In a forked child, which has the socket but not the thread."""
+        """Close all sockets. A forked child has them, but not the thread."""
         self._is_open = False
-        self._server.server_close()
+        for each in (*self._clients, self._wake, self._waker):
+            each.close()
+        self._reception.close()
+        self._selector.close()
+
+    # The thread
+
+    def _serve(self) -> None:
+        while self._is_open:
+            for each in self._reception.late():
+                self._drop(each)
+            for key, _ in self._selector.select(self._reception.turn_s):
+                if self._reception.owns(key.fileobj):
+                    self._accept()
+                elif key.data is not None:
+                    self._read(key.data)
+
+    def _accept(self) -> None:
+        if client := self._reception.accept():
+            client.settimeout(FIRST_S)
+            self._clients[client] = bytearray()
+            self._selector.register(client, selectors.EVENT_READ, client)
+
+    def _read(self, client: socket.socket) -> None:
+        asked = self._clients[client]
+        try:
+            found = client.recv(REQUEST_BYTES_MAX)
+            asked += found
+            if found and len(asked) <= REQUEST_BYTES_MAX and not _END.search(asked):
+                return
+            if found:
+                client.sendall(_answer(bytes(asked)))
+        except OSError:
+            logger.debug("a request for metrics failed", exc_info=True)
+        self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        self._reception.spoke(client)
+        self._selector.unregister(client)
+        del self._clients[client]
+        client.close()
 
 
-class _Server(HTTPServer):
-    def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer would ask the resolver for this host's name, which can take seconds.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "statehold", self.server_address[1]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a request for metrics failed", exc_info=True)
+def _answer(request: bytes) -> bytes:
+    match = _REQUEST.match(request)
+    if match is None:
+        return _message("400 Bad Request", "not a request\n")
+    if match[1] not in (b"GET", b"HEAD"):
+        return _message("501 Not Implemented", "use GET\n")
+    if match[2].partition(b"?")[0] != b"/metrics":
+        return _message("404 Not Found", "look at /metrics\n")
+    return _message("200 OK", exposition(), is_head=match[1] == b"HEAD")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = REQUEST_S_MAX
-    server_version = "statehold"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        self._answer(is_head=False)
-
-    def do_HEAD(self) -> None:
-        self._answer(is_head=True)
-
-    def _answer(self, is_head: bool) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "look at /metrics")
-            return
-        body = exposition().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if not is_head:
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("metrics: " + format, *args)
+def _message(status: str, text: str, *, is_head: bool = False) -> bytes:
+    body = text.encode()
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    lines = (f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}")
+    head = "\r\n".join((*lines, "Connection: close", "", "")).encode()
+    return head if is_head else head + body

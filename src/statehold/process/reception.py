@@ -38,6 +38,10 @@ class Reception:
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ)
 
+    def owns(self, registered: object) -> bool:
+        """Whether this is the listener."""
+        return registered is self._listener
+
     def accept(self) -> socket.socket | None:
         now = time.monotonic()
         if len(self._silent) < SILENT_MAX and len(self._selector.get_map()) < _most():

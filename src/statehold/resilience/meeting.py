@@ -91,7 +91,6 @@ class Desk:
         self.address = addresses.joined(host, listener.getsockname()[1])
         self._waiting: dict[str, dict[int, _Visitor]] = {}
         self._selector = selectors.DefaultSelector()
-        self._listener = listener
         self._reception = Reception(self._selector, listener)
         self._bell, self._door = socket.socketpair()
         self._selector.register(self._door, selectors.EVENT_READ)
@@ -112,7 +111,7 @@ class Desk:
                 if key.fileobj is self._door:
                     self._end()
                     return
-                if key.fileobj is self._listener:
+                if self._reception.owns(key.fileobj):
                     self._accept()
                 else:
                     self._read(key.data)

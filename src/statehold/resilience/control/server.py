@@ -59,10 +59,10 @@ class Server:
         self._once = once
         self._coordinator = coordinator
         self._report = report
-        self._listener = _listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
+        listener = _listen(host, port)
+        self.port: int = listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, self._listener)
+        self._reception = Reception(self._selector, listener)
         self._wake, self._waker = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lines: dict[int, Lines] = {}
@@ -82,7 +82,7 @@ class Server:
             for key, _ in self._selector.select(TICK_S):
                 if key.fileobj is self._wake:
                     return
-                if key.fileobj is self._listener:
+                if self._reception.owns(key.fileobj):
                     self._accept()
                 else:
                     self._ready(key.data)
@@ -99,8 +99,9 @@ class Server:
         """Close all sockets; the ranks go on with their steps, and wait for another coordinator."""
         for lines in self._lines.values():
             lines.close()
+        self._reception.close()
         self._selector.close()
-        for each in (self._listener, self._wake, self._waker):
+        for each in (self._wake, self._waker):
             each.close()
 
     def _accept(self) -> None:
