@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from statehold.checkpoint.levels.copying import CopyPart, SourceFile, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
-from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
+from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.objects import ObjectSteps

@@ -6,6 +6,8 @@ owner dies. Folders and their locks stay when an optimizer goes, and are used ag
 would race with the next owner.
 
 Invariants: no two living optimizers have one folder, as far as the locks of the file system reach.
+Nobody else may look into a folder, and one that another user has made, or may write, is passed
+over.
 Not here: what is in the folders (files).
 """
 
@@ -18,8 +20,9 @@ import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from statehold.errors import StorageError, storage_error
+from statehold.errors import storage_error
 from statehold.process.file_locks import LockFile
+from statehold.process.ownership import is_own
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -66,12 +69,8 @@ def dead_folders(fs: Fs, directory: str) -> Iterator[FolderClaim]:
 
 
 def _try_claim(fs: Fs, folder: str) -> FolderClaim | None:
-    if not fs.is_dir(folder):
-        try:
-            fs.mkdir(folder)
-        except StorageError:
-            if not fs.is_dir(folder):  # else another optimizer has just made it
-                raise
+    if not _is_usable(fs, folder):
+        return None
     path = os.path.join(folder, LOCK_NAME)
     try:
         lock = LockFile(path, disk=id(fs) if fs.backend == "sim" else 0)
@@ -82,3 +81,18 @@ def _try_claim(fs: Fs, folder: str) -> FolderClaim | None:
         raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
     lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
     return FolderClaim(folder, lock)
+
+
+def _is_usable(fs: Fs, folder: str) -> bool:
+    """Whether the folder is there, and this user's. It is made if need be."""
+    if fs.backend == "sim":
+        if not fs.is_dir(folder):
+            fs.mkdir(folder)
+        return True
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        return os.path.isdir(folder) and is_own(folder)
+    except OSError as error:
+        raise storage_error("make the folder of an optimizer", error.errno or 0, folder) from error
+    return True

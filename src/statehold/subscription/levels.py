@@ -20,6 +20,7 @@ from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.replacing import directory_id, is_directory
 from statehold.checkpoint.store.store import Store
 from statehold.errors import CorruptionError, StorageError
+from statehold.process.ownership import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -69,7 +70,7 @@ def levels_of(run: str) -> list[Remembered]:
         noted = recall(run)
     except CorruptionError:  # the note is only a note
         noted = ()
-    here = [entry for entry in noted if _is_here(entry) and not other_owner(entry.where, run)]
+    here = [entry for entry in noted if _is_here(entry, run) and not other_owner(entry.where, run)]
     if not any(os.path.realpath(entry.where) == os.path.realpath(run) for entry in here):
         here.append(itself(run))
     return here
@@ -102,6 +103,12 @@ class Places(list[ReadPlace]):
         return next((each for each in known if each is not None), time.time())
 
 
-def _is_here(entry: Remembered) -> bool:
+def _is_here(entry: Remembered, run: str) -> bool:
     is_near = entry.kind != "objects" and not entry.per_host
-    return is_near and entry.host in ("", socket.gethostname())
+    return is_near and entry.host in ("", socket.gethostname()) and _is_trusted(entry, run)
+
+
+def _is_trusted(entry: Remembered, run: str) -> bool:
+    """Whoever has the run has made what is read as its memory."""
+    where = os.path.realpath(entry.where)
+    return entry.kind != "memory" or not os.path.exists(where) or is_own(where, os.stat(run).st_uid)

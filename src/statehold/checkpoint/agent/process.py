@@ -28,8 +28,8 @@ from typing import NoReturn
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.agent.persisting import Persisting
-from statehold.checkpoint.levels.memory import memory_root
 from statehold.checkpoint.levels.specs import Memory
+from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.lock import TAKE_OVER_S
 from statehold.errors import StateholdError
 from statehold.observe.background_log import BackgroundLog
@@ -123,7 +123,7 @@ def _open_log(orders: Orders) -> None:
     handler = None
     memory = orders.levels[0]
     assert isinstance(memory, Memory)
-    for folder in (orders.run, memory.path or memory_root(orders.run)):
+    for folder in (orders.run, directory_of(memory, orders.run)):
         path = Path(folder, LOG_NAME)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,7 @@ import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX
-from statehold.checkpoint.levels.memory import memory_path
+from statehold.checkpoint.levels.memory import COPIES_SUFFIX, memory_path
 from statehold.checkpoint.levels.owners import FILE_NAME, Identity, owner_at
 from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.directories import delete

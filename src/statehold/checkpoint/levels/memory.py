@@ -10,7 +10,11 @@ from __future__ import annotations
 import hashlib
 import os
 
-from statehold.process.own_memory import SHARED_MEMORY, check_home, home_path
+from statehold.process.own_memory import SHARED_MEMORY, check_home, home, home_path
+from statehold.process.ownership import make_own_directory
+
+OF_LEVEL = "of a memory level"
+COPIES_SUFFIX = "-copies"
 
 
 def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
@@ -20,6 +24,13 @@ def memory_root(run: str, base: str = SHARED_MEMORY) -> str:
     """
     check_home(base)
     return memory_path(run, base)
+
+
+def make_private(root: str) -> None:
+    """Make the directory of a memory level. Raises StorageError if another user has made it."""
+    if os.path.dirname(root) == home_path():
+        home()
+    make_own_directory(root, OF_LEVEL)
 
 
 def memory_path(run: str, base: str = SHARED_MEMORY) -> str:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.hosts.place import COPIES_SUFFIX, CopiesAt, HostPlace
+from statehold.checkpoint.levels.hosts.place import CopiesAt, HostPlace
+from statehold.checkpoint.levels.memory import COPIES_SUFFIX, make_private
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import DirectoryNotes, Identity, OwnedSteps
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, StoreSite
@@ -24,7 +25,7 @@ from statehold.errors import UsageError
 from statehold.io.memory_room import is_memory
 from statehold.io.mounts import mount_of
 from statehold.observe.once import log_once
-from statehold.process.own_memory import SHARED_MEMORY, home
+from statehold.process.own_memory import SHARED_MEMORY
 from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def open_places(
             notes = DirectoryNotes(root)
             owned = OwnedSteps(level.name, notes, identity, leads=site.store.leads, yields=yields)
             site = replace(site, owned=owned)
-        if isinstance(level, Memory) and level.path is None:
-            site = replace(site, make_home=home)
+        if isinstance(level, Memory) and fs.backend != "sim":
+            site = replace(site, make_home=make_private)
         if isinstance(level, Directory) and not level.per_host:
             places.append(DirectoryPlace(site))
         else:

@@ -269,7 +269,7 @@ class StoreSite:
 
     called: the directory as the user named it. yields: an agent opens it (store/lock).
     takes_copies: False for the first level, where steps are only saved.
-    make_home: makes what the directory lies in, where that is not for everybody to look into.
+    make_home: makes the directory, where it is not for everybody to look into.
     owned: whose steps these are; None for the run directory itself.
     """
 
@@ -280,7 +280,7 @@ class StoreSite:
     engine: CopyEngine
     yields: bool
     takes_copies: bool = True
-    make_home: Callable[[], object] = lambda: None
+    make_home: Callable[[str], object] = lambda root: None
     owned: OwnedSteps | None = None
 
 
@@ -402,7 +402,7 @@ class DirectoryPlace(SharedPlace):
                 return
             if self.owned is not None and self.store.leads:
                 self.owned.check(is_empty=not self.store.steps())  # before another job's lock
-            self._site.make_home()
+            self._site.make_home(self.store.root)
             self.store.create()
             if self.store.leads:
                 disk = id(self._fs) if self._fs.backend == "sim" else 0

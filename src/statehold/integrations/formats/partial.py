@@ -7,7 +7,8 @@ Owns: files that are written at offsets, their syncs, the journal, the rename.
 Invariants: a line stands in the journal only after the bytes that it is about were synced. A
 journal of other work, or of a source that has changed since, is thrown away with all that it is
 about. The destination appears whole, by one rename, after every byte of it was synced. One process
-works on a destination at a time.
+works on a destination at a time. No link is followed out of it, and a directory that another user
+has made is refused.
 Not here: what is written (one module for each format).
 """
 
@@ -18,12 +19,14 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from statehold._version import __version__
 from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storage_error
 from statehold.process.file_locks import LockFile
+from statehold.process.ownership import make_own_directory
 from statehold.units import MiB
 
 JOURNAL = ".journal"
@@ -43,7 +46,7 @@ class Journal:
             raise RunBusyError(
                 "another process writes to this destination", facts={"path": directory}
             )
-        self._file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = _opened(self._path, os.O_RDWR)
         self._waiting: list[tuple[str, str]] = []
         self._done = self._read(identity)
         self.is_fresh = self._done is None
@@ -88,11 +91,21 @@ class Journal:
         self._lock.close()
 
 
+def _opened(path: str, how: int) -> int:
+    """The descriptor of a file that has no other name: no link leads out of the work."""
+    fd = os.open(path, how | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(fd)
+        raise OSError(errno.EPERM, "not a file of its own", path)
+    return fd
+
+
 class OutFile:
     """A file of the work, written at offsets."""
 
     def __init__(self, path: str, journal: Journal) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = _opened(path, os.O_RDWR | os.O_CREAT)
         self._journal = journal
         self._unsynced = 0
 
@@ -130,7 +143,7 @@ class PartialExport:
         self._is_file = is_file
         self.done = done
         self._check_free()
-        os.makedirs(self.directory, exist_ok=True)
+        make_own_directory(self.directory, "of an unfinished export", 0o775)
         self.journal = Journal(self.directory, identity)
         if self.journal.is_fresh:
             self._clear()

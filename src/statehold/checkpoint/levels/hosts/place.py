@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.hosts.census import (
@@ -39,6 +39,7 @@ from statehold.checkpoint.levels.hosts.views import (
     Scattered,
     StoreView,
 )
+from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.places import (
     Carriers,
     CopyEngine,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
 # After the directory of the level.
-COPIES_SUFFIX = "-copies"
 
 logger = logging.getLogger("statehold")
 
@@ -382,7 +382,16 @@ class CopiesPlace(DirectoryPlace):
 
     def __init__(self, level: HostPlace, at: CopiesAt, site: StoreSite) -> None:
         name, called = f"{level.name}.copies", f"{site.called}{COPIES_SUFFIX}"
-        super().__init__(StoreSite(name, at.store, called, site.fs, at.engine, site.yields))
+        there = replace(
+            site,
+            name=name,
+            store=at.store,
+            called=called,
+            engine=at.engine,
+            takes_copies=True,
+            owned=None,
+        )
+        super().__init__(there)
         self._level = level
         self._planned: dict[int, list[int]] = {}
         self._missed: _Missed | None = None
