@@ -195,12 +195,13 @@ def server(tmp_path) -> Iterator[FileServer]:
     (tmp_path / NAME).write_bytes(random.Random(0).randbytes(3 << 20))
     server = FileServer({"memory": str(tmp_path)}, "127.0.0.1")
     server.start()
+    server.let_in(SECRET)
     yield server
     server.close()
 
 
 def files_of(server: FileServer) -> RemoteFiles:
-    return RemoteFiles(server.address, server.secret, "memory", deadline_s=DEADLINE_S)
+    return RemoteFiles(server.address, SECRET, "memory", deadline_s=DEADLINE_S)
 
 
 def test_a_large_read_comes_in_parts_at_once(server, tmp_path, monkeypatch) -> None:

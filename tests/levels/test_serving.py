@@ -24,6 +24,7 @@ from support.faults import DEADLINE_S, must
 STEP = "step-000000000001"
 DATA = f"{STEP}/rank-00000-of-00001.safetensors"
 CONTENT = bytes(range(256)) * 4096
+SECRET = "5ec4e7" * 8
 
 
 @pytest.fixture
@@ -47,13 +48,14 @@ def root(tmp_path: Path) -> Path:
 def server(root: Path) -> Iterator[FileServer]:
     server = FileServer({"memory": str(root)}, "127.0.0.1")
     server.start()
+    server.let_in(SECRET)
     yield server
     server.close()
 
 
 @pytest.fixture
 def files(server: FileServer) -> Iterator[RemoteFiles]:
-    files = RemoteFiles(server.address, server.secret, "memory", deadline_s=DEADLINE_S)
+    files = RemoteFiles(server.address, SECRET, "memory", deadline_s=DEADLINE_S)
     yield files
     files.close()
 
@@ -74,7 +76,7 @@ def told(connection: socket.socket) -> bytes:
 
 def ask(server: FileServer, path: str, fields: str = "", method: str = "GET") -> tuple[int, bytes]:
     """(status, body) of one request, by hand: clients clean paths up."""
-    request = f"{method} {path} HTTP/1.1\r\nAuthorization: Bearer {server.secret}\r\n{fields}\r\n"
+    request = f"{method} {path} HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n{fields}\r\n"
     with connected(server) as connection:
         with contextlib.suppress(OSError):  # it may have hung up before it had all of it
             connection.sendall(request.encode("latin-1"))
@@ -187,7 +189,7 @@ def test_a_range_is_exact_or_refused(server, field, status) -> None:
 
 
 def test_who_does_not_know_the_secret_learns_nothing(server) -> None:
-    for given in ("", "Bearer ", f"Bearer {server.secret[:-1]}", f"Bearer {server.secret}0"):
+    for given in ("", "Bearer ", f"Bearer {SECRET[:-1]}", f"Bearer {SECRET}0"):
         for path in (f"/memory/{STEP}/manifest.json", "/nothing"):
             with connected(server) as connection:
                 field = f"Authorization: {given}\r\n" if given else ""
@@ -195,6 +197,27 @@ def test_who_does_not_know_the_secret_learns_nothing(server) -> None:
                 answer = told(connection)
             assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
             assert answer.endswith(b"\r\n\r\n")
+
+
+def test_nobody_is_answered_before_the_job_has_its_secret(
+    root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The empty secret opens nothing, and a rank that has heard of it first waits."""
+    server = FileServer({"memory": str(root)}, "127.0.0.1")
+    server.start()
+    request = f"GET /memory/{STEP}/manifest.json HTTP/1.1\r\nAuthorization: Bearer {{}}\r\n\r\n"
+    with connected(server) as early:
+        early.sendall(request.format(SECRET).encode())
+        threading.Timer(0.01, server.let_in, [SECRET]).start()
+        assert early.recv(1 << 10).startswith(b"HTTP/1.1 200 ")
+    server.close()
+    monkeypatch.setattr(serving, "FIRST_S", 0.01)
+    server = FileServer({"memory": str(root)}, "127.0.0.1")
+    server.start()
+    with connected(server) as early:
+        early.sendall(request.format("").encode())
+        assert told(early).startswith(b"HTTP/1.1 403 ")
+    server.close()
 
 
 def test_only_reading_is_understood(server) -> None:
@@ -223,6 +246,7 @@ def few(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     monkeypatch.setattr(serving, "FIRST_S", DEADLINE_S)
     server = FileServer({"memory": str(root)}, "127.0.0.1")
     server.start()
+    server.let_in(SECRET)
     yield server
     server.close()
 
@@ -238,7 +262,7 @@ def test_connections_are_bounded(few) -> None:
 def test_who_waits_for_a_place_gets_that_of_one_that_has_its_answer(root, few) -> None:
     (root / STEP / "large").write_bytes(b"")
     os.truncate(root / STEP / "large", 64 << 20)
-    request = f"GET /memory/{STEP}/large HTTP/1.1\r\nAuthorization: Bearer {few.secret}\r\n\r\n"
+    request = f"GET /memory/{STEP}/large HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
     with contextlib.ExitStack() as busy:
         crowd = [busy.enter_context(connected(few)) for _ in range(4)]
         for each in crowd:
@@ -277,7 +301,8 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
         "from statehold.checkpoint.levels.hosts.serving import FileServer\n"
         f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
         "server.start()\n"
-        "print(server.address, server.secret, flush=True)\n"
+        f"server.let_in({SECRET!r})\n"
+        "print(server.address, flush=True)\n"
         "input()\n"
         "if os.fork() == 0:\n"
         "    print('child', flush=True)\n"
@@ -289,9 +314,8 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        address, secret = process.stdout.readline().split()
-        host, _, port = address.rpartition(":")
-        request = f"GET /nothing HTTP/1.1\r\nAuthorization: Bearer {secret}\r\n\r\n"
+        host, _, port = process.stdout.readline().strip().rpartition(":")
+        request = f"GET /nothing HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
             connection.sendall(request.encode())  # once it is answered, the server knows of it
             must(connection.recv(1 << 10).endswith(b"\r\n\r\n"))
@@ -342,7 +366,7 @@ def test_a_file_that_is_cut_while_it_is_sent_ends_the_connection(root, server) -
     must(path.stat().st_size == len(CONTENT))
     with path.open("r+b") as file:
         file.truncate(64 << 20)
-    request = f"GET /memory/{DATA} HTTP/1.1\r\nAuthorization: Bearer {server.secret}\r\n\r\n"
+    request = f"GET /memory/{DATA} HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
     with connected(server) as connection:
         connection.sendall(request.encode())
         connection.recv(10)  # it has begun; the socket holds a few MiB

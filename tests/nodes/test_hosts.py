@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from statehold import Directory, Memory
+from statehold.checkpoint.levels.hosts.secret import _PRIME, KeyPair, drawn
 from statehold.checkpoint.store.directories import make_directories
 from statehold.checkpoint.store.unfinished import Unfinished
 from statehold.errors import (
@@ -24,6 +25,8 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.testing import SimFs
+from statehold.testing.memory_board import MemoryStore
+from statehold.testing.memory_network import MemoryExchange, MemoryFiles
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
 from support.inside import inside
@@ -66,6 +69,47 @@ def restored_of(ranks: HostRanks, saved_by: int) -> int | None:
         must(each["step"] == got[0])
         must(bool((each["w"] == state(0, each["step"])["w"]).all()))
     return got[0]
+
+
+def test_the_secret_of_the_servers_is_never_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of torch answers everybody, and whoever read it there took the steps in memory."""
+    told: list[bytes] = []
+    known: list[str] = []
+    kept = MemoryStore.set
+
+    def seen(store: MemoryStore, key: str, value: bytes) -> None:
+        told.append(value)
+        kept(store, key, value)
+
+    def let_in(self: MemoryExchange, secret: str) -> None:
+        known.append(secret)
+
+    def reach(self: MemoryExchange, address: str, secret: str, place: str) -> MemoryFiles:
+        known.append(secret)
+        return MemoryFiles(self._network, address, place)
+
+    monkeypatch.setattr(MemoryStore, "set", seen)
+    monkeypatch.setattr(MemoryExchange, "let_in", let_in)
+    monkeypatch.setattr(MemoryExchange, "reach", reach)
+    with HostRanks(disks(3)) as ranks:
+        save(ranks, 1)
+    (secret,) = set(known)
+    assert len(known) == 3 * (1 + 2 * 2)
+    assert len(bytes.fromhex(secret)) == 32
+    for value in told:
+        assert secret.encode() not in value
+        assert bytes.fromhex(secret) not in value
+
+
+def test_only_the_rank_that_it_is_for_opens_what_is_hidden() -> None:
+    leader, other, stranger = KeyPair(), KeyPair(), KeyPair()
+    secret = drawn()
+    hidden = leader.hidden(secret, other.public)
+    assert other.opened(hidden, leader.public) == secret
+    assert stranger.opened(hidden, leader.public) != secret != hidden
+    for public in ("0", "1", f"{_PRIME - 1:x}", f"{_PRIME:x}", "-3", "key"):
+        with pytest.raises(ValueError):
+            other.opened(hidden, public)
 
 
 @pytest.mark.parametrize("each", [1, 2])

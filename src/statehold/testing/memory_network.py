@@ -46,7 +46,7 @@ class MemoryExchange:
         self._network = network
         self._address = ""
 
-    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+    def serve(self, places: Sequence[HostPlace]) -> str:
         if not self._address:
             self._address = f"{len(self._network.served)}"
             self._network.served[self._address] = {
@@ -54,7 +54,9 @@ class MemoryExchange:
                 for level in places
                 for place in (level, level.copies)
             }
-        return self._address, ""
+        return self._address
+
+    def let_in(self, secret: str) -> None: ...
 
     def reach(self, address: str, secret: str, place: str) -> MemoryFiles:
         return MemoryFiles(self._network, address, place)

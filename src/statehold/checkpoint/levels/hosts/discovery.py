@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from statehold.checkpoint.levels.hosts.census import Holding, PlacedFiles, settled, together
 from statehold.checkpoint.levels.hosts.place import HostPlace, KnownHost
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
+from statehold.checkpoint.levels.hosts.secret import KeyPair, drawn
 from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
 from statehold.checkpoint.levels.near_files import NearFiles
@@ -42,8 +43,11 @@ CENSUS = Round("census")
 class Exchange(Protocol):
     """The transfer of files from host to host."""
 
-    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
-        """Serve the files of these levels, and of the copies beside them; (address, secret)."""
+    def serve(self, places: Sequence[HostPlace]) -> str:
+        """Serve the files of these levels, and of the copies beside them; the address."""
+
+    def let_in(self, secret: str) -> None:
+        """Answer who has this secret."""
 
     def reach(self, address: str, secret: str, place: str) -> FarSource:
         """A level of the host that serves at `address`."""
@@ -70,14 +74,18 @@ class HttpExchange:
         self._server: FileServer | None = None
         self._reached: list[RemoteFiles] = []
 
-    def serve(self, places: Sequence[HostPlace]) -> tuple[str, str]:
+    def serve(self, places: Sequence[HostPlace]) -> str:
         if self._server is None:
             stores = [(place.name, place.store) for place in places]
             stores += [(place.copies.name, place.copies.store) for place in places]
             server = FileServer({name: store.root for name, store in stores}, self._address)
             server.start()
             self._server = server
-        return self._server.address, self._server.secret
+        return self._server.address
+
+    def let_in(self, secret: str) -> None:
+        if self._server is not None:
+            self._server.let_in(secret)
 
     def reach(self, address: str, secret: str, place: str) -> FarSource:
         self._reached.append(RemoteFiles(address, secret, place))
@@ -106,6 +114,7 @@ class Hosts:
         self._peers = peers
         self._exchange = exchange
         self._guard = threading.Lock()
+        self._keys = KeyPair()
         self._is_known = not places or peers is None
         if peers is None:
             only = KnownHost(socket.gethostname(), (0,), {})
@@ -179,21 +188,25 @@ class Hosts:
             if peers.has_ended(_KIND, self._tries):
                 self._tries += 1
             raise
-        levels, found = json.loads(outcome)
+        levels, found, public, hidden = json.loads(outcome)
+        secret = self._keys.opened(hidden[peers.rank], public) if hidden else ""
+        if secret:
+            self._exchange.let_in(secret)
         for place in self._places:
-            self._learn(place, levels[place.name], peers.rank)
+            self._learn(place, levels[place.name], peers.rank, secret)
             _take(place, found[place.name])
         if not any(place.is_apart and place.leads for place in self._places):
             self._exchange.stop()
 
     def _note(self) -> dict[str, Any]:
         """The message of this rank to the others: itself, and the steps on its host."""
-        note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
+        name, public = socket.gethostname(), self._keys.public
+        note: dict[str, Any] = {"name": name, "public": public, "levels": {}}
         for place in self._places:
             level = {"identity": place.identity(), "holdings": place.holdings()}
             note["levels"][place.name] = level
         try:
-            note["address"], note["secret"] = self._exchange.serve(self._places)
+            note["address"] = self._exchange.serve(self._places)
         except StateholdError as error:  # matters only with another host
             note["error"] = str(error)
         return note
@@ -209,11 +222,15 @@ class Hosts:
             },
             {name for name, there in levels.items() if len(there) > 1},
         )
-        return json.dumps([hosts, found]).encode()
+        secret, apart = drawn(), any(len(there) > 1 for there in levels.values())
+        hidden = [self._keys.hidden(secret, note["public"]) for note in notes] if apart else []
+        return json.dumps([hosts, found, self._keys.public, hidden]).encode()
 
-    def _learn(self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int) -> None:
+    def _learn(
+        self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int, secret: str
+    ) -> None:
         mine, hosts = 0, []
-        for index, (name, address, secret, ranges) in enumerate(known):
+        for index, (name, address, ranges) in enumerate(known):
             ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
             files: dict[str, FarSource] = {}
             if rank in ranks:
@@ -266,7 +283,6 @@ def _hosts(
             # Containers may all have the same name, so this name tells their files apart.
             name if names.count(name) == 1 else f"{name} of rank {ranks[0]}",
             leader.get("address"),
-            leader.get("secret"),
             Ranks.of(ranks).ranges,
         ]
         for name, leader, ranks in zip(names, leaders, there, strict=True)

@@ -3,11 +3,11 @@
     GET /PLACE/STEP/NAME      Authorization: Bearer SECRET, and a Range if not all of it
 
 Owns: the port, the connections, who may ask; the meaning of a path, and how it is opened.
-Invariants: read-only. Only this job's board has the secret. A client without it learns nothing, and
-the server hangs up. Nothing is encrypted: the network is trusted as torch.distributed trusts it. At
-    most CONNECTIONS_MAX connections; the one that has been silent for longest is closed first, and
-    none may be silent for ever. The threads keep no process from ending. A fork of the process
-    neither answers nor holds the port.
+Invariants: read-only. Nobody has the secret before let_in(), and no board has it. A client without
+it learns nothing, and the server hangs up. Nothing is encrypted: the network is trusted as
+torch.distributed trusts it. At most CONNECTIONS_MAX connections; the one that has been silent for
+longest is closed first, and none may be silent for ever. The threads keep no process from ending. A
+fork of the process neither answers nor holds the port.
 A path is matched as it came, without decoding. Each part is opened below the one before it, and no
 link is followed. A save does not overwrite a file that is open here (Store). A file that was
 retired before has no name here.
@@ -22,7 +22,6 @@ import hmac
 import logging
 import os
 import re
-import secrets
 import socket
 import stat
 import threading
@@ -119,7 +118,8 @@ class FileServer:
     def __init__(self, roots: Mapping[str, str], address: str | None = None) -> None:
         self._served = Served(roots)
         self._asked = address
-        self.secret = secrets.token_hex(16)
+        self._secret = ""
+        self._has_secret = threading.Event()
         self.address = ""
         self._listener: socket.socket | None = None
         self._guard = threading.Lock()
@@ -143,6 +143,11 @@ class FileServer:
         self.address = addresses.joined(*self._listener.getsockname()[:2])
         forget_in_children(self)
         self._in_thread(self._accept, self._listener)
+
+    def let_in(self, secret: str) -> None:
+        """Answer who has this secret, and nobody else. Who comes before waits a little."""
+        self._secret = secret
+        self._has_secret.set()
 
     def close(self) -> None:
         """Hang up, and free the port."""
@@ -242,7 +247,8 @@ class FileServer:
         if len(head.words) != 3 or head.words[2] != "HTTP/1.1" or head.body_bytes:
             return _refuse(wire, "400 Bad Request", hang_up=True)
         given = head.fields.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self.secret}".encode()):
+        is_known = self._has_secret.wait(FIRST_S)  # another rank may have heard of it before
+        if not is_known or not hmac.compare_digest(given, f"Bearer {self._secret}".encode()):
             return _refuse(wire, "403 Forbidden", hang_up=True)
         method, path, _ = head.words
         if method != "GET":
