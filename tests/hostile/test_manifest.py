@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from statehold.encoding import strictjson
 from statehold.encoding.strictjson import depth_of
-from statehold.errors import FormatVersionError, ManifestError
+from statehold.errors import FormatVersionError, ManifestError, UsageError
+from statehold.format import entries
 from statehold.format.manifest import Manifest
 from support.lies import (
     NOT_ARRAYS,
@@ -247,6 +249,28 @@ def test_deep_nesting(bracket: str, levels: int) -> None:
     error = refused(seal('{"state":' + bracket * levels + " "))
     assert "levels" in error.facts["got"]
     assert time.process_time() - begin < 10
+
+
+@pytest.mark.parametrize("each", ["[]", "{}", '{"a":0}', "[0]"])
+def test_more_containers_than_any_step_has_are_refused_before_they_are_made(
+    each: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 GiB of `{},` took 26 GiB of memory."""
+    monkeypatch.setattr(strictjson, "CONTAINERS_MAX", 1000)
+    made: list[object] = []
+    monkeypatch.setattr(strictjson, "_unique", made.append)
+    error = refused(seal('{"x":[' + ",".join([each] * 2000) + "]"))
+    assert error.facts["expected"].startswith("at most 1")
+    assert "arrays and objects" in error.facts["expected"]
+    assert made == []
+
+
+def test_a_state_with_more_containers_than_a_reader_takes_is_not_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(strictjson, "CONTAINERS_MAX", 10)
+    with pytest.raises(UsageError, match="too large"):
+        entries.seal({"state": [[]] * 1000}, "manifest")
 
 
 def test_brackets_in_strings_do_not_nest() -> None:

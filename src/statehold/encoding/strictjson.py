@@ -3,8 +3,8 @@
 Owns: parsing with a depth limit, without duplicate keys, NaN or Infinity; the checks that a parsed
 value has the type and range of its format.
 Invariants: any input ends in a value or in the named error of the caller, in time and memory linear
-in the input. Nesting is measured before the recursive parser runs, so neither a low nor a high
-recursion limit of the process matters.
+in the input. Arrays and objects are counted, and their nesting is measured, before the recursive
+parser makes them: neither their memory nor the recursion limit of the process matters.
 Not here: the meaning of the members (header, manifest, values).
 """
 
@@ -23,6 +23,9 @@ from statehold.errors import CorruptionError
 
 # Messages of processes to each other nest less deeply.
 MESSAGE_DEPTH_MAX = 8
+
+# Containers are expanded at every reference, so a few lists can stand for 2**100 nodes.
+CONTAINERS_MAX = 1 << 22
 
 # File offsets and sizes are signed 64-bit in every interface below us.
 INT_MAX = 2**63 - 1
@@ -43,13 +46,32 @@ def show(value: object) -> str:
     return _repr.repr(value)
 
 
+def containers_max(nbytes: int) -> int:
+    """How many arrays and objects a text of so many bytes may have.
+
+    An empty one takes 3 bytes of text, and 26 times that in memory. The tensors of a step take more
+    than 16 bytes for each, and only states of millions of small containers less.
+    """
+    return max(CONTAINERS_MAX, nbytes // 16)
+
+
+def containers_of(text: bytes) -> int:
+    """How many arrays and objects there are in JSON text."""
+    brackets = _brackets(text)
+    return brackets.count(b"[") + brackets.count(b"{")
+
+
 def depth_of(text: bytes) -> int:
     """How deeply arrays and objects nest in JSON text, without recursion."""
+    return max(accumulate(map(_STEP.__getitem__, _brackets(text))), default=0)
+
+
+def _brackets(text: bytes) -> bytes:
+    """Those of JSON text that are in no string."""
     # An even run of backslashes escapes itself. A single one before a quote escapes the quote.
     text = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
     # Two quotes side by side never change which brackets are inside a string.
-    brackets = _STRING.sub(b"", text.replace(b'""', b""))
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    return _STRING.sub(b"", text.replace(b'""', b""))
 
 
 class _DuplicateKey(ValueError):
@@ -92,6 +114,9 @@ class Checker:
         depth = depth_of(text)
         if depth > depth_max:
             self.fail(where, f"JSON nested at most {depth_max} deep", f"{depth} levels")
+        found, most = containers_of(text), containers_max(len(text))
+        if found > most:
+            self.fail(where, f"at most {most} arrays and objects", str(found))
         try:
             decoded = text.decode("utf-8")
             return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any, NoReturn
 
-from statehold.encoding.strictjson import Checker, show
+from statehold.encoding.strictjson import CONTAINERS_MAX, Checker, show
 from statehold.errors import ManifestError, UnsupportedValueError
 
 # (value, path) -> JSON node, or None when the value is not the hook's business.
@@ -38,8 +38,6 @@ LeafReader = Callable[[str, Any], Any]
 # Each level takes up to six calls of the thousand that Python allows, minus the caller's. A level
 # is any node that is an object or an array, such as a tensor, but for the inside of its tag.
 DEPTH_MAX = 100
-# Containers are expanded at every reference, so a few lists can stand for 2**100 nodes.
-CONTAINERS_MAX = 1 << 22
 # Doubles, and the JSON readers built on them, are exact below 2**53.
 _INT_PLAIN_MAX = 2**53 - 1
 # CPython parses at most 4300 digits by default; decimal conversion is quadratic.
