@@ -149,3 +149,14 @@ def test_what_is_in_the_way_is_refused(tmp_path: Path) -> None:
         statehold.import_step(tmp_path / "there", f"{tmp_path / 'run'}@5")
     with pytest.raises(UsageError, match="needs no import"):
         statehold.import_step(tmp_path / "run" / "step-000000000001", f"{tmp_path / 'run'}@5")
+
+
+def test_metadata_that_nest_without_end_are_refused(tmp_path: Path) -> None:
+    """The recursion of the parser ended the import with a traceback."""
+    path = tmp_path / "model.safetensors"
+    metadata = {"statehold.step": "1", "DCP_SHARDING_INFO": "saved_offsets"}
+    metadata["statehold.global_shapes"] = "[" * 100_000
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    safetensors_torch.save_file({"w": torch.ones(2)}, path, metadata=metadata)
+    with pytest.raises(HeaderError, match="metadata"):
+        statehold.import_step(path, f"{tmp_path / 'new'}@1")

@@ -149,7 +149,17 @@ def test_a_given_trace_is_repeated() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "a,b\n", "[", "[1]", "[]", '[{"time_s": -1}]', '[{"time_s": 0}]', "time_s,replica\nx,1"],
+    [
+        "",
+        "a,b\n",
+        "[",
+        "[" * 100_000,
+        "[1]",
+        "[]",
+        '[{"time_s": -1}]',
+        '[{"time_s": 0}]',
+        "time_s,replica\nx,1",
+    ],
 )
 def test_a_trace_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="a trace"):

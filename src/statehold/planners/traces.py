@@ -21,13 +21,13 @@ import csv
 import heapq
 import io
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statehold.encoding import strictjson
 from statehold.errors import UsageError, shown
 
 COLUMNS = ("time_s", "replica", "repair_s")
@@ -146,7 +146,7 @@ def _csv_rows(text: str) -> list[Mapping[str, Any]]:
 
 def _json_rows(text: str) -> tuple[list[Mapping[str, Any]], Any]:
     try:
-        document = json.loads(text)
+        document = strictjson.message(text.encode("utf-8", "replace"))
     except ValueError as error:
         raise UsageError("a trace is not JSON", facts={"error": str(error)}) from error
     rows = document.get("failures") if isinstance(document, dict) else document

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from statehold.encoding import header
-from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
+from statehold.encoding.strictjson import Checker
+from statehold.errors import CorruptionError, HeaderError, UnsupportedValueError, UsageError
 from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
 from statehold.integrations.formats.trees import leaves
@@ -184,7 +185,9 @@ def _head(path: str) -> bytes:
 
 def _check_whole(path: str, entries: Sequence[header.Entry], metadata: Mapping[str, str]) -> None:
     """A file of a step may have parts of tensors: it is no checkpoint of its own."""
-    shapes = json.loads(metadata.get("statehold.global_shapes", "{}"))
+    check = Checker(HeaderError, "the metadata of this file are not valid", path)
+    where = "statehold.global_shapes"
+    shapes = check.object(check.parse(metadata.get(where, "{}").encode(), where, 2), where)
     cut = [each.name for each in entries if shapes.get(each.name) != list(each.shape)]
     if cut:
         facts = {"file": path, "expected": "whole tensors", "got": f"a part of {cut[0]}"}
