@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from statehold.encoding import strictjson
-from statehold.encoding.strictjson import depth_of
-from statehold.errors import FormatVersionError, ManifestError, UsageError
+from statehold.encoding.strictjson import measured
+from statehold.errors import FormatVersionError, InvariantError, ManifestError
 from statehold.format import entries
 from statehold.format.manifest import Manifest
 from support.lies import (
@@ -269,14 +269,16 @@ def test_a_state_with_more_containers_than_a_reader_takes_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(strictjson, "CONTAINERS_MAX", 10)
-    with pytest.raises(UsageError, match="too large"):
-        entries.seal({"state": [[]] * 1000}, "manifest")
+    with pytest.raises(InvariantError, match="not committed"):
+        entries.proven(
+            entries.seal({"state": [[]] * 1000}, "manifest"), Manifest.decode, "manifest"
+        )
 
 
 def test_brackets_in_strings_do_not_nest() -> None:
     state = {"text": "[" * 10_000, '{"[\\': "\\" + '"[{' * 1000}
     document = changed(DOCUMENT, ("state",), state)
-    assert depth_of(seal(document)) == depth_of(seal(DOCUMENT)) == 6
+    assert measured(seal(document))[0] == measured(seal(DOCUMENT))[0] == 6
     Manifest.decode(seal(document), "m")
 
 

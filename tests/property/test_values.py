@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.encoding import values
-from statehold.encoding.strictjson import depth_of
+from statehold.encoding.strictjson import measured
 from statehold.errors import ManifestError
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -128,4 +128,4 @@ brackets = st.text(st.sampled_from('[]{}"\\ax\n'))
     )
 )
 def test_depth_is_measured_without_parsing(node: Any) -> None:
-    assert depth_of(json.dumps(node).encode()) == depth_by_recursion(node)
+    assert measured(json.dumps(node).encode())[0] == depth_by_recursion(node)

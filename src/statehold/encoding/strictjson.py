@@ -46,32 +46,14 @@ def show(value: object) -> str:
     return _repr.repr(value)
 
 
-def containers_max(nbytes: int) -> int:
-    """How many arrays and objects a text of so many bytes may have.
-
-    An empty one takes 3 bytes of text, and 26 times that in memory. The tensors of a step take more
-    than 16 bytes for each, and only states of millions of small containers less.
-    """
-    return max(CONTAINERS_MAX, nbytes // 16)
-
-
-def containers_of(text: bytes) -> int:
-    """How many arrays and objects there are in JSON text."""
-    brackets = _brackets(text)
-    return brackets.count(b"[") + brackets.count(b"{")
-
-
-def depth_of(text: bytes) -> int:
-    """How deeply arrays and objects nest in JSON text, without recursion."""
-    return max(accumulate(map(_STEP.__getitem__, _brackets(text))), default=0)
-
-
-def _brackets(text: bytes) -> bytes:
-    """Those of JSON text that are in no string."""
+def measured(text: bytes) -> tuple[int, int]:
+    """How deeply arrays and objects nest in JSON text, and how many there are. No recursion."""
     # An even run of backslashes escapes itself. A single one before a quote escapes the quote.
     text = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NOT_STRUCTURE)
     # Two quotes side by side never change which brackets are inside a string.
-    return _STRING.sub(b"", text.replace(b'""', b""))
+    brackets = _STRING.sub(b"", text.replace(b'""', b""))
+    depth = max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    return depth, brackets.count(b"[") + brackets.count(b"{")
 
 
 class _DuplicateKey(ValueError):
@@ -111,12 +93,14 @@ class Checker:
 
     def parse(self, text: bytes, where: str, depth_max: int) -> Any:
         """The value of JSON `text`, which must be UTF-8 and nest at most `depth_max` deep."""
-        depth = depth_of(text)
+        depth, containers = measured(text)
         if depth > depth_max:
             self.fail(where, f"JSON nested at most {depth_max} deep", f"{depth} levels")
-        found, most = containers_of(text), containers_max(len(text))
-        if found > most:
-            self.fail(where, f"at most {most} arrays and objects", str(found))
+        # An empty one has 3 bytes of text, and 26 times that in memory. The tensors of a step have
+        # more than 16 bytes for each, and only states of millions of small containers less.
+        most = max(CONTAINERS_MAX, len(text) // 16)
+        if containers > most:
+            self.fail(where, f"at most {most} arrays and objects", str(containers))
         try:
             decoded = text.decode("utf-8")
             return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -173,7 +157,7 @@ _MESSAGES = Checker(CorruptionError, "not a message", "")
 
 
 def message(text: bytes, depth_max: int = MESSAGE_DEPTH_MAX) -> Any:
-    """The value of a message that came through a socket, from whoever has sent it.
+    """The value of a message that came through a socket, from a peer that may be anybody.
 
     Raises ValueError for everything that is no JSON, and for nothing else.
     """

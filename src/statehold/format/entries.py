@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding import header, values
-from statehold.encoding.strictjson import Checker, containers_max, containers_of, show
+from statehold.encoding.strictjson import Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
@@ -149,10 +149,8 @@ def seal(document: Mapping[str, Any], what: str) -> bytes:
     except (ValueError, TypeError, RecursionError) as fault:
         raise InvariantError(f"a {what} cannot be encoded: {fault}") from fault
     raw = body + b',"%s_sha256":"%s"}\n' % (what.encode(), sha256(body).encode())
-    containers, most = containers_of(raw), containers_max(len(raw))
-    if len(raw) > DOCUMENT_BYTES_MAX or containers > most:
-        expected = f"at most {format_bytes(DOCUMENT_BYTES_MAX)}, with {most} arrays and objects"
-        facts = {"expected": expected, "got": f"{len(raw)} bytes with {containers}"}
+    if len(raw) > DOCUMENT_BYTES_MAX:
+        facts = {"expected": f"at most {format_bytes(DOCUMENT_BYTES_MAX)}", "got": len(raw)}
         hint = "keep large collections in tensors: plain values are stored as JSON"
         raise UsageError(f"the {what} of this state is too large", facts=facts, hint=hint)
     return raw

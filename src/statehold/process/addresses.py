@@ -2,7 +2,7 @@
 
 Invariants: a name is looked up for every family of addresses, and "[::1]:80" is text like
 "10.1.2.3:80". A host tells a loopback address only to those that reach it there.
-Not here: what is said on a connection.
+Not here: the connections.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def reachable_address(other: str) -> str:
 
     Many hosts take their own name for one of their loopback addresses, which no other host reaches.
     That answer counts only if `other` is a loopback address, too. Otherwise the default route
-    decides, and then the first interface that is none of the loopback.
+    decides, and then the first interface of a network.
     """
     if other == "localhost" or _is_loopback(other):
         return other if _is_loopback(other) else "127.0.0.1"

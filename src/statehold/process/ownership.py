@@ -62,7 +62,7 @@ def check_own_directory(path: str, what: str) -> None:
 def make_own_directory(path: str, what: str, mode: int = 0o700) -> None:
     """Make a directory of this user, and its parents as usual. mode: less the umask.
 
-    One that exists keeps its mode. Raises StorageError, also as check_own_directory does.
+    A directory that exists keeps its mode. Raises StorageError, also as check_own_directory does.
     """
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

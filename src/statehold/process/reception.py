@@ -8,7 +8,7 @@
 Invariants: who says nothing is hung up on after FIRST_S, and after ROOM_S while many are silent.
 At most SILENT_MAX are silent, and some descriptors of the process stay free for others. A listener
 that can let nobody in rests for a moment, so that its thread does not spin.
-Not here: what is said.
+Not here: the content of what they say.
 """
 
 from __future__ import annotations

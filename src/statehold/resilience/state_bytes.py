@@ -176,7 +176,7 @@ def _description(document: bytes) -> dict[str, Any]:
         case {"state": _, "tensors": [*tensors], "sizes": [*sizes]} as described if all(
             type(each) is int and each >= 0 for each in sizes
         ) and all(map(_is_entry, tensors)):
-            return described
+            return dict(described)
     raise ValueError("not the description of a state")
 
 

@@ -109,6 +109,6 @@ def _is_here(entry: Remembered, run: str) -> bool:
 
 
 def _is_trusted(entry: Remembered, run: str) -> bool:
-    """Whoever has the run has made what is read as its memory."""
+    """The owner of the run has made what is read as its memory."""
     where = os.path.realpath(entry.where)
     return entry.kind != "memory" or not os.path.exists(where) or is_own(where, os.stat(run).st_uid)

@@ -3,8 +3,8 @@
 A message is one line of JSON, an object whose member "is" names its class below.
 
 Invariants: `decode(encode(message)) == message`. A line that is no message raises ValueError, and
-so does one with a name, a number or a time that no rank has: whoever gets a message may use it as
-it is. Only what is free text (job, facts, reason) may have characters that a terminal obeys.
+so does one with a name, a number or a time that no rank has: the receiver uses a message as it is.
+Only free text (job, facts, reason) may have characters that a terminal obeys.
 Not here: when a message is sent (member, coordinator), and how (control).
 """
 
