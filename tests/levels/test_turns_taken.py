@@ -192,10 +192,10 @@ class Deaf:
         self.missed = 0
 
     def __enter__(self) -> Deaf:
-        outcome: Callable[[int], bytes] = self.peers.outcome
+        outcome: Callable[[int, float], bytes] = self.peers.outcome
 
-        def lost(seq: int) -> bytes:
-            outcome(seq)
+        def lost(seq: int, waiting_s: float = 0.0) -> bytes:
+            outcome(seq, waiting_s)
             self.missed += 1
             raise PeerLostError("it went by", ranks=[0])
 

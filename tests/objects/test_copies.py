@@ -47,7 +47,7 @@ class Two:
         self.second = ObjectSteps(f"{url}/second run/a%20b", options=options, deadline_s=6.0)
         for name, data in CONTENT.items():
             self.first.shared.upload(name, len(data), [memoryview(data)], no_limit)
-        self.neighbour = self.second.neighbour(self.first.url)
+        self.neighbour = self.second.neighbour(self.first.where)
 
     def brought(self) -> set[str]:
         return self.neighbour.bring(SIZES, no_limit)

@@ -241,7 +241,7 @@ def test_a_signal_ends_the_waiting_for_a_store(steps: ObjectSteps, proxy: s3.Pro
         while not proxy.fired["stall"]:
             ended.wait(0.01)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        in_time.append(ended.wait(HASTY_S))
+        in_time.append(ended.wait(DEADLINE_S))
         proxy.close()  # answers, by ending the connection
 
     helper = threading.Thread(target=interrupt)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -361,6 +363,10 @@ def test_it_has_to_know_where_to(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 3
 
 
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
 def test_a_page_that_cannot_be_written_leaves_the_old_one(
     run: Path,
     tmp_path: Path,
@@ -369,6 +375,9 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(
     page = tmp_path / "report.html"
     page.write_text("old")
     code = main(["report", str(run), "-o", str(tmp_path / "nowhere" / "report.html")])
+    assert code == 3
+    monkeypatch.setattr(os, "replace", no_room)
+    code = main(["report", str(run), "-o", str(page)])
     assert code == 4
     assert page.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir() if each.is_file()] == ["report.html"]
