@@ -8,7 +8,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -233,6 +233,15 @@ def test_a_store_that_is_silent_is_not_asked_each_question(
     assert hasty.steps() == []
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT, also where a shell has begun the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_signal_ends_the_waiting_for_a_store(steps: ObjectSteps, proxy: s3.Proxy) -> None:
     proxy.fault = lambda method, target: "stall"
     ended, in_time = threading.Event(), []
