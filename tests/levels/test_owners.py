@@ -200,6 +200,16 @@ def test_the_first_level_of_another_run_takes_no_step(tmp_path: Path) -> None:
         assert ckpt.steps() == [5, 7]
 
 
+def test_a_run_that_cannot_note_its_id_goes_on(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "a" / FILE_NAME / "in the way").mkdir(parents=True)
+    for step in (1, 2):
+        with runs.opened("a") as ckpt:
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+    assert runs.at_far() == [1, 2]
+    assert not (tmp_path / "bucket" / "llama" / FILE_NAME).exists()
+
+
 def trained(run: Path, memory: Path | None, value: int, *steps: int) -> None:
     levels = [Memory(path=memory, keep=2, agent=False), Directory(keep=2)]
     with statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt:

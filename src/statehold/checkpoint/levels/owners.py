@@ -98,8 +98,7 @@ class Identity:
     def own(self) -> Owner | None:
         """This run; None as long as it has no id."""
         with self._guard:
-            run = self.run.encode("utf-8", "replace").decode()
-            return None if self._id is None else Owner(self._id, run, self._host)
+            return None if self._id is None else self._as(self._id)
 
     def adopt(self, owner: Owner) -> None:
         """Continue as this run."""
@@ -107,17 +106,21 @@ class Identity:
             self._id = owner.id
 
     def establish(self) -> None:
-        """Draw an id, unless there is one, and note it in the run directory. Raises OSError."""
+        """Draw an id, unless there is one, and note it in the run directory. Raises OSError.
+
+        A run that cannot note its id has none: the next job would be another run.
+        """
         with self._guard:
             noted = _id_at(self.run)
-            self._id = self._id or noted
-            if not self._draws:
-                return
-            self._id = self._id or secrets.token_hex(8)
-            is_noted = noted == self._id
-        own = self.own
-        if own is not None and not is_noted:
-            write_note(self.run, FILE_NAME, own.encode())
+            known = self._id or noted
+            if self._draws:
+                known = known or secrets.token_hex(8)
+                if known != noted:
+                    write_note(self.run, FILE_NAME, self._as(known).encode())
+            self._id = known
+
+    def _as(self, run_id: str) -> Owner:
+        return Owner(run_id, self.run.encode("utf-8", "replace").decode(), self._host)
 
     def owns(self, owner: Owner) -> bool:
         """Whether a note names this run, and not a run that it is a copy of, or that is its
