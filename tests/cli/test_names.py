@@ -116,7 +116,9 @@ def test_a_directory_of_other_things_is_no_run(tmp_path: Path, say: Say, words: 
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
-@pytest.mark.parametrize("sign", ["", ".lock", "levels.json", "step-000000000001.partial"])
+@pytest.mark.parametrize(
+    "sign", ["", ".lock", "levels.json", "run.json", "step-000000000001.partial"]
+)
 def test_a_run_that_has_no_step_yet(tmp_path: Path, say: Say, sign: str) -> None:
     run = tmp_path / "new"
     run.mkdir()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME
-from statehold.checkpoint.levels import remembered
+from statehold.checkpoint.levels import owners, remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.store.lock import LOCK_NAME
 from statehold.checkpoint.store.misnamed import misnamed
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 _OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
 LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
-_FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME}
+_FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME, owners.FILE_NAME}
 
 
 class NotFoundError(UsageError):
