@@ -224,10 +224,15 @@ def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives(
     bucket: Callable[[], bool],
 ) -> None:
     """As a reader does it: in one directory, with nothing added to what stands there."""
+    blocks_run = 0
     for block in (each for each in PYTHON if each.path.name == "guide.md"):
         names: dict[str, Any] = {}
         for code in (TRAINING, block):
             exec(compiled(code), names)
+        blocks_run += 1
+    assert blocks_run
+    assert list(Path(RUN).glob("step-*"))
+    assert bucket()
 
 
 LOOPS = [

@@ -21,7 +21,7 @@ from statehold.observe import endpoint as endpoint_module
 from statehold.observe.counters import Figures, exposition, figures_of
 from statehold.process import reception
 from statehold.testing import SimFs, checkpointer_on
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.training import Training
 
 
@@ -198,7 +198,7 @@ def test_a_peer_that_takes_no_answer_does_not_keep_the_port(
     endpoint = metrics.serve(0)
     with socket.create_connection(("127.0.0.1", endpoint.port)) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        assert written.wait(DEADLINE_S)
+        must(written.wait(DEADLINE_S))
         endpoint.close()
 
 
