@@ -202,6 +202,24 @@ def test_a_peer_that_takes_no_answer_does_not_keep_the_port(
         endpoint.close()
 
 
+def test_metrics_that_cannot_be_written_end_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [ValueError("not a number")]
+    real = endpoint_module.exposition
+
+    def failing() -> str:
+        if failures:
+            raise failures.pop()
+        return real()
+
+    monkeypatch.setattr(endpoint_module, "exposition", failing)
+    with metrics.serve(0) as endpoint:
+        for expected in (b"", b"HTTP/1.1 200 OK"):
+            with socket.create_connection(("127.0.0.1", endpoint.port), DEADLINE_S) as client:
+                client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+                assert client.recv(15) == expected
+    assert not failures
+
+
 def test_a_peer_that_says_nothing_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

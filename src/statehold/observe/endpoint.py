@@ -131,7 +131,7 @@ class Endpoint:
                 return
             if found:
                 client.sendall(_answer(bytes(asked)))
-        except OSError:
+        except Exception:  # whatever it is, the other clients get their answers
             logger.debug("a request for metrics failed", exc_info=True)
         self._drop(client)
 
