@@ -58,7 +58,10 @@ def device_if_dimensions(tensors: Iterable[torch.Tensor]) -> list[int]:
 def state_of(tensors: int) -> dict[str, Any]:
     """Modules of ten parameters of 4 KiB, and AdamW after a step."""
     count = max(1, tensors // OF_EACH // 10)
-    layers = [nn.ParameterList([torch.randn(32, 32) for _ in range(10)]) for _ in range(count)]
+    layers = [
+        nn.ParameterList([torch.randn(32, 32, device="cpu") for _ in range(10)])
+        for _ in range(count)
+    ]
     model = nn.ModuleList(layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for parameter in model.parameters():

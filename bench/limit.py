@@ -117,7 +117,7 @@ def _fio_job(path: Path, file_bytes: int, direction: str, buffers: str) -> float
 def _copy(copy_bytes: int, threads: int) -> float:
     """GB/s of the best of three copies between warm pages."""
     torch.set_num_threads(threads)
-    source = torch.ones(copy_bytes, dtype=torch.uint8)
+    source = torch.ones(copy_bytes, dtype=torch.uint8, device="cpu")
     target = torch.zeros_like(source)
     best = float("inf")
     for _ in range(3):

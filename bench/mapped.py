@@ -90,8 +90,8 @@ class Copies:
         self.threads = threads
         self.tensors = tensors
         self.bytes = sum(tensor.nbytes for tensor in tensors)
-        self.source = torch.ones(self.bytes, dtype=torch.uint8)
-        self.target = torch.ones(self.bytes, dtype=torch.uint8)
+        self.source = torch.ones(self.bytes, dtype=torch.uint8, device="cpu")
+        self.target = torch.ones(self.bytes, dtype=torch.uint8, device="cpu")
 
     def whole(self) -> Took:
         part = -(-self.bytes // self.threads)
@@ -220,7 +220,7 @@ class Saves:
     def restored(self) -> Took:
         """By reads from the page cache, which tmpfs is."""
         sizes = self.arguments["sizes"]
-        targets = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+        targets = [torch.ones(size, dtype=torch.uint8, device="cpu") for size in sizes]
         read = {key: self.arguments[key] for key in ("block_bytes", "begins", "sizes", "flags")}
         job = self._write(self.kept, None)
         with Clock() as clock:

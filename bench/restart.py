@@ -107,7 +107,9 @@ def vars_of(state: TrainingState) -> dict[str, Any]:
 def plain_copy(nbytes: int) -> float:
     """Seconds to copy so many bytes, by the rate of a part of them."""
     part = min(nbytes, 1 << 30)
-    copies = Copies([torch.ones(part, dtype=torch.uint8)], min(4, os.cpu_count() or 1))
+    copies = Copies(
+        [torch.ones(part, dtype=torch.uint8, device="cpu")], min(4, os.cpu_count() or 1)
+    )
     return min(copies.whole().wall_s for _ in range(3)) * nbytes / part
 
 

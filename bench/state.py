@@ -46,7 +46,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _norm(dim: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(dim, dtype=torch.bfloat16))
+    return nn.Parameter(torch.empty(dim, dtype=torch.bfloat16, device="cpu"))
 
 
 class Layer(nn.Module):
@@ -68,7 +68,9 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(shape.vocab, shape.dim, dtype=torch.bfloat16))
+        self.embedding = nn.Parameter(
+            torch.empty(shape.vocab, shape.dim, dtype=torch.bfloat16, device="cpu")
+        )
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = _norm(shape.dim)
         self.output = _linear(shape.dim, shape.vocab)
@@ -86,7 +88,9 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "step": 0})
         for parameter in self._parameters():
             for key in ("master", "exp_avg", "exp_avg_sq"):
-                self.state[parameter][key] = torch.empty(parameter.shape, dtype=torch.float32)
+                self.state[parameter][key] = torch.empty(
+                    parameter.shape, dtype=torch.float32, device="cpu"
+                )
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -192,7 +196,9 @@ _pattern_cache: list[torch.Tensor] = []
 def _pattern() -> torch.Tensor:
     if not _pattern_cache:
         generator = torch.Generator().manual_seed(1)
-        _pattern_cache.append(torch.randn(PATTERN_ELEMENTS, generator=generator) * 0.02)
+        _pattern_cache.append(
+            torch.randn(PATTERN_ELEMENTS, generator=generator, device="cpu") * 0.02
+        )
     return _pattern_cache[0]
 
 

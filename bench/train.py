@@ -30,8 +30,8 @@ class Compute:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         generator = torch.Generator().manual_seed(2)
-        self._weight = torch.randn(MATRIX, MATRIX, generator=generator) / MATRIX**0.5
-        self._x = torch.randn(MATRIX, MATRIX, generator=generator)
+        self._weight = torch.randn(MATRIX, MATRIX, generator=generator, device="cpu") / MATRIX**0.5
+        self._x = torch.randn(MATRIX, MATRIX, generator=generator, device="cpu")
         self._y = torch.empty_like(self._x)
 
     def __call__(self, work: int) -> None:

@@ -35,13 +35,13 @@ FRESH, OVERWRITE, READ = "disk: new file", "disk: overwrite", "disk: read"
 def transfers(task: Task) -> Iterator[Figure]:
     device, nbytes = task.torch_device, task.at_most_bytes(2 * GiB)
     own = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
     yield _rate(D2H, nbytes, device, lambda: _in_pieces(pinned, own))
     yield _rate(H2D, nbytes, device, lambda: _in_pieces(own, pinned))
     count = min(SMALL_COUNT, nbytes // SMALL)
     small = _best(device, lambda: _in_pieces(pinned[: count * SMALL], own, SMALL))
     yield figures.measured(f"D2H pinned, {count} x 4 KiB", small / count * 1e6, "us each")
-    pageable = torch.ones(nbytes, dtype=torch.uint8)
+    pageable = torch.ones(nbytes, dtype=torch.uint8, device="cpu")
     yield _rate("D2H pageable", nbytes, device, lambda: _in_pieces(pageable, own))
     yield _rate("H2D pageable", nbytes, device, lambda: _in_pieces(own, pageable))
 

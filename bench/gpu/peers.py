@@ -45,7 +45,7 @@ def _can_be_kept(stager: DefaultStager) -> bool:
     """Whether it stages twice. It is closed afterwards."""
     try:
         for _ in range(2):
-            staged = stager.stage({"x": torch.zeros(8)})
+            staged = stager.stage({"x": torch.zeros(8, device="cpu")})
             if isinstance(staged, Future):
                 staged.result(DEADLINE_S)
     except KeyError:

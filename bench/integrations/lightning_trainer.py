@@ -65,7 +65,7 @@ def train(size: str, case: str, steps: int, folder: Path) -> tuple[list[float], 
         enable_checkpointing=case != "no saves", enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    data = StatefulDataLoader(torch.randn(steps * 32, width), batch_size=32)
+    data = StatefulDataLoader(torch.randn(steps * 32, width, device="cpu"), batch_size=32)
     model = Net(width, count)
     wall = step_wall(lambda: trainer.fit(model, data), steps)
     return times.steps(WARM), wall

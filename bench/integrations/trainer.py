@@ -69,7 +69,7 @@ def parameters(size: str) -> int:
 
 def train(size: str, case: str, steps: int, folder: Path) -> tuple[list[float], float]:
     model, times = model_of(size), Times()
-    tokens = torch.randint(SIZES[size][4], (steps, SIZES[size][5]))
+    tokens = torch.randint(SIZES[size][4], (steps, SIZES[size][5]), device="cpu")
     arguments = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=1, save_steps=1,
         save_strategy="no" if case == "no saves" else "steps", save_total_limit=2,

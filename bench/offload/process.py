@@ -47,11 +47,11 @@ class Model(torch.nn.Sequential):
         linears = (torch.nn.Linear(width, width, bias=False) for _ in range(numel // width**2))
         super().__init__(*linears)
         self.bfloat16()
-        self._batch = torch.randn(8, width).bfloat16()
+        self._batch = torch.randn(8, width, device="cpu").bfloat16()
 
     def give_gradients(self) -> None:
         for param in self.parameters():
-            param.grad = torch.randn(param.shape).bfloat16()
+            param.grad = torch.randn(param.shape, device="cpu").bfloat16()
 
     def backward(self) -> None:
         self.zero_grad()
@@ -103,7 +103,8 @@ def run_offload(case: Case, numel: int, updates: int, ready: Callable[[], None])
     model, clock, trained = Model(numel), Clock(), Clock()
     model.give_gradients()
     with contextlib.ExitStack() as stack:
-        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # torch imports much for its first
+        # torch imports much for its first optimizer
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
         forget_peak()
         before = memory_bytes("VmRSS")
         optimizer = stack.enter_context(contextlib.closing(_optimizer(case, model)))

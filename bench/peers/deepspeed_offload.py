@@ -82,7 +82,7 @@ def train(given: dict[str, Any], speak: Any) -> dict[str, Any]:
         else:
             model.append(torch.nn.Linear(into, out, bias=False))
         model[-1].bfloat16()
-    batch = torch.randn(8, widths[0]).bfloat16()
+    batch = torch.randn(8, widths[0], device="cpu").bfloat16()
     batch = batch.cuda() if on_device else batch
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_bytes("VmRSS")

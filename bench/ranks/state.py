@@ -39,7 +39,7 @@ class CheapAdamW(torch.optim.AdamW):
         super().__init__(parameters, lr=3e-4, betas=(0.9, 0.95))
         for parameter in self._parameters():
             self.state[parameter] = {
-                "step": torch.zeros(()),
+                "step": torch.zeros((), device="cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -148,7 +148,7 @@ _patterns: list[torch.Tensor] = []
 def _pattern() -> torch.Tensor:
     if not _patterns:
         generator = torch.Generator().manual_seed(1)
-        _patterns.append(torch.randn(PATTERN_ELEMENTS, generator=generator))
+        _patterns.append(torch.randn(PATTERN_ELEMENTS, generator=generator, device="cpu"))
     return _patterns[0]
 
 
@@ -163,7 +163,7 @@ def _fill(local: torch.Tensor, name: str, place: Place, seed: int) -> None:
     if list(local.shape[1:]) == list(shape[1:]):
         _copy_pattern(local.view(-1), at)
         return
-    rows = torch.empty(local.shape[0] * row_elements)
+    rows = torch.empty(local.shape[0] * row_elements, device="cpu")
     _copy_pattern(rows, at)
     columns = slice(offsets[1], offsets[1] + local.shape[1])
     local.copy_(rows.view(-1, row_elements)[:, columns])

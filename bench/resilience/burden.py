@@ -39,7 +39,7 @@ def wait(seconds: float) -> None:
 
 def compute(seconds: float) -> None:
     """About so many seconds on a processor that nobody else wants."""
-    matrix: Tensor = torch.ones(512, 512) / 512
+    matrix: Tensor = torch.ones(512, 512, device="cpu") / 512
     for _ in range(int(seconds * 150)):
         matrix = matrix @ matrix
 

@@ -25,7 +25,7 @@ def main() -> None:
     work = burden.WORK[spec["trainer"]]
     state = burden.state(spec["bytes"], is_trained=False)
     model, optimizer = state["model"], state["optimizer"]
-    sample = torch.ones(1, burden.WIDTH)
+    sample = torch.ones(1, burden.WIDTH, device="cpu")
     with (
         open(spec["log"], "w", buffering=1) as log,
         Replicas(

@@ -28,6 +28,6 @@ class Model(nn.Module):
 
     def forward(self, step: int, index: int) -> Tensor:
         made = torch.Generator().manual_seed(step * 1000 + index)
-        tokens = torch.randint(VOCABULARY, (self._batch, TOKENS), generator=made)
+        tokens = torch.randint(VOCABULARY, (self._batch, TOKENS), generator=made, device="cpu")
         logits = self.head(self.layers(self.embedding(tokens)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())

@@ -61,7 +61,7 @@ def _step(each: Contestant, number: int, share: range) -> dict[str, float]:
     each.step(number, share)
     taken = {"step_s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu,
              **{key: each.spent.get(key, 0.0) for key in ("count_s", "reduce_s")}}  # fmt: skip
-    slowest = torch.tensor([*taken.values()], dtype=torch.float64)
+    slowest = torch.tensor([*taken.values()], dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(taken, slowest.tolist(), strict=True))
 

@@ -73,11 +73,13 @@ class Lora(nn.Module):
         self.base, self.adapters = nn.ParameterList(), nn.ParameterList()
         for seed in range(sizes.layers):
             noise = torch.Generator().manual_seed(seed)
-            frozen = torch.randint(0, 1 << 14, (rows, columns), generator=noise)
+            frozen = torch.randint(0, 1 << 14, (rows, columns), generator=noise, device="cpu")
             frozen = frozen.to(torch.int16).view(torch.bfloat16)
             self.base.append(nn.Parameter(frozen, requires_grad=False))
             for shape in ((8, columns), (rows, 8)):
-                self.adapters.append(nn.Parameter(torch.randn(shape, generator=noise)))
+                self.adapters.append(
+                    nn.Parameter(torch.randn(shape, generator=noise, device="cpu"))
+                )
 
 
 class Tuning:

@@ -48,6 +48,8 @@ def measure(sizes: Sizes, where: Path, rounds: int) -> Group:
 
 def _save(run: Path, nbytes: int) -> None:
     """A step of this size. Memory that nobody has written takes no room."""
-    state = {f"part{index}": torch.zeros(nbytes // PARTS // 4) for index in range(PARTS)}
+    state = {
+        f"part{index}": torch.zeros(nbytes // PARTS // 4, device="cpu") for index in range(PARTS)
+    }
     with Checkpointer(run, keep=1, staging_bytes="512MiB") as ckpt:
         ckpt.save(1, state).wait("committed", 600.0)

@@ -26,7 +26,7 @@ SAVES_EACH = 5  # what has changed is in a shared file again so many saves later
 
 def model(parts: int) -> nn.ParameterList:
     return nn.ParameterList(
-        nn.Parameter(torch.full((PART_BYTES // 4,), float(part)), requires_grad=False)
+        nn.Parameter(torch.full((PART_BYTES // 4,), float(part), device="cpu"), requires_grad=False)
         for part in range(parts)
     )
 

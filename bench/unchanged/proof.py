@@ -26,7 +26,7 @@ from statehold.tensors.capture import capture
 
 
 def measure(sizes: Sizes, where: Path, rounds: int) -> Group:
-    memory = torch.arange(sizes.base // 8)
+    memory = torch.arange(sizes.base // 8, device="cpu")
     model = torch.nn.Module()
     model.frozen = torch.nn.Parameter(memory.view(torch.float64), requires_grad=False)
     with folder(where) as made, Checkpointer(made / "run", keep=1) as ckpt:

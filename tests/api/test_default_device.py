@@ -12,7 +12,10 @@ from torch.utils._device import _device_constructors
 import statehold
 
 FACTORIES = {each.__name__ for each in _device_constructors()}
-SOURCES = sorted(Path(statehold.__file__).parent.rglob("*.py"))
+HERE = Path(__file__).parents[2]
+# What measures or tests devices runs under the default of whoever has one.
+FOLDERS = [Path(statehold.__file__).parent, HERE / "bench", HERE / "tests" / "gpu"]
+SOURCES = sorted(path for folder in FOLDERS for path in folder.rglob("*.py"))
 
 
 def depends_on_the_default(source: str) -> list[int]:
@@ -30,6 +33,7 @@ def depends_on_the_default(source: str) -> list[int]:
 
 def test_every_factory_is_given_a_device() -> None:
     assert depends_on_the_default("x = torch.empty(3)\ny = torch.ones(2, device='cpu')") == [1]
+    assert all(any(each.is_relative_to(folder) for each in SOURCES) for folder in FOLDERS)
     found = {str(each): depends_on_the_default(each.read_text()) for each in SOURCES}
     assert {path: lines for path, lines in found.items() if lines} == {}
 

@@ -32,7 +32,7 @@ def test_training_has_the_bits_of_the_host(tmp_path: Path, drains: bool) -> None
                   subgroup_bytes=70_000, drain_gradients=drains)  # fmt: skip
     for step in range(1, 4):
         for param, master in zip(twins.params, twins.masters, strict=True):
-            grad = torch.linspace(-1, 1, param.numel()).reshape(param.shape) * step
+            grad = torch.linspace(-1, 1, param.numel(), device="cpu").reshape(param.shape) * step
             grad = grad.to(param.dtype)
             keep_busy() if step == 1 and param is twins.params[0] else None
             for _ in range(2):
@@ -76,7 +76,7 @@ def test_drained_gradients_take_little_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_update_on_another_stream_keeps_the_weights_of_the_last_one() -> None:
     weight = torch.nn.Parameter(torch.zeros(MIB, device="cuda", dtype=torch.bfloat16))
-    master = torch.nn.Parameter(torch.zeros(MIB))
+    master = torch.nn.Parameter(torch.zeros(MIB, device="cpu"))
     optimizer = offload.SGD([weight], lr=0.5, momentum=0.9, tiers=[offload.Host("64MiB")])
     plain = torch.optim.SGD([master], lr=0.5, momentum=0.9, fused=True)
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
@@ -95,7 +95,7 @@ def test_an_update_on_another_stream_keeps_the_weights_of_the_last_one() -> None
 def trained(every: int | str | None, folder: Path, *, drains: bool = False) -> list[torch.Tensor]:
     """Weights after three updates, while the device is busy with other work."""
     random = torch.Generator().manual_seed(1)
-    values = [torch.randn(shape, generator=random) for shape in SHAPES]
+    values = [torch.randn(shape, generator=random, device="cpu") for shape in SHAPES]
     dtypes = itertools.cycle([torch.bfloat16, torch.float32])
     params = [torch.nn.Parameter(each.to("cuda", next(dtypes))) for each in values]
     optimizer = offload.AdamW(params, lr=1e-2, tiers=[offload.Path(folder)], subgroup_bytes=70_000,
@@ -103,7 +103,7 @@ def trained(every: int | str | None, folder: Path, *, drains: bool = False) -> l
     for _ in range(3):
         keep_busy()
         for param in params:
-            grad = torch.randn(param.shape, generator=random).to("cuda", param.dtype)
+            grad = torch.randn(param.shape, generator=random, device="cpu").to("cuda", param.dtype)
             (param * grad).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -127,7 +127,7 @@ def test_updates_on_the_device_are_repeatable_and_right(
 
 
 def test_updates_on_the_device_alone_are_those_of_torch_there() -> None:
-    start = torch.linspace(-1, 1, 3 * MIB)
+    start = torch.linspace(-1, 1, 3 * MIB, device="cpu")
     weight = torch.nn.Parameter(start.to("cuda", torch.bfloat16))
     master = torch.nn.Parameter(weight.detach().float())
     ours = offload.AdamW([weight], lr=1e-2, tiers=[offload.Host("1GiB")], device_every=1)
