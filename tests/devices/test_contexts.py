@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import torch
 
 import statehold
 from devices.conftest import training_on
+from statehold import offload
 from statehold.checkpoint.keeper import wait_for_dropped
 from support.cuda import Machine, install
 from support.faults import DEADLINE_S, SMALL, must
+from support.training import Training
 
 SECOND = 1
 
@@ -121,3 +124,25 @@ def test_a_save_goes_on_while_a_graph_is_captured(
     live = machine.put(torch.zeros(300, 1000))
     ckpt.restore({"w": live}, 1)
     assert torch.equal(machine.read(live), machine.read(weights))
+
+
+def test_a_run_on_the_host_does_not_initialize_cuda(tmp_path: Path, machine: Machine) -> None:
+    """A process that has initialized it cannot fork workers that use a device."""
+    machine.is_initialized = False
+    machine.contexts.clear()
+    training = Training(seed=0, width=32)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        for step in (1, 2):
+            training.step()
+            ckpt.save(step, training.state).wait("committed", DEADLINE_S)
+        assert ckpt.restore(training.state) == 2
+    host = torch.nn.Parameter(torch.ones(3))
+    host.grad = torch.ones(3)
+    with contextlib.closing(offload.AdamW([host], tiers=[offload.Host("1MiB")])) as optimizer:
+        optimizer.step()
+    assert not machine.is_initialized
+    assert not machine.contexts
+    machine.module(training.model)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(3, {"model": training.model}).wait("committed", DEADLINE_S)
+    assert machine.is_initialized

@@ -92,12 +92,13 @@ class Cuda:
         return True
 
     def is_initialized(self) -> bool:
-        return True
+        return self._machine.is_initialized
 
     def device_count(self) -> int:
         return self._machine.count
 
     def current_device(self) -> int:
+        self._machine.is_initialized = True
         return self._machine.local.device
 
     def set_device(self, device: Any) -> None:
@@ -113,6 +114,7 @@ class Cuda:
             self._machine.local.device = before
 
     def current_stream(self, device: Any = None) -> Stream:
+        self._machine.is_initialized = True
         return self._machine.current(self._machine.device(device).index)
 
     def default_stream(self, device: Any = None) -> Stream:
@@ -154,6 +156,7 @@ class Cuda:
                 graph.capture_end()
 
     def cudart(self) -> Runtime:
+        self._machine.is_initialized = True
         return Runtime(self._machine)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:

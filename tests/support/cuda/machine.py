@@ -52,6 +52,7 @@ class Machine:
         self.may_pin = True
         self.local = Local()
         self.contexts: set[int] = set()
+        self.is_initialized = True  # a process may fork as long as torch has not done that
         self.failure: str | None = None  # from now on: every call reports it
         self.fails_at: Callable[[str], bool] = lambda operation: False
         self.operations = Operations(self)
@@ -189,10 +190,12 @@ class Machine:
         if index != self.local.device and self.failure is not None:
             raise torch.AcceleratorError(self.failure)  # the runtime enters the context
         self.local.device = index
+        self.is_initialized = True
         self.contexts.add(index)
 
     def touch(self, operation: str) -> None:
         """The runtime is asked for something by this thread."""
+        self.is_initialized = True
         self.contexts.add(self.local.device)
         if self.failure is None and self.fails_at(operation):
             self.failure = "CUDA error: an illegal memory access was encountered"
