@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -58,6 +59,30 @@ def test_whenever_the_device_works(
         twins = DeviceTwins(machine, [BF16, F32], drain_gradients=drains)
         twins.train(3)
         twins.check()
+
+
+def test_backward_on_a_thread_of_autograd(machine: Machine) -> None:
+    """CUDA has one thread a device, which has the stream of the forward; the caller has another."""
+    twins = DeviceTwins(machine, [BF16, F32], drain_gradients=True)
+    for _ in range(3):
+        stream = machine.cuda.Stream()
+        stream.wait_stream(machine.default(0))
+        seen: list[str] = []
+
+        def backward(stream: Any = stream, seen: list[str] = seen) -> None:
+            machine.enter()
+            with machine.cuda.stream(stream):
+                twins.backward()
+                seen.append(threading.current_thread().name)
+
+        thread = threading.Thread(target=backward, name="autograd")
+        thread.start()
+        thread.join()
+        assert seen == ["autograd"]
+        assert all(param.grad is None for param in twins.params)
+        machine.default(0).wait_stream(stream)  # as the end of backward() does
+        twins.step()
+    twins.check()
 
 
 # -- hazards ------------------------------------------------------------------------------------
