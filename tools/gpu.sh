@@ -60,5 +60,11 @@ if [ "${1:-}" = --build ]; then # how this script calls itself, to have a deadli
 fi
 part build 180 "$0" "$out" --build || exit 1
 part tests 150 "$python" -m pytest -q tests/gpu -p no:cacheprovider
-part bench "$(left)" "$python" -u -m bench.gpu --seconds $(($(left) - 15)) --out "$out" "$@"
+# Words choose checks of bench.gpu, and then nothing else is measured.
+offload=0
+[ $# = 0 ] && offload=75
+bench=$(($(left) - offload))
+part bench "$bench" "$python" -u -m bench.gpu --seconds $((bench - 15)) --out "$out" "$@"
+[ $# = 0 ] && part offload "$offload" "$python" -u -m bench.offload --only device --params 1e9 \
+  --updates 3 --rounds 1 --out "$out"
 exit $failed
