@@ -100,6 +100,11 @@ class Identity:
         with self._guard:
             return None if self._id is None else self._as(self._id)
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether the run directory has a note, if the run has an id."""
+        return self.own is None or os.path.lexists(os.path.join(self.run, FILE_NAME))
+
     def adopt(self, owner: Owner) -> None:
         """Continue as this run."""
         with self._guard:
@@ -224,6 +229,10 @@ class OwnedSteps:
             self._is_claimed = owner == own
         if owner != own:
             self._refuse(owner)
+
+    def was_removed(self) -> None:
+        """Nothing is left of the level: the next claim() takes it as a new one."""
+        self._owner, self._is_claimed = None, False
 
     def check(self, *, is_empty: bool) -> None:
         """Raise RunBusyError as claim() would. Changes nothing."""
