@@ -126,6 +126,23 @@ def test_a_run_whose_directory_was_removed_is_no_other_run_to_its_far_level(
             assert found == [(step + 1, None)] * 2
 
 
+def test_a_forgotten_restore_after_the_run_directory_was_removed_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    levels = [Directory(path=tmp_path / "near", name="near"), Directory()]
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        save(ckpt, 1, content(1))
+    shutil.rmtree(tmp_path / "run")
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        with pytest.raises(RunBusyError, match=r"restore\(state\) before the first save"):
+            save(ckpt, 1, content(1))
+        got = ckpt.restore(content(0))
+        assert got == 1
+        save(ckpt, 2, content(2))
+        steps = ckpt.steps()
+        assert steps == [1, 2]
+
+
 def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more() -> None:
     fs = SimFs(seed=1)
     with opened_on(fs, far=LATER) as ckpt:
