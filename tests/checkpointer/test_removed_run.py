@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import statehold
+from statehold import Directory
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
 from statehold.testing import SimFs
@@ -76,6 +77,70 @@ def test_a_run_directory_that_another_job_has_made_meanwhile_is_its_own(tmp_path
         save(ckpt, 3, content(3))
         steps = ckpt.steps()
         assert steps == [3]
+
+
+@pytest.mark.parametrize("removed", ["near", "run", "far"])
+def test_a_level_that_was_removed_is_taken_again_by_its_run(tmp_path: Path, removed: str) -> None:
+    places = {name: tmp_path / name for name in ("near", "run", "far")}
+
+    def saved(ckpt: statehold.Checkpointer, step: int) -> None:
+        save(ckpt, step, content(step))
+        ckpt.flush(DEADLINE_S)
+        found = [(each.newest, each.error) for each in ckpt.levels()]
+        assert found == [(step, None)] * 3
+
+    def opened() -> statehold.Checkpointer:
+        levels = [
+            Directory(path=places["near"], name="near"),
+            Directory(),
+            Directory(path=places["far"], name="far"),
+        ]
+        return statehold.Checkpointer(places["run"], levels=levels, **SMALL)
+
+    with opened() as ckpt:
+        saved(ckpt, 1)
+        notes = {path: path.read_bytes() for path in places["run"].glob("*.json")}
+        assert len(notes) == 2
+        shutil.rmtree(places[removed])
+        saved(ckpt, 2)
+        assert {path: path.read_bytes() for path in notes} == notes
+    with opened() as ckpt:
+        got = ckpt.restore(content(0))
+        assert got == 2
+        saved(ckpt, 3)
+
+
+def test_a_run_whose_directory_was_removed_is_no_other_run_to_its_far_level(
+    tmp_path: Path,
+) -> None:
+    levels = [Directory(), Directory(path=tmp_path / "far", name="far")]
+    for step in (1, 3):
+        with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+            ckpt.restore(content(0))
+            save(ckpt, step, content(step))
+            ckpt.flush(DEADLINE_S)
+            shutil.rmtree(tmp_path / "run")
+            save(ckpt, step + 1, content(step + 1))
+            ckpt.flush(DEADLINE_S)
+            found = [(each.newest, each.error) for each in ckpt.levels()]
+            assert found == [(step + 1, None)] * 2
+
+
+def test_a_forgotten_restore_after_the_run_directory_was_removed_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    levels = [Directory(path=tmp_path / "near", name="near"), Directory()]
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        save(ckpt, 1, content(1))
+    shutil.rmtree(tmp_path / "run")
+    with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
+        with pytest.raises(RunBusyError, match=r"restore\(state\) before the first save"):
+            save(ckpt, 1, content(1))
+        got = ckpt.restore(content(0))
+        assert got == 1
+        save(ckpt, 2, content(2))
+        steps = ckpt.steps()
+        assert steps == [1, 2]
 
 
 def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more() -> None:

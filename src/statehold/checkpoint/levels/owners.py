@@ -48,6 +48,17 @@ _HINT = (
     "note: the next save writes a new one"
 )
 
+_HINT_ANOTHER = (
+    "give this level a place of its own. If that run is gone for good and this run should replace "
+    f"it, delete {FILE_NAME} there. Its steps then belong to this run, and keep= of this run "
+    "deletes them"
+)
+_HINT_REMOVED = (
+    "somebody has removed the directory of that run, and not its steps at this level. Call "
+    "restore(state) before the first save to continue that run. To train from the start again, "
+    "remove these steps first: statehold free RUN --yes --force removes those in memory"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -99,6 +110,11 @@ class Identity:
         """This run; None as long as it has no id."""
         with self._guard:
             return None if self._id is None else self._as(self._id)
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether the run directory has a note, if the run has an id."""
+        return self.own is None or os.path.lexists(os.path.join(self.run, FILE_NAME))
 
     def adopt(self, owner: Owner) -> None:
         """Continue as this run."""
@@ -225,6 +241,10 @@ class OwnedSteps:
         if owner != own:
             self._refuse(owner)
 
+    def was_removed(self) -> None:
+        """Nothing is left of the level: the next claim() takes it as a new one."""
+        self._owner, self._is_claimed = None, False
+
     def check(self, *, is_empty: bool) -> None:
         """Raise RunBusyError as claim() would. Changes nothing."""
         owner = self.owner()
@@ -268,14 +288,14 @@ class OwnedSteps:
         raise self._refusal(owner)
 
     def _refusal(self, owner: Owner | None) -> RunBusyError:
+        own = self._identity.own
+        was_here = owner is not None and own is None and owner.run == self._identity.run
         return RunBusyError(
             "the steps at this level belong to another run",
             facts={"level": self._level, "place": self._notes.where,
                    "saved there by": owner or "no run any more",
-                   "this run": self._identity.own or self._identity.run},
-            hint="give this level a place of its own. If that run is gone for good and this run "
-            f"should replace it, delete {FILE_NAME} there. Its steps then belong to "
-            "this run, and keep= of this run deletes them",
+                   "this run": own or self._identity.run},
+            hint=_HINT_REMOVED if was_here else _HINT_ANOTHER,
         )  # fmt: skip
 
 

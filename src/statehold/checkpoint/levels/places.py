@@ -433,6 +433,8 @@ class DirectoryPlace(SharedPlace):
             self._lock.release()
             self._lock = None
         self.store.was_removed()
+        if self.owned is not None:
+            self.owned.was_removed()
         return True
 
     def take(self, copy: Copy) -> None:

@@ -45,7 +45,7 @@ class RunNotes:
         return self._identity.own is not None
 
     def write(self) -> None:
-        """Note the levels.
+        """Note the levels; again if somebody has removed the notes with the run directory.
 
         Until the ranks have met, each of them may be on a host of its own. The next save notes what
         is known then.
@@ -55,7 +55,7 @@ class RunNotes:
             for at in self._places
             if not self._is_alone and isinstance(at, HostPlace) and len(at.hosts) != 1
         ]
-        if not self._writes or apart == self._noted:
+        if not self._writes or (apart == self._noted and self._identity.is_noted):
             return
         self._noted = apart
         try:
