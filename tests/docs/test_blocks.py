@@ -186,17 +186,18 @@ def compiled(block: Block) -> types.CodeType:
 
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
-    """A server that has s3://bucket."""
+    """A server of an object store."""
     if not s3.is_installed():
         pytest.skip("moto is not installed: no S3 server to test against")
     with s3.s3_server() as port:
-        s3.request(port, "PUT", "/bucket")
         yield port
 
 
 @pytest.fixture
 def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """The environment names the server. Tells whether its bucket has a step."""
+    """The environment names the server, whose bucket is empty. Tells whether it has a step."""
+    s3.request(s3_port, "POST", "/moto-api/reset")
+    s3.request(s3_port, "PUT", "/bucket")
     environment = {
         "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1",
         "ALLOW_HTTP": "true", "ENDPOINT_URL": f"http://127.0.0.1:{s3_port}",
@@ -220,9 +221,8 @@ def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> Non
         assert has_step()
 
 
-def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives(
-    bucket: Callable[[], bool],
-) -> None:
+@pytest.mark.usefixtures("bucket")
+def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives() -> None:
     """As a reader does it: in one directory, with nothing added to what stands there."""
     blocks_run = 0
     for block in (each for each in PYTHON if each.path.name == "guide.md"):
@@ -232,7 +232,6 @@ def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives(
         blocks_run += 1
     assert blocks_run
     assert list(Path(RUN).glob("step-*"))
-    assert bucket()
 
 
 LOOPS = [
