@@ -87,10 +87,10 @@ def _draws_are_those_of_the_seed() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _copies_do_not_starve() -> Iterator[None]:
     """Copies give way to all programs of the machine, and so for minutes where others are busy."""
-    from statehold.checkpoint.levels import throttle
+    from statehold.checkpoint.levels import promoting
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(throttle, "NICENESS", 0)
+        patched.setattr(promoting, "NICENESS", 0)
         yield
 
 

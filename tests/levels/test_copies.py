@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 import statehold
 from sim.crash_states import crash_states
 from statehold import Directory, Memory
-from statehold.checkpoint.levels import throttle
+from statehold.checkpoint.levels import promoting
 from statehold.checkpoint.levels.places import DirectoryPlace
-from statehold.checkpoint.levels.throttle import NICENESS
+from statehold.checkpoint.levels.promoting import NICENESS
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
@@ -522,7 +522,7 @@ def test_a_copy_leaves_the_processor_to_the_training(tmp_path: Path, monkeypatch
         take(place, copy)
 
     monkeypatch.setattr(DirectoryPlace, "take", seen)
-    monkeypatch.setattr(throttle, "NICENESS", NICENESS)  # which conftest.py has changed
+    monkeypatch.setattr(promoting, "NICENESS", NICENESS)  # which conftest.py has changed
     mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     levels = [Directory(), Directory(path=tmp_path / "far", name="far")]
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.store.object_names import SHARED
-from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.objects import SHARED, ObjectSteps
 from statehold.cli import main
 from statehold.errors import StateholdError, StorageError
 from support.faults import DEADLINE_S, SMALL

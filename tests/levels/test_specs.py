@@ -14,8 +14,8 @@ import statehold
 from statehold import Directory, Memory, ObjectStore
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
 from statehold.checkpoint.levels.memory import memory_root
+from statehold.checkpoint.levels.promoting import BURST_S, Throttle
 from statehold.checkpoint.levels.specs import Level, check_levels
-from statehold.checkpoint.levels.throttle import BURST_S, Throttle
 from statehold.errors import ClosedError, StorageError, UsageError
 from statehold.process.own_memory import home as make_home
 from statehold.process.own_memory import home_path

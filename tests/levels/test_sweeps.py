@@ -17,7 +17,7 @@ import torch
 
 import statehold
 from statehold.checkpoint.levels.remembered import FILE_NAME
-from statehold.checkpoint.store.object_names import SHARED
+from statehold.checkpoint.store.objects import SHARED
 from statehold.errors import StorageError
 from statehold.io.objects.client import ObjectClient
 from support.faults import DEADLINE_S, SMALL

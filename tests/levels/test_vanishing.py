@@ -12,7 +12,7 @@ import torch
 import statehold
 from statehold.checkpoint.levels import promoting
 from statehold.checkpoint.levels.hosts.place import HostPlace
-from statehold.checkpoint.store.replacing import LOOKS_MAX, look_beside_a_writer
+from statehold.checkpoint.store.publish import LOOKS_MAX, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.testing import SimFs, checkpointer_on

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from statehold import Directory, Memory
-from statehold.checkpoint.levels.hosts.secret import _PRIME, KeyPair, drawn
+from statehold.checkpoint.levels.hosts.discovery import _PRIME, KeyPair, drawn
 from statehold.checkpoint.store.directories import make_directories
 from statehold.checkpoint.store.unfinished import Unfinished
 from statehold.errors import (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from statehold.checkpoint.store.object_names import (
+from statehold.checkpoint.store.objects import (
     CommitObject,
     attempt_of,
     check_file,

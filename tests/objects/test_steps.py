@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import statehold
-from statehold.checkpoint.store.object_names import commit_name
-from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.objects import ObjectSteps, commit_name
 from statehold.errors import ManifestError, MissingFileError, StepNotFoundError, StorageError
 from statehold.format.saved import MANIFEST_NAME
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.store.replacing import directory_id
+from statehold.checkpoint.store.publish import directory_id
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StepNotFoundError, UsageError, storage_error
 from statehold.reading.places import StepPlace, file_system

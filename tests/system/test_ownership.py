@@ -12,7 +12,7 @@ import torch
 
 import statehold
 from statehold import _core
-from statehold.checkpoint.store.second_names import linked
+from statehold.checkpoint.store.pool import linked
 from statehold.cli import main
 from statehold.errors import StorageError
 from statehold.offload.claim import claim_folder

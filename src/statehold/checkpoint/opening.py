@@ -2,7 +2,7 @@
 
 Invariants: after any error, `owned` closes everything in the opposite order of opening: the
 pipeline, the copies, the agent, the hosts, the places, the trace, the runtime, the other ranks.
-Not here: the work of a session (session), how levels are opened (levels/building).
+Not here: the work of a session (session), how levels are opened (levels/levels).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.agent.companion import companion_of
-from statehold.checkpoint.levels.building import open_levels
+from statehold.checkpoint.levels.levels import open_levels
 from statehold.checkpoint.levels.opening import storage_of
 from statehold.checkpoint.parts import Parts
 from statehold.checkpoint.save.building import open_saving

@@ -1,6 +1,6 @@
 """`statehold copy RUN[@STEP] DST`: a step in another directory, verified.
 
-Not here: how (checkpoint/levels/step_copies).
+Not here: how (reading/copying).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.checkpoint.store.replacing import directory_id, is_directory, look_beside_a_writer
+from statehold.checkpoint.store.publish import directory_id, is_directory, look_beside_a_writer
 from statehold.checkpoint.store.store import Store
 from statehold.cli.output import note
 from statehold.cli.places import describe

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from statehold.checkpoint.store.misnamed import misnamed
+from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.output import (

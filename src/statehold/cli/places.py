@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels import remembered
+from statehold.checkpoint.store.directories import REPLACED
 from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.replacing import REPLACED, directory_id, look_beside_a_writer
+from statehold.checkpoint.store.publish import directory_id, look_beside_a_writer
 from statehold.checkpoint.store.whole import check_files
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError

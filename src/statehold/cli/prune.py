@@ -17,7 +17,7 @@ import argparse
 from typing import Any
 
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.checkpoint.store.directory_names import is_leftover
+from statehold.checkpoint.store.directories import is_leftover
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.store import Store

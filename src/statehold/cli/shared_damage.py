@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from statehold.checkpoint.store.directory_names import step_of
+from statehold.checkpoint.store.directories import step_of
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.cli.checking import CheckReport
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.store.replacing import LOOKS_MAX, REPLACED, directory_id, where
+from statehold.checkpoint.store.directories import REPLACED
+from statehold.checkpoint.store.publish import LOOKS_MAX, directory_id, where
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, check_step

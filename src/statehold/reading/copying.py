@@ -1,18 +1,137 @@
 """copy_step(): a step in another directory.
 
-Not here: which step a name means (places), how it is copied (checkpoint/levels/step_copies).
+A step is copied into another directory: the same bytes and documents, and so the same step.
+
+    1. Each data file gets a second name in the destination, where the file system gives one, and is
+       read and verified. Elsewhere it is copied, and verified on the way.
+    2. The records follow, and then the manifest, byte for byte, by the commit of the destination
+       (D3 to D7).
+
+Invariants: the source is only read. A copy that was interrupted is continued by the next one, which
+verifies what is there. The destination may be a run, and is locked meanwhile. Its steps stay: a
+step of the same number and another content is refused. The source was still at its place when all
+files were there.
+
+Not here: which step a name means (places), the bytes (levels/copying).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.checkpoint.levels.step_copies import CopiedStep, Report, copy_into
+from statehold.checkpoint.levels.copying import Copy, part_of
+from statehold.checkpoint.levels.forking import check_standing
+from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
+from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.whole import whole_steps
+from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
 from statehold.errors import UsageError
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
+from statehold.observe.background_log import BackgroundLog
+from statehold.observe.counters import Figures
 from statehold.options.paths import check_run
 from statehold.reading.places import StepPlace, at_rest
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import Fs
+    from statehold.checkpoint.levels.copying import CopyPart
+
+
+_BUFFER_BYTES = 16 * MiB
+
+# (bytes done, bytes in all) -> nothing.
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedStep:
+    """A step that was copied.
+
+    Attributes:
+        path: its directory in the destination.
+        linked_bytes: the bytes of data files that have got a second name.
+        copied_bytes: the bytes of the other data files.
+        was_there: whether the destination had the step already; then nothing was done.
+    """
+
+    path: str
+    linked_bytes: int = 0
+    copied_bytes: int = 0
+    was_there: bool = False
+
+
+def copy_into(
+    fs: Fs, directory: str, destination: str, *, link: bool = True, report: Report | None = None
+) -> CopiedStep:
+    """Copy the step in `directory` into the directory `destination`.
+
+    link: give files a second name instead of copying them, where that is possible.
+    Raises UsageError if the destination has another save of the step, RunBusyError if a job uses
+    it, StepNotFoundError if the step is retired meanwhile, and what reading and writing raise.
+    """
+    where = directory.rstrip("/")
+    part = part_of(Below(fs, where), where, lambda saved, _: range(saved))
+    step = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}").step
+    there = _there(fs, destination, step, part)
+    if there is not None:
+        return there
+    with _opened(fs, destination) as place:
+        watch = CopyWatch(LevelWatch("copy", 0, None, Figures(where, 0), BackgroundLog()), "write")
+        before = _counted(part.nbytes, report)
+        near = where if link else None
+        place.take(Copy(step, None, part, Below(fs, where), before, watch, near))
+        check_standing(fs, where, part.manifest)
+        place.commit(step, None, part.manifest)
+        copied = part.nbytes - watch.linked_bytes
+        return CopiedStep(place.store.path(step), watch.linked_bytes, copied)
+
+
+def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | None:
+    """The step, if the destination has it. Raises UsageError if it is another save of it."""
+    store = Store(fs, os.path.realpath(destination))
+    if step not in whole_steps(store):
+        return None
+    if sha256(store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)) != sha256(part.manifest):
+        raise UsageError(
+            "the destination has another save of this step",
+            facts={"step": step, "destination": destination},
+            hint="copy it into another directory",
+        )
+    return CopiedStep(store.where(step), was_there=True)
+
+
+@contextlib.contextmanager
+def _opened(fs: Fs, destination: str) -> Iterator[DirectoryPlace]:
+    """The destination, locked. After an error it keeps what the next copy can use."""
+    store = Store(fs, os.path.realpath(destination), reuse=False)
+    engine = CopyEngine(fs, _BUFFER_BYTES)
+    place = DirectoryPlace(StoreSite("destination", store, destination, fs, engine, yields=False))
+    try:
+        place.prepare(None)
+        yield place
+    finally:
+        place.close()
+
+
+def _counted(total: int, report: Report | None) -> Callable[[int], None]:
+    done = 0
+
+    def before(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if report is not None:
+            report(done, total)
+
+    return before
+
 
 TRANSFERS = 16
 

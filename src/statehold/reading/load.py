@@ -25,7 +25,7 @@ import torch
 
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.store.replacing import directory_id
+from statehold.checkpoint.store.publish import directory_id
 from statehold.encoding import values
 from statehold.errors import (
     StateMismatchError,

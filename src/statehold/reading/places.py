@@ -22,10 +22,10 @@ from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels import owners, remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
+from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.lock import LOCK_NAME
-from statehold.checkpoint.store.misnamed import misnamed
 from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.replacing import (
+from statehold.checkpoint.store.publish import (
     ask_server,
     directory_id,
     is_directory,

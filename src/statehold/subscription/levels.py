@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.replacing import directory_id, is_directory
+from statehold.checkpoint.store.publish import directory_id, is_directory
 from statehold.checkpoint.store.store import Store
 from statehold.errors import CorruptionError, StorageError
 from statehold.process.ownership import is_own

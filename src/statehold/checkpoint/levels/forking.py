@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import CopyPart, DataFile, part_of
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
-from statehold.checkpoint.store.misnamed import misnamed
+from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step

@@ -6,7 +6,12 @@
     notes        the run's notes about itself, for people and commands
 
 Invariants: nothing on the storage changes before prepare(), and only one job changes it.
-Not here: how levels are opened (building), the places (places), the copies (promoting).
+
+Opens the levels of a run: their places, their hosts, and the copies between them.
+
+Invariants: everything is closed in the opposite order of opening, even after an error.
+
+Not here: what a user says of a level (specs), the places (places), the copies (promoting).
 """
 
 from __future__ import annotations
@@ -16,15 +21,23 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from statehold.checkpoint.levels.hosts.discovery import Hosts
-from statehold.checkpoint.levels.hosts.place import HostPlace
+from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts, HttpExchange
+from statehold.checkpoint.levels.hosts.place import CopiesPlace, HostPlace
 from statehold.checkpoint.levels.nearest import Nearest, ReadableLevel
+from statehold.checkpoint.levels.opening import open_places
+from statehold.checkpoint.levels.owners import Identity
 from statehold.checkpoint.levels.places import DirectoryPlace, Place
-from statehold.checkpoint.levels.promoting import LevelStatus, Promotions
+from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.checkpoint.levels.run_notes import RunNotes
+from statehold.checkpoint.levels.specs import Level, ObjectStore
 from statehold.checkpoint.store.store import Store
-from statehold.errors import RunBusyError, StorageError
+from statehold.checkpoint.telemetry.copies import LevelWatch
+from statehold.checkpoint.telemetry.watch import Watch
+from statehold.errors import RunBusyError, StateholdError, StorageError
 from statehold.format.about import Origin
+from statehold.io.runtime import Runtime
+from statehold.observe.background_log import logger
+from statehold.ranks.membership import ALONE
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
@@ -222,3 +235,84 @@ class Levels:
 
     def _leading(self, step: int) -> list[DirectoryPlace]:
         return [place for place in self.near if place.leads and step in place.store.steps()]
+
+
+def open_levels(
+    run: str,
+    specs: Sequence[Level],
+    runtime: Runtime,
+    peers: Peers | None,
+    exchange: Exchange | None,
+    watch: Watch,
+    give_way: Callable[[], None],
+    clock: Callable[[], float],
+    owned: contextlib.ExitStack,
+) -> Levels:
+    """The levels of `run`, from `specs`.
+
+    give_way: returns when no save needs the processors and the memory more than a copy.
+    clock: when a level is due for a step.
+    owned: closes the places and the hosts. The caller closes the promotions before them.
+    """
+    writes = runtime.has_own_fs and (peers is None or peers.membership.leads)
+    identity = Identity(run, draws=writes)
+    places = _places(run, specs, runtime, peers, identity, owned)
+    near = [place for place in places if isinstance(place, DirectoryPlace)]
+    on_hosts = [place for place in places if isinstance(place, HostPlace)]
+    hosts = Hosts(on_hosts, peers, exchange or HttpExchange(run, runtime.options.io.address))
+    owned.callback(hosts.close)
+    targets = [*zip(specs[1:], places[1:], strict=True), *_copies(specs, places, peers)]
+    promoters = [
+        Promoter(spec, place, peers, give_way, watch_of(spec, watch), clock)
+        for spec, place in targets
+    ]
+    promotions = Promotions(near[0], promoters, peers, watch_of(specs[0], watch))
+    notes = RunNotes(run, specs, places, identity, is_alone=peers is None, writes=writes)
+    return Levels(run, places, near, hosts, promotions, notes, peers)
+
+
+def watch_of(spec: Level, watch: Watch) -> LevelWatch:
+    """The watch of a level."""
+    return watch.level(spec.name, moving="upload" if isinstance(spec, ObjectStore) else "write")
+
+
+def _places(
+    run: str,
+    specs: Sequence[Level],
+    runtime: Runtime,
+    peers: Peers | None,
+    identity: Identity,
+    owned: contextlib.ExitStack,
+) -> list[Place]:
+    options = runtime.options
+    places = open_places(
+        specs,
+        run,
+        runtime.fs,
+        options.io.buffer_size,
+        reuse=options.io.reuse_files,
+        membership=peers.membership if peers else ALONE,
+        identity=identity,
+    )
+    for place in reversed(places):
+        owned.callback(_close, place)
+    return places
+
+
+def _copies(
+    specs: Sequence[Level], places: Sequence[Place], peers: Peers | None
+) -> list[tuple[Level, CopiesPlace]]:
+    """The copies that hosts keep for each other, as levels that get steps."""
+    return [
+        (replace(spec, name=place.copies.name, every=every), place.copies)
+        for spec, place in zip(specs, places, strict=True)
+        for every in [1 if place is places[0] else spec.every]
+        if peers is not None and isinstance(place, HostPlace) and place.wanted_copies
+    ]
+
+
+def _close(place: Place) -> None:
+    try:
+        place.close()
+    except StateholdError as error:  # at the end no caller is left to get the error
+        logger.warning("could not remove a retired step\n%s", error)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
-from statehold.checkpoint.store.replacing import GONE, missing_path
+from statehold.checkpoint.store.publish import GONE, missing_path
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,

@@ -13,14 +13,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
-from statehold.checkpoint.levels.already import content_of, is_shared
-from statehold.checkpoint.levels.copying import Copy, DataFile, blocks
+from statehold.checkpoint.levels.copying import Copy, DataFile, blocks, content_of, is_shared
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import OwnedSteps
 from statehold.checkpoint.levels.places import SharedPlace
 from statehold.checkpoint.levels.remembered import recall
-from statehold.checkpoint.store.object_names import shared_name
-from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.checkpoint.store.objects import ObjectSteps, shared_name
 from statehold.checkpoint.store.retention import Retention
 from statehold.errors import CorruptionError, MissingFileError, StateholdError
 from statehold.format.entries import sha256

@@ -6,6 +6,15 @@
 Invariants: the place's own commit publishes a copy, and not before all of it is there. So no reader
 sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares, commits,
 abandons and retires: rank 0, or the first on each host.
+
+A word in time where steps may fill a storage: any number of them stay, and few more have room.
+
+No step is deleted that a user has not asked to delete, so by default all stay. Then the storage
+must not be full before anybody has heard of it.
+Invariants: it costs one question to the file system for each commit. The files of a step are looked
+at when the first step is there, and again before a warning. A warning comes again only if there was
+room in between. A file system that cannot be asked gives no warning.
+
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).
 """
 
@@ -23,12 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from statehold.checkpoint.levels.already import Already
-from statehold.checkpoint.levels.copying import Copied, Copy, DataFile, write_copy
+from statehold.checkpoint.levels.copying import Already, Copied, Copy, DataFile, write_copy
 from statehold.checkpoint.levels.owners import OwnedSteps
-from statehold.checkpoint.store.filling import Filling
 from statehold.checkpoint.store.lock import RunLock
-from statehold.checkpoint.store.replacing import read_standing
+from statehold.checkpoint.store.publish import read_standing
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
 from statehold.checkpoint.store.whole import is_whole
 from statehold.errors import StateholdError, StorageError
@@ -36,13 +43,63 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
+from statehold.io.memory_room import free_bytes
 from statehold.ranks.peers import job_token
+from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
     from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
     from statehold.ranks.peers import Peers
+
+
+# A warning comes if fewer steps than this have room.
+STEPS_LEFT = 10
+
+
+class Filling:
+    """Looks at the storage of one store, on the rank that leads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._step_bytes = 0
+        self._has_warned = False
+
+    def warning(self) -> str:
+        """The text of a warning, after a step was committed; empty if there is none."""
+        store = self._store
+        if store.retention.most is not None or store.fs.backend == "sim":
+            return ""
+        with contextlib.suppress(OSError, StorageError):
+            left = self._steps_left()
+            is_new, self._has_warned = not self._has_warned, left < STEPS_LEFT
+            if is_new and self._has_warned:
+                return (
+                    f"{store.root} keeps {self._kept}, and its storage has room for about {left} "
+                    f"more of {format_bytes(self._step_bytes)}: pass keep= to the Checkpointer, or "
+                    "delete old steps with statehold prune"
+                )
+        return ""
+
+    @property
+    def _kept(self) -> str:
+        return "all steps" if self._store.retention.keep is None else "any number of steps"
+
+    def _steps_left(self) -> int:
+        free = free_bytes(self._store.root)
+        if free < STEPS_LEFT * self._step_bytes or not self._step_bytes:
+            newest = self._store.newest()
+            self._step_bytes = 0 if newest is None else own_bytes(self._store.where(newest))
+        return free // max(self._step_bytes, 1)
+
+
+def own_bytes(directory: str) -> int:
+    """The bytes of files that no other step shares. Raises OSError."""
+    with os.scandir(directory) as entries:
+        found = [entry.stat(follow_symlinks=False) for entry in entries]
+    return sum(each.st_size for each in found if each.st_nlink == 1)
+
 
 logger = logging.getLogger("statehold")
 
@@ -205,7 +262,7 @@ class CopyEngine:
 class Below:
     """A `Source` of the files of steps, by their paths below a directory.
 
-    A step that is being replaced is read at its current name (checkpoint/store/replacing).
+    A step that is being replaced is read at its current name (checkpoint/store/publish).
     """
 
     def __init__(self, fs: Fs, root: str) -> None:

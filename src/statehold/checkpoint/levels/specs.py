@@ -4,15 +4,22 @@
 
 Invariants: a level is a value, validated when it is made, and opens nothing. Levels are in the
 order in which a restore looks at them. Saves go into the first level, and copies to the others.
+
+Whether the ranks of a job have the same levels, and the difference if not.
+
+All ranks go through the levels together, by name and in order, and would wait in vain for a rank
+with other levels. The place of a level, and its limit of bandwidth, may differ from host to host.
+
 Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from statehold.checkpoint.cadence.every import parse_every
@@ -284,3 +291,38 @@ def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, 
             hint=f"pass keep={options.keep!r} to the level that needs it",
         )
     return check_levels(levels)
+
+
+ROUND = "levels"
+_OF_HOST = {"path", "url", "options", "bytes_per_s"}
+
+
+def described(levels: Sequence[Level]) -> str:
+    """The parts that must be equal on all ranks."""
+    found = []
+    for level in levels:
+        fields = {name: each for name, each in asdict(level).items() if name not in _OF_HOST}
+        found.append({"kind": type(level).__name__, **fields})
+    return json.dumps(found, default=str)
+
+
+def check_same(levels: Sequence[Level], of_rank_0: str) -> None:
+    """Raises UsageError if these levels, of another rank, differ from those of rank 0."""
+    found = _difference(json.loads(described(levels)), json.loads(of_rank_0))
+    if found is not None:
+        raise UsageError(
+            "the levels of this rank differ from those of rank 0",
+            facts={"difference": found},
+            hint="give all ranks of a job the same levels",
+        )
+
+
+def _difference(mine: list[dict[str, object]], first: list[dict[str, object]]) -> str | None:
+    if len(mine) != len(first):
+        return f"{len(mine)} levels, and rank 0 has {len(first)}"
+    for at, (each, expected) in enumerate(zip(mine, first, strict=True)):
+        for key in {**expected, **each}:
+            if each.get(key) != expected.get(key):
+                values = f"{each.get(key)!r}, on rank 0 {expected.get(key)!r}"
+                return f"level {at + 1} ({expected['name']}): {key} is {values}"
+    return None

@@ -24,17 +24,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statehold.checkpoint.cadence.schedule import Schedule
-from statehold.checkpoint.levels.alike import check_same, described
 from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
-from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.trainer import Trainer
-from statehold.checkpoint.store.misnamed import misnamed
+from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (

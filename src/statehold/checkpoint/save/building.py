@@ -1,6 +1,6 @@
 """Builds the saving side of a session: claims of the ranks, cadence, level choice, pipeline.
 
-Not here: one call of save() (call), how the levels are opened (levels/building).
+Not here: one call of save() (call), how the levels are opened (levels/levels).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from statehold.checkpoint.cadence.schedule import Schedule
-from statehold.checkpoint.levels.building import watch_of
-from statehold.checkpoint.levels.levels import Levels
+from statehold.checkpoint.levels.levels import Levels, watch_of
 from statehold.checkpoint.levels.places import last_saved_s
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.save.across import publisher_of

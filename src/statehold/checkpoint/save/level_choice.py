@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels import alike
+from statehold.checkpoint.levels import specs
 from statehold.checkpoint.save.writes import manifest_bytes, record_bytes
 from statehold.errors import (
     PeerFailedError,
@@ -134,7 +134,7 @@ class LevelChoice:
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not self._has_announced:
-            self._peers.fail(0, error, alike.ROUND)
+            self._peers.fail(0, error, specs.ROUND)
         if self._unlike or (self._hosts.are_asked and number > self._asked):
             self._hosts.give_up(error)
         if (self._meets or self._unlike) and number > self._met:
@@ -149,12 +149,12 @@ class LevelChoice:
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not late:
-            self._peers.announce(alike.ROUND, 0, alike.described(self._levels).encode())
+            self._peers.announce(specs.ROUND, 0, specs.described(self._levels).encode())
             self._has_announced = True
         elif number == 0 and self._rank and late == self._asks_late:
-            announced = self._peers.announced(alike.ROUND, 0)
+            announced = self._peers.announced(specs.ROUND, 0)
             try:
-                alike.check_same(self._levels, announced.decode())
+                specs.check_same(self._levels, announced.decode())
             except UsageError as error:
                 self._unlike = error
         if self._unlike is not None:

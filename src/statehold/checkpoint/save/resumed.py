@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.already import is_shared
+from statehold.checkpoint.levels.copying import is_shared
 from statehold.errors import StateholdError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep

@@ -1,5 +1,19 @@
 """Directories that are made with durable names, and deleted with their contents.
 
+The names of directories in a run directory: what each is, and which attempt made it.
+
+    step-000000000100                             a committed step
+    step-000000000100.replaced                    counts as that step while it is missing
+    step-000000000110.partial                     being written, by one rank
+    step-000000000110.5f3a09c1-7.partial          by several: the attempt, as TOKEN-NUMBER
+    step-000000000090.retired                     no longer kept
+    step-...5f3a09c1-7.copy-0123456789abcdef.partial    a copy in the making (unfinished)
+
+Directories of a run that hold a step and do not count, because they are not named like one.
+
+`dcp.save(..., checkpoint_id="RUN/step-100")` makes such a directory, and so does a person who
+renames a step.
+
 Not here: their purpose (store, integrations/dcp/writer).
 """
 
@@ -7,13 +21,70 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from statehold.errors import StorageError, storage_error
+from statehold.errors import (
+    CorruptionError,
+    FormatVersionError,
+    InvariantError,
+    StorageError,
+    storage_error,
+)
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+
+
+COPY_DIGITS = 16
+ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>[0-9]{1,12})"
+_COPY = rf"\.copy-[0-9a-f]{{{COPY_DIGITS}}}"
+_NAMED = re.compile(rf"{ATTEMPT}(?:{_COPY})?")
+_COMMITTED = re.compile(r"step-([0-9]{12})")
+REPLACED = ".replaced"
+_STANDING = re.compile(rf"{_COMMITTED.pattern}(?:{re.escape(REPLACED)})?")
+_ATTEMPTED = re.compile(rf"step-[0-9]{{12}}\.{ATTEMPT}\.partial")
+_ENDED = re.compile(r"step-[0-9]{12}\.(?:partial|retired)")
+
+
+class Attempt(NamedTuple):
+    """One try of a job of several ranks to save a step."""
+
+    token: str
+    number: int
+
+
+def step_of(name: str) -> int | None:
+    """The step whose directory has this name once it is committed; None for any other name."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def standing_step_of(name: str) -> int | None:
+    """The same, where the step may also have been hidden to be replaced."""
+    match = _STANDING.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a directory of this name is of no use once its job has ended."""
+    return _ENDED.fullmatch(name) is not None or attempt_of(name) is not None
+
+
+def attempt_of(name: str) -> Attempt | None:
+    """The attempt that writes this directory; None if no attempt is in its name."""
+    match = _ATTEMPTED.fullmatch(name)
+    return Attempt(match["token"], int(match["number"])) if match else None
+
+
+def check_attempt(attempt: str) -> None:
+    """Raise InvariantError unless it names an attempt at a save, or at a copy."""
+    if _NAMED.fullmatch(attempt) is None:
+        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(attempt)})
 
 
 def make_directories(fs: Fs, path: str) -> None:
@@ -69,3 +140,43 @@ def unless(expected: int) -> Iterator[None]:
 
 def parent_of(path: str) -> str:
     return path.rpartition("/")[0] or ("/" if path[:1] == "/" else ".")
+
+
+_SHOWN = 8
+_OURS = (
+    ".partial",
+    ".corrupt",
+)  # also of a dcp.save() that was killed, and what restore() set aside
+
+
+def misnamed(fs: Fs, run: str) -> str:
+    """What to tell a person about such directories; "" if there are none."""
+    found = {}
+    with contextlib.suppress(StorageError):  # a reader of the run raises it
+        for name in sorted(name for name, is_dir in fs.listdir(run) if is_dir):
+            step = None if _is_known(name) else _step_in(fs, f"{run}/{name}")
+            if step is not None:
+                found[name] = step
+    if not found:
+        return ""
+    names = list(found)
+    shown = ", ".join(names[-_SHOWN:]) + (", ..." if len(names) > _SHOWN else "")
+    newest = max(names, key=lambda name: found[name])
+    return (
+        f"directories of {run} hold steps and do not count, because of their names: {shown}. To "
+        f"restore step {found[newest]}, rename {newest} to step-{found[newest]:012d}"
+    )
+
+
+def _is_known(name: str) -> bool:
+    is_ours = name.startswith(".") or name.endswith(_OURS) or is_leftover(name)
+    return is_ours or standing_step_of(name) is not None
+
+
+def _step_in(fs: Fs, directory: str) -> int | None:
+    """The step whose manifest is in a directory, if there is one."""
+    path = f"{directory}/{MANIFEST_NAME}"
+    with contextlib.suppress(StorageError, CorruptionError, FormatVersionError):
+        if fs.stat_bytes(path) is not None:
+            return Manifest.decode(fs.read_file(path, DOCUMENT_BYTES_MAX), path).step
+    return None

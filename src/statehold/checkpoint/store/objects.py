@@ -2,7 +2,7 @@
 
     PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
     PREFIX/step-000000000100.commit             committed: this object alone makes it so
-    PREFIX/shared/...                           files that several steps have (object_sharing)
+    PREFIX/shared/...                           files that several steps have (references)
     PREFIX/run.json                             the run that owns the steps (levels/owners)
 
 A step is uploaded file by file into the directory of its attempt. Every object there is whole or
@@ -17,6 +17,35 @@ of an upload that were never put together, which no listing shows. The store's o
 removes those (docs/format.md).
 
 Invariants: thread-safe. One job writes, any number may read. Names never lead out of PREFIX.
+
+The names of the objects of a run, and the content of a commit object.
+
+    step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
+    step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
+    step-000000000100.5f3a09c1-7/rank-00000-of-00001.shared.json
+                                                   which data files of a rank are shared objects
+    step-000000000100.commit                       names the attempt that counts
+    shared/0123456789abcdef....safetensors         a data file that several steps have
+
+Owns: these names, and the JSON of commit objects and references, sealed like a manifest.
+Invariants: parsing is strict, and no name, given or read, leads out of the run's prefix.
+
+Data files that several steps in an object store have: one object, and references to it.
+
+    1. A rank puts the reference object of its files into the directory of the attempt.
+    2. It uploads those of the shared objects that are not there. Their names follow from their
+       content, and an object is whole or missing.
+    3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
+    4. The commit object makes the step (store/objects).
+    5. If steps were deleted since the last commit, it deletes the objects to which no directory
+       refers (`sweep`).
+
+Invariants: an object goes only after the reference objects of all steps that had it, so a
+committed step never refers to an object that is being deleted. One thread does 3 and 5, one after
+the other: an object that another rank found in 2, and that a sweep deleted since, is missing in 3.
+Then the copy fails, and the next one uploads it. If a reference object cannot be read, nothing is
+deleted.
+
 Not here: which steps are kept, what is uploaded when (levels); transfers (io/objects/client).
 """
 
@@ -25,26 +54,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from statehold.checkpoint.store.object_names import (
-    COMMIT_BYTES_MAX,
-    SHARED,
-    CommitObject,
-    attempt_of,
-    check_file,
-    commit_name,
-    directory_name,
-    step_of_commit,
-)
-from statehold.checkpoint.store.object_sharing import SharedObjects
+from statehold.checkpoint.store.directories import ATTEMPT
+from statehold.encoding.strictjson import Checker
 from statehold.errors import (
     CorruptionError,
+    InvariantError,
     ManifestError,
     MissingFileError,
     StepNotFoundError,
@@ -52,10 +75,128 @@ from statehold.errors import (
     UnavailableError,
     no_such_step,
 )
-from statehold.format.entries import sha256
+from statehold.format.entries import seal, sha256, unseal
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Target, side_by_side
+from statehold.layout.plan import file_of
+
+FORMAT = "statehold.commit"
+VERSION = 1
+COMMIT_BYTES_MAX = 4096
+
+_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
+_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+SHARED = "shared"
+_SHARED_FORMAT = "statehold.shared"
+_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
+_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
+
+
+def commit_name(step: int) -> str:
+    return f"step-{step:012d}.commit"
+
+
+def step_of_commit(name: str) -> int | None:
+    """The step whose commit object has this name; None for any other name."""
+    match = _COMMIT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def directory_name(step: int, attempt: str) -> str:
+    name = f"step-{step:012d}.{attempt}"
+    if _DIRECTORY.fullmatch(name) is None:
+        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
+    return name
+
+
+def attempt_of(name: str) -> tuple[int, str] | None:
+    """(step, attempt) of a directory with this name; None for any other name."""
+    match = _DIRECTORY.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a step may have this name."""
+    return _FILE.fullmatch(name) is not None
+
+
+def check_file(name: str) -> str:
+    """`name`, checked as the name of a file of a step."""
+    if not is_file_name(name):
+        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
+    return name
+
+
+def reference_name(rank: int, world_size: int) -> str:
+    """The object that says which data files of a rank are shared objects."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
+
+
+def is_reference_name(name: str) -> bool:
+    return name.endswith(".shared.json")
+
+
+def shared_name(digest: str) -> str:
+    """The shared object for the file with the content of this sha256."""
+    return f"{digest}.safetensors"
+
+
+def encode_references(files: Mapping[str, str]) -> bytes:
+    """The content of a reference object. files: data file -> shared object."""
+    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
+    return seal(document, "shared")
+
+
+def decode_references(raw: bytes, path: str) -> dict[str, str]:
+    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
+    check = Checker(ManifestError, "a reference object is not valid", path)
+    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
+    check.members(document, "shared", _SHARED_MEMBERS)
+    files = check.object(document["files"], "files")
+    for file, name in files.items():
+        check.text(file, "files", _FILE, "names of files of a step")
+        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """The directory of the step, and the sha256 of its manifest."""
+
+    step: int
+    directory: str
+    manifest_sha256: str
+
+    def encode(self) -> bytes:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "directory": self.directory,
+            "manifest_sha256": self.manifest_sha256,
+        }
+        return seal(document, "commit")
+
+    @staticmethod
+    def decode(raw: bytes, step: int, path: str) -> CommitObject:
+        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
+        check = Checker(ManifestError, "a commit object is not valid", path)
+        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
+        check.members(document, "commit", _MEMBERS)
+        check.integer(document["step"], "step", low=step, high=step)
+        expected = f"the directory of an attempt at step {step}"
+        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
+        if not directory.startswith(f"step-{step:012d}."):
+            check.fail("directory", expected, repr(directory))
+        digest = check.text(
+            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
+        )
+        return CommitObject(step, directory, digest)
+
 
 logger = logging.getLogger("statehold")
 
@@ -421,3 +562,104 @@ class ObjectSteps:
             return  # it may be the step's own: left for a person
         if commit is None or commit.directory != directory:
             self._delete(directory)
+
+
+_REFERENCES_BYTES_MAX = 1 << 20
+_READS_AT_ONCE = 16
+
+
+class SharedObjects:
+    """The shared objects below the URL of a run. Thread-safe."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        self._client = client
+        self._guard = threading.Lock()
+        self._known: dict[str, Mapping[str, str]] = {}  # by the path of the reference object
+
+    # -- by every rank ---------------------------------------------------------------------
+
+    def refer(self, directory: str, files: Mapping[str, str]) -> None:
+        """Step 1, for files of any ranks: data file -> shared object."""
+        by_rank: dict[str, dict[str, str]] = {}
+        for file, name in files.items():
+            by_rank.setdefault(_references_of(file), {})[file] = name
+        for reference, its in by_rank.items():
+            self._client.put(f"{directory}/{reference}", encode_references(its))
+
+    def has(self, name: str, size: int) -> bool:
+        """Whether a shared object is there."""
+        return self._client.size(f"{SHARED}/{name}") == size
+
+    def upload(
+        self, name: str, size: int, blocks: Iterable[memoryview], before: Callable[[int], None]
+    ) -> None:
+        """Step 2. As ObjectSteps.upload()."""
+        self._client.upload(f"{SHARED}/{name}", size, blocks, before)
+
+    # -- by readers ------------------------------------------------------------------------
+
+    def path_of(self, directory: str, file: str) -> str:
+        """The object with the bytes of a file of a step."""
+        found = file_of(file)
+        if found is None or not found[2]:
+            return f"{directory}/{file}"  # the first file of a rank is of one step only
+        name = self._references(f"{directory}/{_references_of(file)}").get(file)
+        return f"{directory}/{file}" if name is None else f"{SHARED}/{name}"
+
+    def forget(self, directory: str) -> None:
+        """The directory is being deleted, or may be another one now."""
+        with self._guard:
+            self._known = {
+                path: files
+                for path, files in self._known.items()
+                if not path.startswith(f"{directory}/")
+            }
+
+    def _references(self, path: str) -> Mapping[str, str]:
+        with self._guard:
+            known = self._known.get(path)
+        if known is None:
+            try:
+                raw = self._client.get(path, _REFERENCES_BYTES_MAX)
+            except MissingFileError:
+                return {}  # the next attempt may put it there
+            known = decode_references(raw, self._client.path(path))
+            with self._guard:
+                self._known[path] = known
+        return known
+
+    # -- by the rank that commits ------------------------------------------------------------
+
+    def check(self, directory: str) -> None:
+        """Step 3. Raises MissingFileError."""
+        wanted = self._wanted_by([directory])
+        missing = wanted.difference(self._there()) if wanted else wanted
+        if missing:
+            self.forget(directory)
+            facts = {"file": self._client.path(min(missing)), "missing": len(missing)}
+            raise MissingFileError("an object that the step shares is gone", facts=facts)
+
+    def sweep(self, directories: Iterable[str]) -> None:
+        """Step 5. directories: all that are there, of steps and of attempts."""
+        if there := self._there():
+            wanted = self._wanted_by(directories)
+            for path in there - wanted:
+                self._client.delete(path)
+
+    def _there(self) -> set[str]:
+        return set(self._client.list(SHARED)[0])
+
+    def _wanted_by(self, directories: Iterable[str]) -> set[str]:
+        """The paths of the objects to which directories refer."""
+        lists = [partial(self._client.list, each) for each in directories]
+        listed = side_by_side(lists, _READS_AT_ONCE)
+        found = [path for names, _ in listed for path in names if is_reference_name(path)]
+        files = side_by_side([partial(self._references, each) for each in found], _READS_AT_ONCE)
+        return {f"{SHARED}/{name}" for each in files for name in each.values()}
+
+
+def _references_of(file: str) -> str:
+    """The reference object for a data file."""
+    found = file_of(file)
+    assert found is not None
+    return reference_name(found[0], found[1])

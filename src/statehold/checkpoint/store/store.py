@@ -4,7 +4,7 @@
     RUN/step-000000000110.partial/   being written, by one rank
     RUN/step-000000000110.5f3a09c1-7.partial/     by several: the attempt is in its name
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
-    RUN/step-000000000100.replaced/  counts as step-n while that is missing (replacing)
+    RUN/step-000000000100.replaced/  counts as step-n while that is missing (publish)
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
     RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (checkpoint/store/unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
@@ -34,6 +34,11 @@ mapped, and that no other name links to it. Otherwise it is deleted, so its read
 disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
 
 Invariants: the newest committed step, and a protected step, are never retired.
+
+Steps are saved in order: the refusal of older steps, and the advice in the error.
+
+Invariants: the advice never discards every step of a run.
+
 Not here: the meaning of the bytes (manifest, header), who waits for whom (pipeline).
 """
 
@@ -45,35 +50,36 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.store.directories import delete, make_directories, unless
-from statehold.checkpoint.store.directory_names import (
+from statehold.checkpoint.store.directories import (
+    REPLACED,
     Attempt,
     attempt_of,
     check_attempt,
+    delete,
     is_leftover,
+    make_directories,
     standing_step_of,
+    unless,
 )
-from statehold.checkpoint.store.mappings import Mappings
-from statehold.checkpoint.store.order import check_newest
-from statehold.checkpoint.store.pool import Pool
-from statehold.checkpoint.store.publish import make_durable, publish
-from statehold.checkpoint.store.ready import READY_NAME, Ready
-from statehold.checkpoint.store.replacing import (
-    REPLACED,
+from statehold.checkpoint.store.pool import Pool, linked, sync_all
+from statehold.checkpoint.store.publish import (
     Replaced,
     is_directory,
     look_beside_a_writer,
+    make_durable,
+    publish,
     read_standing,
     settle,
     where,
 )
+from statehold.checkpoint.store.ready import READY_NAME, Mappings, Ready
 from statehold.checkpoint.store.retention import Retention
-from statehold.checkpoint.store.second_names import linked, sync_all
 from statehold.errors import (
     CorruptionError,
     InvariantError,
     StateholdError,
     StepNotFoundError,
+    StepOrderError,
     StorageError,
     no_such_step,
 )
@@ -84,6 +90,37 @@ from statehold.observe.once import log_once
 if TYPE_CHECKING:
     from statehold._core import File, Fs
     from statehold.options.keep import Keep
+
+
+def check_newest(
+    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
+) -> None:
+    """Refuse to save `step` if a newer one is known in the directory `run`.
+
+    steps: lists the committed steps; called only for the message.
+    """
+    newest = max((n for n in known if n is not None), default=None)
+    if newest is None or step >= newest:
+        return
+    hint = (
+        f"did you forget restore()? restore(state) loads step {newest} and returns its number; "
+        f"save greater steps from there. To train from the start again, give the Checkpointer "
+        f"another "
+        "run directory"
+    )
+    with contextlib.suppress(StorageError):
+        older = max((each for each in steps() if each < step), default=None)
+        if older is not None:  # a rewind to anything else could discard every step
+            hint += (
+                f". To continue from step {older}, call restore(state, step={older}) and "
+                f"rewind({older}), which deletes all steps after {older}"
+            )
+    raise StepOrderError(
+        f"step {step} is older than step {newest}, which is saved already",
+        facts={"run": run},
+        hint=hint,
+    )
+
 
 SPARE_NAME = ".spare"
 

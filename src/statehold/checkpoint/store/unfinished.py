@@ -21,9 +21,8 @@ import hashlib
 import re
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.directories import delete, unless
-from statehold.checkpoint.store.directory_names import ATTEMPT, COPY_DIGITS
-from statehold.checkpoint.store.replacing import look_beside_a_writer
+from statehold.checkpoint.store.directories import ATTEMPT, COPY_DIGITS, delete, unless
+from statehold.checkpoint.store.publish import look_beside_a_writer
 from statehold.errors import StorageError
 
 if TYPE_CHECKING:

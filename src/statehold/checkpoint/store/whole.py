@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.replacing import (
+from statehold.checkpoint.store.publish import (
     look_beside_a_writer,
     missing_path,
     read_standing,

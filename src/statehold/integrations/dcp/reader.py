@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from statehold.checkpoint.store.replacing import (
-    REPLACED,
+from statehold.checkpoint.store.directories import REPLACED
+from statehold.checkpoint.store.publish import (
     look_beside_a_writer,
     missing_path,
     read_standing,

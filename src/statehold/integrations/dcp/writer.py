@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from statehold.checkpoint.store.directories import delete, make_directories, parent_of
-from statehold.checkpoint.store.publish import publish
-from statehold.checkpoint.store.replacing import Replaced, settle
+from statehold.checkpoint.store.publish import Replaced, publish, settle
 from statehold.errors import StateholdError, StorageError, UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.saved import MANIFEST_NAME

@@ -47,7 +47,7 @@ from statehold.checkpoint.levels.places import (
     Share,
     StoreSite,
 )
-from statehold.checkpoint.store.order import check_newest
+from statehold.checkpoint.store.store import check_newest
 from statehold.errors import StateholdError, StorageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
