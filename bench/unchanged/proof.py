@@ -19,8 +19,7 @@ import torch
 from bench.train import Compute
 from bench.unchanged.common import Group, Sizes, folder
 from statehold import Checkpointer
-from statehold.checkpoint.save.proof import BytesClaim, low_priority, refuted
-from statehold.checkpoint.save.shared import SharedFile
+from statehold.checkpoint.save.shared import BytesClaim, SharedFile, low_priority, refuted
 from statehold.io.runtime import Runtime
 from statehold.tensors.capture import capture
 

@@ -11,7 +11,7 @@ import pytest
 
 import statehold
 from statehold import Checkpointer, Save
-from statehold.checkpoint.save import callbacks
+from statehold.checkpoint.save import handle
 from statehold.errors import StateholdError, UsageError
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must, spy_on
@@ -87,8 +87,8 @@ def test_no_save_waits_for_a_callback_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(callbacks, "QUEUED_MAX", 3)
-    monkeypatch.setattr(callbacks.Callbacks.close, "__defaults__", (0.0,))
+    monkeypatch.setattr(handle, "QUEUED_MAX", 3)
+    monkeypatch.setattr(handle.Callbacks.close, "__defaults__", (0.0,))
     with Checkpointer(run, on_commit=stuck, keep=2, **SMALL) as ckpt:
         ckpt.save(1, {"x": 1})
         must(stuck.here.wait(DEADLINE_S))

@@ -11,7 +11,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import CorruptionError, StateMismatchError, UsageError
-from statehold.tensors import casts
+from statehold.tensors import destinations
 from support.faults import DEADLINE_S, SMALL
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -46,14 +46,14 @@ def saved(run: Path, state: dict[str, Any]) -> None:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that are held at once, with blocks of 4 KiB."""
     found: list[int] = []
-    convert = casts._convert
+    convert = destinations._convert
 
     def watched(batch: Any, fill: Any) -> None:
         found.append(sum(wanted.memory.nbytes for _, wanted in batch))
         convert(batch, fill)
 
-    monkeypatch.setattr(casts, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(casts, "_convert", watched)
+    monkeypatch.setattr(destinations, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(destinations, "_convert", watched)
     return found
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import statehold
 from checkpointer.test_torn import releasing
-from statehold.observe import once
+from statehold.observe import background_log
 from statehold.tensors import step_hook
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage
@@ -77,7 +77,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(step_hook._hook, "has_blind_steps", False)
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     yield
     torch._dynamo.reset()
 

@@ -258,7 +258,7 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     def refuse(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("statehold.checkpoint.save.building.Pipeline", refuse)
+    monkeypatch.setattr("statehold.checkpoint.opening.Pipeline", refuse)
     ckpt = statehold.Checkpointer(run, **SMALL)
     with pytest.raises(KeyboardInterrupt) as kept:
         ckpt.steps()

@@ -17,7 +17,7 @@ from statehold import Checkpointer
 from statehold.cli import main
 from statehold.dcp import StorageWriter
 from statehold.errors import StepNotFoundError
-from statehold.observe import once
+from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -44,7 +44,7 @@ def test_it_is_named_with_the_way(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     make(tmp_path)
     state = {"w": torch.zeros(3)}
     if has_others:
@@ -95,7 +95,7 @@ def test_so_it_is_for_whoever_else_finds_no_step(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     by_a_person(tmp_path)
     reader(tmp_path)
     assert caplog.text.count("rename step-100 to step-000000000100") == 1
@@ -105,7 +105,7 @@ def test_so_it_is_for_whoever_else_finds_no_step(
 def test_what_is_no_step_or_is_no_longer_one_is_not_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     state = {"w": torch.zeros(3)}
     with Checkpointer(tmp_path, **SMALL) as ckpt:
         for step in (7, 8):

@@ -19,7 +19,7 @@ from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import StorageError, UsageError
 from statehold.integrations.formats.convert import export_step, import_step
 from statehold.lineage.catalog import Catalog
-from statehold.observe import once
+from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -181,7 +181,7 @@ def test_memory_on_a_disk_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statehold.checkpoint.levels.opening.is_memory", lambda path: False)
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     for _ in range(2):
         levels = [Memory(path=tmp_path / "m", agent=False), Directory()]
         Checkpointer(tmp_path / "run", levels=levels, **SMALL).steps()

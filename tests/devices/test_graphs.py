@@ -16,7 +16,7 @@ import statehold
 from checkpointer.test_torn import releasing
 from devices.conftest import bits_on, restored_on, trained_on
 from statehold.errors import UsageError
-from statehold.observe import once
+from statehold.observe import background_log
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage
@@ -112,7 +112,7 @@ def test_a_save_waits_where_a_graph_of_another_library_holds_an_update(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(once, "_logged", set())
+    monkeypatch.setattr(background_log, "_logged", set())
     foreign = graphed.machine.cuda.ForeignGraph
     graphed.capture(graphed.make_noise, foreign())
     graphed.check_passes(ckpt, graphed.other)

@@ -17,8 +17,8 @@ from statehold.checkpoint.levels.memory import memory_root
 from statehold.checkpoint.levels.promoting import BURST_S, Throttle
 from statehold.checkpoint.levels.specs import Level, check_levels
 from statehold.errors import ClosedError, StorageError, UsageError
-from statehold.process.own_memory import home as make_home
-from statehold.process.own_memory import home_path
+from statehold.process.host_memory import home as make_home
+from statehold.process.host_memory import home_path
 from support.faults import DEADLINE_S, SMALL, must
 
 # -- what may be said ------------------------------------------------------------------------------

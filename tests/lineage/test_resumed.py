@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from statehold.checkpoint.levels.forking import fork
-from statehold.checkpoint.save import resumed, sharing
-from statehold.checkpoint.save.resumed import known_files
+from statehold.checkpoint.save import sharing
+from statehold.checkpoint.save.sharing import known_files
 from statehold.checkpoint.store.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
@@ -88,12 +88,12 @@ def test_a_file_with_another_header_is_written_again(
 ) -> None:
     """As one of another version of this library, or of a tensor that was a part of another."""
     expected = begin(fs, steps=5, is_loose=is_loose)
-    real = resumed._header
+    real = sharing._header
 
     def another(*args: Any) -> bytes:
         return real(*args).replace(b'"format":"pt"', b'"format":"pp"')
 
-    monkeypatch.setattr(resumed, "_header", another)
+    monkeypatch.setattr(sharing, "_header", another)
     job = Job(fs, BASE, is_loose=is_loose)
     assert job.linked(6) == 0
     check(fs, BASE, expected | job.end())

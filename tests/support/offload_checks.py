@@ -22,7 +22,7 @@ import statehold
 from statehold import offload
 from statehold.errors import StateMismatchError, UsageError
 from statehold.layout.layout import Layout, Mesh
-from statehold.observe import once
+from statehold.observe import background_log
 from statehold.tensors import placements
 from statehold.tensors.storable import local_of
 from statehold.tensors.stored import Role, role_of
@@ -488,8 +488,8 @@ def check_a_save_of_what_is_in_a_wrapper_says_why_it_links_nothing(job: Job) -> 
     training.train(1)
     records: list[logging.LogRecord] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(once, "_logged", set())
-        patch.setattr(once.logger, "handle", records.append)
+        patch.setattr(background_log, "_logged", set())
+        patch.setattr(background_log.logger, "handle", records.append)
         for run in ("inside", "inside again"):
             must(training.save(run).stats.linked_bytes == 0)
     (warning,) = (each for each in records if each.levelno == logging.WARNING)

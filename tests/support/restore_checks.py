@@ -20,7 +20,7 @@ from statehold.format.saved import SavedTensor
 from statehold.format.selection import Selection
 from statehold.format.trees import merge
 from statehold.layout.layout import Box, Ranks
-from statehold.tensors import casts
+from statehold.tensors import destinations
 from statehold.tensors.restoration import Restoration
 from statehold.tensors.restore import prepare
 from statehold.tensors.stored import Wanted
@@ -492,7 +492,7 @@ def check_casts_into_other_layouts(job: Job) -> None:
     step = SharedStep(job, {"m": model, "o": optimizer})
     expected = wholes(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casts, "BLOCK_BYTES", 64)
+        patch.setattr(destinations, "BLOCK_BYTES", 64)
         for other in (two_dimensional().bfloat16(), sharded().bfloat16()):
             fresh = torch.optim.AdamW(other.parameters())
             restoration = step.restore({"m": other, "o": fresh}, cast=True)

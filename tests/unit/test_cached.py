@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from statehold.process.cached import cached
+from statehold.format.saved import cached
 from support.faults import must
 
 DEADLINE_S = 30

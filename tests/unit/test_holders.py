@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from statehold.process.holders import is_only_in_tracebacks
+from statehold.checkpoint.keeper import is_only_in_tracebacks
 from support.faults import must
 
 

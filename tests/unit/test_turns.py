@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from statehold.checkpoint.cadence.turns import GROWING_MAX, LAG, SaveRule, Turns, is_past_next
+from statehold.checkpoint.cadence.schedule import GROWING_MAX, LAG, SaveRule, Turns, is_past_next
 
 
 def due(turns: Turns, steps: list[int]) -> list[int]:

@@ -27,10 +27,10 @@ from statehold.checkpoint.keeper import Keeper, wait_for_dropped
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level, levels_of
 from statehold.checkpoint.opening import Borrowed, Opening, open_session
+from statehold.checkpoint.restore.call import requested
 from statehold.checkpoint.restore.choice import Choice
-from statehold.checkpoint.restore.request import requested
+from statehold.checkpoint.save.call import labels
 from statehold.checkpoint.save.handle import Save
-from statehold.checkpoint.save.labels import labels
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.session import Session
 from statehold.errors import (

@@ -2,6 +2,9 @@
 
 Invariants: after any error, `owned` closes everything in the opposite order of opening: the
 pipeline, the copies, the agent, the hosts, the places, the trace, the runtime, the other ranks.
+
+Builds the saving side of a session: claims of the ranks, cadence, level choice, pipeline.
+
 Not here: the work of a session (session), how levels are opened (levels/levels).
 """
 
@@ -11,28 +14,63 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from statehold.checkpoint.agent.companion import companion_of
-from statehold.checkpoint.levels.levels import open_levels
+from statehold.checkpoint.agent.starting import companion_of
+from statehold.checkpoint.cadence.schedule import Schedule
+from statehold.checkpoint.levels.levels import Levels, open_levels, watch_of
 from statehold.checkpoint.levels.opening import storage_of
-from statehold.checkpoint.parts import Parts
-from statehold.checkpoint.save.building import open_saving
-from statehold.checkpoint.save.callbacks import Callbacks
-from statehold.checkpoint.session import Session
+from statehold.checkpoint.levels.places import last_saved_s
+from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.save.handle import Callbacks
+from statehold.checkpoint.save.level_choice import LevelChoice
+from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.publishing import publisher_of
+from statehold.checkpoint.session import Parts, Session
 from statehold.checkpoint.telemetry.watch import Watch, check_trace
 from statehold.io.runtime import Runtime
+from statehold.layout.claims import Claims
 from statehold.observe.background_log import BackgroundLog
+from statehold.options import Options
 from statehold.ranks.joining import join
 from statehold.ranks.membership import ALONE
 
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.levels.hosts.discovery import Exchange
-    from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.save.trainer import Trainer
-    from statehold.options import Options
     from statehold.ranks.peers import Peers
+
+
+class Saving(NamedTuple):
+    """The parts that take a save from the call to the committed step."""
+
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+
+def open_saving(
+    specs: Sequence[Level],
+    options: Options,
+    levels: Levels,
+    watch: Watch,
+    log: BackgroundLog,
+    clock: Callable[[], float],
+    callbacks: Callbacks,
+) -> Saving:
+    """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
+    peers, promotions = levels.peers, levels.promotions
+    membership = peers.membership if peers else ALONE
+    claims = Claims(membership)
+    watches = [watch_of(spec, watch) for spec in specs]
+    saved_s = partial(last_saved_s, levels.near[0])
+    schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
+    publisher = publisher_of(peers, levels, claims, schedule, log)
+    choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
+    return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log, callbacks))
 
 
 @dataclass(slots=True)

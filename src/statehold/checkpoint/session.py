@@ -7,6 +7,9 @@
 Invariants: nothing on the storage changes before prepare_saving(), and only one job changes it.
 After any error, everything is closed in the opposite order of opening. The runtime outlives a
 session: another membership gets another session on the same staging memory.
+
+The parts of a session, and those that save() and restore() use.
+
 Not here: how a session is opened (opening).
 """
 
@@ -15,22 +18,106 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+from statehold.checkpoint.agent.starting import Companion
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
-from statehold.checkpoint.parts import Parts
-from statehold.checkpoint.restore.request import Request
+from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.restore.call import Request, RestoreCalls
+from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.handle import Save, forked
+from statehold.checkpoint.save.level_choice import LevelChoice
+from statehold.checkpoint.save.pipeline import Pipeline
+from statehold.checkpoint.save.sharing import Sharing
+from statehold.checkpoint.save.trainer import Trainer
+from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import StateholdError, failing, no_such_step
 from statehold.format.about import About
 from statehold.format.selection import RestoreReport
+from statehold.io.runtime import Runtime
+from statehold.layout.claims import Claims
+from statehold.layout.share import PlanCache
 from statehold.observe.background_log import logger
+from statehold.ranks.membership import ALONE, Membership
+from statehold.ranks.peers import Peers
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, everyone, led, together
+
+
+@dataclass(eq=False, frozen=True)
+class Parts:
+    """The result of opening.
+
+    peers: None for a process that is alone. trainer: of the Checkpointer, which may have had other
+        sessions. All parts except `runtime` and `trainer` end with the session.
+    """
+
+    run: str
+    specs: Sequence[Level]
+    trainer: Trainer
+    runtime: Runtime
+    peers: Peers | None
+    watch: Watch
+    levels: Levels
+    companion: Companion
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+    @property
+    def membership(self) -> Membership:
+        return self.peers.membership if self.peers else ALONE
+
+    @property
+    def rank(self) -> int | None:
+        """None for a process that is alone."""
+        return self.peers.rank if self.peers else None
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        return Sharing(self.levels.near[0], self.runtime, self.peers)
+
+    def saver(self, prepare: Callable[[], None]) -> Saver:
+        """The parts that a call of save() uses. prepare: makes the run directory ready."""
+        return Saver(
+            rank=self.rank,
+            world=self.membership.world,
+            runtime=self.runtime,
+            levels=self.levels,
+            claims=self.claims,
+            plans=PlanCache(self.membership),
+            schedule=self.schedule,
+            pipeline=self.pipeline,
+            watch=self.watch,
+            trainer=self.trainer,
+            prepare=prepare,
+            sharing=self.sharing,
+        )
+
+    def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
+        """The parts that a call of restore() uses. claim: makes sure that nobody else changes a
+        step."""
+        return RestoreCalls(
+            specs=self.specs,
+            runtime=self.runtime,
+            levels=self.levels,
+            peers=self.peers,
+            schedule=self.schedule,
+            watch=self.watch,
+            trainer=self.trainer,
+            drain=self.pipeline.drain,
+            claim=claim,
+            parent=self.runtime.options.origin,
+            goes_on=self.sharing.goes_on,
+        )
+
 
 # How long a rank that ends with an error waits for the others to flush.
 STRAGGLERS_S = 10.0

@@ -20,7 +20,7 @@ from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.checkpoint.store.lock import is_saved_into
 from statehold.cli.output import counted
 from statehold.cli.places import bytes_of, leftovers_of
-from statehold.process.own_memory import SHARED_MEMORY, home_path
+from statehold.process.host_memory import SHARED_MEMORY, home_path
 from statehold.reading.sizes import sizes
 from statehold.units import format_bytes
 

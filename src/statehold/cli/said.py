@@ -1,6 +1,6 @@
 """What a step says of itself, for people and for --json: its metrics and tags.
 
-Not here: what save() accepts (checkpoint/save/labels), where it is written (format/about).
+Not here: what save() accepts (checkpoint/save/call), where it is written (format/about).
 """
 
 from __future__ import annotations

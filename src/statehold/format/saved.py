@@ -4,6 +4,16 @@ Owns: which records are read, when, and whether they belong together; which chun
 Invariants: a record counts only if it is the committed one (size, sha256, step, attempt, rank). The
 chunks of a box cover it, each element once. A restore into the saved layout reads this rank's
 record, and the records of the ranks that wrote for it, never all records.
+
+cached: a property that is computed once for each instance, without a lock.
+
+functools.cached_property of Python 3.10 and 3.11 has one lock for all instances of a class. A
+thread that waits for slow storage inside would hold up all other threads, also those that read
+from elsewhere.
+
+Invariants: all threads get the same value, that of the thread that has ended first. Two threads may
+both compute it.
+
 Not here: the disk (the caller passes `read`), the use of the bytes (read_plan), live objects.
 """
 
@@ -12,7 +22,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar, overload
 
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -29,7 +39,33 @@ from statehold.format.record import Record
 from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.layout.share import HeldTensor
-from statehold.process.cached import cached
+
+T = TypeVar("T")
+
+
+class cached(Generic[T]):
+    """compute: makes the value of an instance."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> cached[T]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> cached[T] | T:
+        if instance is None:
+            return self
+        value: T = vars(instance).setdefault(self._name, self._compute(instance))
+        return value
+
 
 MANIFEST_NAME = "manifest.json"
 

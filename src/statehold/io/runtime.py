@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.io.profile import tuned
 from statehold.io.staging import Staging
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.process.host_memory import ranks_on_host
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ files, and how long a part that changed after all stays out of them.
 Invariants: no file is made smaller than FILE_BYTES_MIN, and a rank has few of them however large
 its state is. A part that keeps changing is written to shared files ever more rarely.
 Not here: whether a part has changed (checkpoint/save/sharing, and for certain
-checkpoint/save/proof).
+checkpoint/save/shared).
 """
 
 from __future__ import annotations

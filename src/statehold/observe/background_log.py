@@ -6,16 +6,53 @@ lines, in order. A thread writes them, and ends when there are no more. The thre
 so the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
 wait, the oldest are dropped.
 
+Notes that are logged once a process, such as why something is slower than it could be.
+
+Code that only reports something must never make it fail: a committed save stays committed.
+
 Not here: lines of the trainer's own thread, which writes them itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import ParamSpec
+
+logger = logging.getLogger("statehold")
+
+P = ParamSpec("P")
+
+
+def harmless(report: Callable[P, None]) -> Callable[P, None]:
+    """The same function, which raises nothing."""
+
+    @functools.wraps(report)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            report(*args, **kwargs)
+        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
+            with contextlib.suppress(Exception):
+                logger.debug("a report failed", exc_info=True)
+
+    return guarded
+
+
+logger = logging.getLogger("statehold")
+
+_logged: set[str] = set()
+
+
+def log_once(note: str, level: int = logging.WARNING) -> None:
+    """Log `note`, unless it is empty or was logged before."""
+    if note and note not in _logged:
+        _logged.add(note)
+        logger.log(level, "%s", note)
+
 
 logger = logging.getLogger("statehold")
 

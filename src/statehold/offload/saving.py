@@ -18,7 +18,7 @@ from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec
 from statehold.layout.share import HeldTensor
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.offload.file_form import FileForm
 from statehold.offload.head import Head, own_spec
 from statehold.offload.parameters import Parameter

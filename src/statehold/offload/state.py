@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statehold.errors import ClosedError, StateMismatchError, UsageError
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.offload.alternation import alternate, candidates, check_every
 from statehold.offload.file_form import FileForm
 from statehold.offload.head import room_for

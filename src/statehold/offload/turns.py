@@ -23,7 +23,7 @@ import threading
 from collections.abc import Iterator
 
 from statehold.errors import StorageError
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.process.file_locks import LockFile
 
 WAIT_S = 5.0

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from statehold.errors import UsageError, shown
 from statehold.options.io import Io, Moving
 from statehold.options.keep import Keep, kept_of
+from statehold.options.keywords import check_choice, check_count
 from statehold.options.paths import PATH, NamedStep, check_step
-from statehold.options.values import check_choice, check_count
 from statehold.units import format_bytes, parse_bytes, parse_seconds
 
 Coordination = Literal["auto", "store", "directory", "none"]

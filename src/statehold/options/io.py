@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from statehold.errors import UsageError
-from statehold.options.keywords import answering
+from statehold.options.keywords import answering, check_choice, check_count, check_flag
 from statehold.options.paths import PATH
-from statehold.options.values import check_choice, check_count, check_flag
 from statehold.units import MiB, format_bytes, parse_bytes
 
 Backend = Literal["auto", "io_uring", "threads"]

@@ -17,8 +17,7 @@ from math import isfinite, nan
 from typing import Literal, Protocol
 
 from statehold.errors import UsageError, shown
-from statehold.options.keywords import answering
-from statehold.options.values import check_choice
+from statehold.options.keywords import answering, check_choice
 
 Mode = Literal["min", "max"]
 MODES = ("min", "max")

@@ -3,6 +3,8 @@
 Type checkers see the keywords of each signature. This is for what no type checker has seen: a
 notebook, a configuration file.
 Invariants: a constructor keeps its signature, for editors and help().
+
+Checks that several settings need.
 """
 
 from __future__ import annotations
@@ -13,7 +15,26 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, shown
+
+
+def check_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
+    """Check that `got` is one of `choices`."""
+    if got not in choices:
+        raise UsageError(f"not a valid {name}", facts={"expected": ", ".join(choices), "got": got})
+
+
+def check_count(name: str, got: object, most: int) -> None:
+    """Check that `got` is None, or a number from 1 to `most`."""
+    if got is not None and (type(got) is not int or not 1 <= got <= most):
+        raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(got)})
+
+
+def check_flag(name: str, got: object) -> None:
+    """Check that `got` is True or False."""
+    if type(got) is not bool:
+        raise UsageError(f"{name} must be True or False", facts={"got": shown(got)})
+
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from statehold.errors import StorageError
 from statehold.process.forks import forget_in_children
-from statehold.process.own_memory import SHARED_MEMORY, home
+from statehold.process.host_memory import SHARED_MEMORY, home
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -40,8 +40,8 @@ from statehold.observe.progress import Progress
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.reading.tree import part_of
 from statehold.tensors import dtypes, nodes
-from statehold.tensors.built import value_of
 from statehold.tensors.devices import Devices
+from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import is_external
 from statehold.units import MiB
 

@@ -42,7 +42,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.options.paths import STEP_NAME, absolute, check_run, named_step
 
 if TYPE_CHECKING:

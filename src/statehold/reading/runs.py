@@ -30,7 +30,7 @@ from statehold.reading.places import (
     tell_misnamed,
 )
 from statehold.tensors import nodes
-from statehold.tensors.built import value_of
+from statehold.tensors.nodes import value_of
 from statehold.units import format_bytes
 
 

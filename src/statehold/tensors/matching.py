@@ -21,9 +21,8 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import Selection
 from statehold.format.trees import tensors_of
 from statehold.tensors import dtypes, foreign, modules, nodes, placements
-from statehold.tensors.casts import Casts
 from statehold.tensors.composed import Composed, is_composed
-from statehold.tensors.destinations import Destinations
+from statehold.tensors.destinations import Casts, Destinations
 from statehold.tensors.parts import parts
 from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed

@@ -32,9 +32,9 @@ from statehold.errors import ManifestError, UsageError, noting
 from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Names, Selection, check_answers
 from statehold.format.trees import tensors_of
-from statehold.tensors import dtypes, groups, loaders, modules, nodes, optimizers
-from statehold.tensors.casts import can_cast
+from statehold.tensors import dtypes, loaders, modules, nodes, optimizers
 from statehold.tensors.composed import is_composed, refuse
+from statehold.tensors.destinations import can_cast
 from statehold.tensors.marks import Mark
 from statehold.tensors.matching import ABSENT, missing_of, replace_content
 from statehold.tensors.parts import is_stateful
@@ -120,9 +120,9 @@ class _Walk:
             yield path
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> Iterator[str]:
-        whole = groups.members_of(node) or {}
-        found = groups.saved_groups(whole.get("param_groups", [])) or []
-        if not groups.is_by_name(found):
+        whole = optimizers.members_of(node) or {}
+        found = optimizers.saved_groups(whole.get("param_groups", [])) or []
+        if not optimizers.are_by_name(found):
             yield path
             return
         said = nodes.members(whole.get("state")) or {}
@@ -130,7 +130,7 @@ class _Walk:
         for _, name, parameter in optimizers.parameters(live, self._parameters):
             where, entry = f"{path}.state.{name}", nodes.members(states.pop(name, None))
             yield from self.content(live.state.get(parameter, {}), entry or {}, where)
-        owners = (self._selection.renamed(name) for name in groups.owners_of(found))
+        owners = (self._selection.renamed(name) for name in optimizers.owners_of(found))
         yield from (f"{path}.state.{name}" for name in (*states, *owners))
         for index, group in enumerate(live.param_groups):
             saved = found[index] if index < len(found) else {}

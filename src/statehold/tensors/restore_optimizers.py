@@ -6,7 +6,7 @@ state_dict().
 Invariants: parameters are known by their names where these were saved, else by their places as in
 torch; what is made for a sharded parameter is sharded as it is; nothing live changes before
 Restoration.finish().
-Not here: how an optimizer keeps its state (optimizers), which saved group is meant (groups).
+Not here: how an optimizer keeps its state, which saved group is meant (optimizers).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 
 from statehold.encoding import values
 from statehold.layout.layout import Box
-from statehold.tensors import groups, nodes, optimizers, placements
+from statehold.tensors import nodes, optimizers, placements
 from statehold.tensors.composed import is_composed
-from statehold.tensors.groups import Group, Owners
 from statehold.tensors.matching import ABSENT, HOST, Matching, missing_of, replace_content
-from statehold.tensors.optimizers import GROUPS, PARAMS, STATE
+from statehold.tensors.optimizers import GROUPS, PARAMS, STATE, Group, Owners
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import device_of, is_dtensor, local_of
 from statehold.tensors.stored import InStep, StreamedOptimizer
@@ -45,7 +44,7 @@ class OptimizerMatching(Matching):
     """The part of a comparison that is about optimizers."""
 
     def _optimizer(self, live: torch.optim.Optimizer, node: Any, path: str) -> None:
-        node = node if (form := groups.members_of(node)) is None else values.mapping_of(form)
+        node = node if (form := optimizers.members_of(node)) is None else values.mapping_of(form)
         saved = self._named(live, node)
         self.restoration.trains = True
         if saved is not None and self._streamed(live, saved, path):
@@ -79,13 +78,13 @@ class OptimizerMatching(Matching):
     def _named(self, live: torch.optim.Optimizer, node: Any) -> _Named | None:
         """What was saved by the names of parameters; None for a state_dict()."""
         states, found = _parts_of(node)
-        if states is None or found is None or not groups.is_by_name(found):
+        if states is None or found is None or not optimizers.are_by_name(found):
             return None
-        renamed = self._renaming(live, groups.owners_of(found))
+        renamed = self._renaming(live, optimizers.owners_of(found))
         saved = [{**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in found]
         states = {renamed(name): each for name, each in states.items()}
         other = (nodes.members(node) or {}).get("other", {})
-        return _Named(states, saved, groups.owners_of(saved), other)
+        return _Named(states, saved, optimizers.owners_of(saved), other)
 
     def _renaming(self, live: torch.optim.Optimizer, saved: Owners) -> Callable[[str], str]:
         """From saved names of parameters to live ones. Torch's get_state_dict() leaves the name of
@@ -187,9 +186,9 @@ class OptimizerMatching(Matching):
             names[index].append(name)
         found: list[Mapping[str, Any]] = []
         for index in range(len(live.param_groups)):
-            options = groups.options_for(names[index], index, saved.owners, saved.groups)
+            options = optimizers.options_for(names[index], index, saved.owners, saved.groups)
             if options is None:
-                differing = ", ".join(groups.differing_options(names[index], saved.owners))
+                differing = ", ".join(optimizers.differing_options(names[index], saved.owners))
                 got = f"parameters of several groups, which differ in {differing}"
                 where = f"{path}.{GROUPS}.{index}"
                 self.problem(where, "the options of one group of the step", got)
@@ -397,7 +396,7 @@ class OptimizerMatching(Matching):
 def _parts_of(node: Any) -> tuple[dict[Any, Any] | None, list[Group] | None]:
     """The states and the groups of a saved optimizer, None for what it lacks."""
     whole = nodes.members(node) or {}
-    return nodes.members(whole.get(STATE)), groups.saved_groups(whole.get(GROUPS))
+    return nodes.members(whole.get(STATE)), optimizers.saved_groups(whole.get(GROUPS))
 
 
 def _set_optimizer_state(

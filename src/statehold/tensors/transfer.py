@@ -3,12 +3,18 @@
 Owns: which model of the state and which of the step are meant.
 Invariants: nothing live changes. State of optimizers, generators and everything else stays as it
 is: moments belong to the gradients of the old model, and a new layer changes these.
+
+Transfer: the selection of tensors that go from the model of a step into another model. Pure.
+
+Invariants: exactly the tensors of the pairs are taken, each by its whole name. All else in the
+model is kept, and all else in the step is left out: neither is an error.
+
 Not here: graphs (graph, format/graphs), the restore (restore).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,11 +22,54 @@ from torch import nn
 from statehold.errors import StateMismatchError, UsageError
 from statehold.format.graphs import Layer, SavedModel, models_in
 from statehold.format.saved import SavedStep
-from statehold.format.transfers import Transfer
+from statehold.format.selection import Names, Selection
 from statehold.tensors.graph import Graph
 from statehold.tensors.marks import Mark
 from statehold.tensors.modules import unwrapped
 from statehold.tensors.parts import parts
+
+
+class Transfer(Selection):
+    """pairs: saved name -> live name of each tensor."""
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        super().__init__(rename={saved: live for saved, live in pairs.items() if saved != live})
+        self.strict = False
+        self._live = frozenset(pairs.values())
+        self._above_live = _above(pairs.values())
+        self._above_saved = _above(self.rename)
+
+    @property
+    def is_everything(self) -> bool:
+        return False
+
+    @property
+    def has_patterns(self) -> bool:
+        return False
+
+    def takes(self, name: str) -> bool:
+        return name in self._live
+
+    def reaches(self, name: str) -> bool:
+        return name in self._live or name in self._above_live
+
+    def renamed(self, name: str) -> str:
+        return self.rename.get(name, name)
+
+    def renames_below(self, name: str) -> bool:
+        return name in self._above_saved
+
+    def answers(self, names: Names) -> dict[str, list[str] | None]:
+        return {}
+
+
+def _above(names: Iterable[str]) -> frozenset[str]:
+    """Every name that one of these lies below, and the empty one."""
+    found = {""}
+    for name in names:
+        parts = name.split(".")
+        found.update(".".join(parts[:length]) for length in range(1, len(parts)))
+    return frozenset(found)
 
 
 def transfer_into(state: Mapping[str, Any], *, alone: bool) -> Callable[[SavedStep], Transfer]:

@@ -4,7 +4,7 @@
 
 Invariants: no secrets; credentials are in the environment, which the agent inherits. The orders are
 checked as strictly as any file.
-Not here: how they get there (starting), how they are carried out (process, persisting).
+Not here: how they get there (starting), how they are carried out (process).
 """
 
 from __future__ import annotations

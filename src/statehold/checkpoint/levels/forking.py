@@ -10,7 +10,7 @@ takes nothing away from the other: a file with several names is never written ag
 The step was still at its place when all names were made. So no job had begun to take its files for
 another step before.
 Not here: what a name such as RUN@STEP means (reading/places), how later steps of the child carry
-their descent on (save/descent).
+their descent on (save/publishing).
 """
 
 from __future__ import annotations

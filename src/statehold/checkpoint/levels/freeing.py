@@ -23,7 +23,7 @@ from statehold.checkpoint.store.lock import RunLock
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.io.memory_room import is_memory
-from statehold.process.own_memory import SHARED_MEMORY
+from statehold.process.host_memory import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from statehold.process.own_memory import SHARED_MEMORY, check_home, home, home_path
+from statehold.process.host_memory import SHARED_MEMORY, check_home, home, home_path
 from statehold.process.ownership import make_own_directory
 
 OF_LEVEL = "of a memory level"

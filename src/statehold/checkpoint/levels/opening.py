@@ -24,8 +24,8 @@ from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.io.memory_room import is_memory
 from statehold.io.mounts import mount_of
-from statehold.observe.once import log_once
-from statehold.process.own_memory import SHARED_MEMORY
+from statehold.observe.background_log import log_once
+from statehold.process.host_memory import SHARED_MEMORY
 from statehold.ranks.membership import ALONE, Membership
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.options.keep import kept_of
-from statehold.process.tracebacks import let_go
+from statehold.process.warn import let_go
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 

@@ -10,6 +10,9 @@
 
 Invariants: another run is only read. No lock is taken there and nothing changes, because its job
 may go on. A step that it retires, or saves again, is noticed as in a run of one's own.
+
+What one call of restore() asks for, checked.
+
 Not here: how one step gets into the state (restoring); a run that begins with a step of another as
 its own (checkpoint/levels/forking).
 """
@@ -30,7 +33,6 @@ from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.checkpoint.restore.request import Request
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.store.directories import misnamed
@@ -42,13 +44,14 @@ from statehold.errors import (
     StepNotFoundError,
     StorageError,
     UsageError,
+    shown,
 )
 from statehold.format.about import Origin, check_origin
 from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime
-from statehold.observe.once import log_once
-from statehold.options.paths import NamedStep
+from statehold.observe.background_log import log_once
+from statehold.options.paths import NamedStep, check_step
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import everyone, led, together
@@ -58,6 +61,39 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """selection: None is the prefix that the model shares with the step. source: another run, whose
+    step is read; None is the run itself."""
+
+    choice: Choice
+    selection: Selection | None
+    source: str | None = None
+
+
+def requested(
+    choice: Choice, source: str | os.PathLike[str] | None, prefix: bool, selection: Selection
+) -> Request:
+    """The arguments of Checkpointer.restore() as one value. Raises UsageError."""
+    named = None if source is None else check_step(source, "the source")
+    if named is not None and not named.is_newest and choice != Choice():
+        raise UsageError(
+            "a step is given twice",
+            facts={"source": os.fspath(source or ""), "also given": "step, best or tag"},
+            hint="leave one of them out",
+        )
+    if not isinstance(prefix, bool):
+        raise UsageError("prefix is True or False", facts={"got": shown(prefix)})
+    if prefix and (selection.has_patterns or not selection.strict or selection.cast):
+        raise UsageError(
+            "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",
+            hint="restore twice: once with prefix=True, and once with what else you need",
+        )
+    chosen = choice if named is None or named.is_newest else Choice.of(named)
+    return Request(chosen, None if prefix else selection, None if named is None else named.run)
+
 
 Choose: TypeAlias = Callable[[SavedStep], Selection]
 

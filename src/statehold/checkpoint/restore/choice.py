@@ -27,8 +27,8 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.options.keep import MODES, ranked
+from statehold.options.keywords import check_choice
 from statehold.options.paths import NamedStep
-from statehold.options.values import check_choice
 
 if TYPE_CHECKING:
     from statehold.checkpoint.store.store import Store

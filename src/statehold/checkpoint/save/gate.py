@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from statehold.checkpoint.save.handle import Passage
 from statehold.errors import WaitTimeout
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.process.reentry import enter
 from statehold.tensors import updates
 from statehold.tensors.devices.update_streams import UpdateStreams

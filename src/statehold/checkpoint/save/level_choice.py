@@ -35,7 +35,7 @@ from statehold.errors import (
 )
 from statehold.format.manifest import record_name
 from statehold.format.saved import MANIFEST_NAME
-from statehold.process.tracebacks import let_go
+from statehold.process.warn import let_go
 from statehold.ranks.rounds import Round
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ overlaps the writes of the earlier one, at most one step more than `keep` occupi
 there is a retired file to overwrite. Steps are committed in the order of the calls.
 
 A failure on either thread first stops the native job, after which no thread touches the state. Then
-it fails the handle. A committed step stays committed: later errors are only logged (aftermath). The
+it fails the handle. A committed step stays committed: later errors are only logged (publishing). The
 threads belong to executors that the interpreter joins at exit, so saves under way are committed
 even if a script ends without close(). Neither thread writes its log lines itself, because a log
 that blocks must not delay a commit (observe/background_log).
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from statehold._core import Mismatch
 from statehold.checkpoint.levels.commit_rounds import HALF_PUBLISHED
-from statehold.checkpoint.save.aftermath import after_commit
 from statehold.checkpoint.save.handle import Passage
+from statehold.checkpoint.save.publishing import after_commit
 from statehold.checkpoint.save.taking import take_in
 from statehold.checkpoint.save.writes import give_back
 from statehold.errors import (
@@ -39,12 +39,12 @@ from statehold.errors import (
     named,
     storage_error,
 )
-from statehold.process.tracebacks import let_go
+from statehold.process.warn import let_go
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.save.callbacks import Callbacks
+    from statehold.checkpoint.save.handle import Callbacks
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
     from statehold.checkpoint.save.work import Work

@@ -9,6 +9,31 @@ were planned with the same knowledge (claims). A rank that fails announces why, 
 with its reason. After the commit nothing fails the save, on any rank: a later error is logged on
 its rank, and rank 0 announces the commit in any case. All of this runs on the commit thread. It
 uses no collective, and the training thread waits for nothing here.
+
+Saves into a level that each host has for itself: D3 to D7 by all ranks, in two rounds.
+
+    Across     record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
+               -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
+
+Invariants: a step is committed when every host has published the same manifest. If a rank is lost
+between the rounds, or a host cannot publish, the save fails on all ranks, and the error names the
+rank. Some hosts may have published such a step. It does not count, and the next save removes it
+(levels/hosts/place). Older steps are retired only after the second round. If the job turns out to
+be on one host, this class does what Together does.
+
+The work after a commit: it may fail, and the step stays committed.
+
+Invariants: once a step is published, no error makes its save a failed one. A later error is logged,
+together with what is safe, and the rest of the work continues.
+
+The step of another run that this run began from: each step of the run says so again.
+
+A run keeps its newest steps only, so the first one cannot be the only one that knows.
+
+Invariants: asked once, by the rank that commits, before its first commit. Levels that are not
+directories are not asked, because a save would wait for them. A manifest that cannot be read is no
+reason to fail a save: an older step knows the same.
+
 Not here: how ranks talk (peers), the content of files (record, manifest), the files (store).
 """
 
@@ -19,22 +44,17 @@ import errno
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.checkpoint.cadence.schedule import Schedule
+from statehold.checkpoint.levels.commit_rounds import CommitRounds
+from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
-from statehold.checkpoint.save.aftermath import after_commit
-from statehold.checkpoint.save.descent import Descent
 from statehold.checkpoint.save.work import Work
-from statehold.checkpoint.save.writes import (
-    Sealing,
-    build_manifest,
-    build_record,
-    now,
-    writer_name,
-)
+from statehold.checkpoint.save.writes import Sealing, build_manifest, build_record, now, writer_name
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -44,12 +64,77 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.format.about import About
-from statehold.format.manifest import Commit, Encoded, RecordEntry, Shared, groups_of, record_name
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import (
+    Commit,
+    Encoded,
+    Manifest,
+    RecordEntry,
+    Shared,
+    groups_of,
+    record_name,
+)
+from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
 from statehold.observe.background_log import BackgroundLog
 from statehold.ranks.peers import Peers
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.places import DirectoryPlace
+    from statehold.format.about import About, Origin
+
+
+class Descent:
+    """near: the levels of the run that are directories, the nearest first. restored: the step that
+    a run without steps began from by restore(source=...), if any."""
+
+    def __init__(
+        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
+    ) -> None:
+        self._near = near
+        self._restored = restored
+        self._parent: Origin | None = None
+        self._is_known = False
+
+    @property
+    def parent(self) -> Origin | None:
+        """None if the run began with nothing."""
+        if not self._is_known:
+            said = next(self._said(), None)
+            self._parent = self._restored() if said is None else said.parent
+            self._is_known = True
+        return self._parent
+
+    def _said(self) -> Iterator[About]:
+        """What the steps of the run say, the newest step of the nearest level first."""
+        for place in self._near:
+            with contextlib.suppress(StateholdError):
+                for step in reversed(place.steps()):
+                    with contextlib.suppress(StateholdError):
+                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                        yield Manifest.decode(raw, f"{place.name}: step {step}").about
+
+
+@contextlib.contextmanager
+def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
+    """Run work that follows the commit of `step`; log its error instead of raising it.
+
+    doing: completes "could not ..." in the log.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    """The error, with its traceback if it is not one of statehold's own."""
+    if isinstance(error, StateholdError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
 
 _TURNS = "turns"
 
@@ -389,3 +474,51 @@ def _shared(lesson: Lesson) -> tuple[Shared, ...]:
         for found in lesson.values()
         if len(found.meshes) > 1 and found.equal
     )
+
+
+def publisher_of(
+    peers: Peers | None, levels: Levels, claims: Claims, schedule: Schedule, log: BackgroundLog
+) -> Publisher:
+    """The publisher for the saves of this process."""
+    descent = Descent(levels.near, lambda: levels.began_from)
+    if peers is None:
+        return Alone(descent, levels.promotions, schedule, log)
+    kind = Across if levels.hosts.are_asked else Together
+    return kind(peers, claims, descent, levels.promotions, schedule, log)
+
+
+class Across(Together):
+    """One of several ranks that save into a level that each host has for itself."""
+
+    def announce(self, work: Work) -> None:
+        if not work.place.is_apart:
+            super().announce(work)
+
+    def _land(self, work: Work, commit: Commit) -> None:
+        if not work.place.is_apart:
+            super()._land(work, commit)
+
+    def _landed(self, work: Work, doing: str) -> contextlib.AbstractContextManager[None]:
+        # At a level that each host has for itself, the second round commits.
+        return contextlib.nullcontext() if work.place.is_apart else super()._landed(work, doing)
+
+    def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
+        super()._keep_outcome(work, commit, outcome)
+        if work.place.is_apart:
+            outcome["manifest"] = commit.encode().decode()
+            self._peers.conclude(work.number, json.dumps(outcome).encode())
+
+    def _confirm(self, work: Work, attempt: str) -> bool:
+        return not work.place.is_apart and super()._confirm(work, attempt)
+
+    def _settle(self, work: Work, outcome: Mapping[str, Any]) -> None:
+        """The second round."""
+        place, step = work.place, work.save.step
+        if not place.is_apart:
+            return
+        manifest = Encoded(step, outcome["manifest"].encode())
+        rounds = CommitRounds(self._peers, "save", work.number, f"while publishing step {step}")
+        with work.save.stage("publish"):
+            rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
+        with after_commit(self._log, step, "note where its files are"):
+            place.landed(step, manifest.raw, range(self._peers.world_size))

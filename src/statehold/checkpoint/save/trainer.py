@@ -16,7 +16,7 @@ from typing import Any
 from statehold.checkpoint.save.gate import Gate
 from statehold.checkpoint.save.handle import Passage
 from statehold.errors import PeerFailedError
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.relay import named_failures

@@ -85,7 +85,7 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.memory_room import open_file
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

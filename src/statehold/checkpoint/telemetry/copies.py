@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.errors import ClosedError
-from statehold.observe.background_log import BackgroundLog
+from statehold.observe.background_log import BackgroundLog, harmless
 from statehold.observe.counters import Figures
-from statehold.observe.harmless import harmless
 from statehold.observe.progress import Counts, Progress
 from statehold.observe.tracing import Trace
 from statehold.units import format_bytes, format_seconds

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.telemetry.copies import LevelWatch
 from statehold.errors import StorageError, UsageError
-from statehold.observe.background_log import BackgroundLog
+from statehold.observe.background_log import BackgroundLog, harmless
 from statehold.observe.counters import Figures, figures_of
-from statehold.observe.harmless import harmless
 from statehold.observe.progress import Progress
 from statehold.observe.tracing import Trace
 from statehold.process.whole_files import replace_file

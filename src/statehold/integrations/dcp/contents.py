@@ -28,7 +28,7 @@ from statehold.integrations.dcp.targets import WantedBox
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
 from statehold.layout.layout import Box
 from statehold.tensors import dtypes
-from statehold.tensors.built import value_of
+from statehold.tensors.nodes import value_of
 
 _Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it
 

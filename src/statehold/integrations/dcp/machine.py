@@ -18,7 +18,7 @@ from statehold.integrations.dcp.telemetry import watch_of
 from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
 from statehold.io.staging import chosen
-from statehold.observe.once import log_once
+from statehold.observe.background_log import log_once
 from statehold.options import Options
 from statehold.process.host_memory import available, ranks_on_host
 

@@ -44,7 +44,7 @@ from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
 from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
-from statehold.process.own_memory import SHARED_MEMORY
+from statehold.process.host_memory import SHARED_MEMORY
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
