@@ -9,7 +9,7 @@ overlaps the writes of the earlier one, at most one step more than `keep` occupi
 there is a retired file to overwrite. Steps are committed in the order of the calls.
 
 A failure on either thread first stops the native job, after which no thread touches the state. Then
-it fails the handle. A committed step stays committed: later errors are only logged (publishing). The
+it fails the handle. A committed step stays committed: later errors are only logged. The
 threads belong to executors that the interpreter joins at exit, so saves under way are committed
 even if a script ends without close(). Neither thread writes its log lines itself, because a log
 that blocks must not delay a commit (observe/background_log).
