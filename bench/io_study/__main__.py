@@ -9,8 +9,7 @@ from bench.io_study import plot
 from bench.io_study.alternatives import Alternative, comparisons, uniform
 from bench.io_study.threads import PythonSession
 from statehold.cli import arguments, bench
-from statehold.cli.study.measure import Bench
-from statehold.cli.study.sessions import TimedStrategy
+from statehold.cli.study.measure import Bench, TimedStrategy
 from statehold.cli.study.strategies import State, Strategy, llama
 
 

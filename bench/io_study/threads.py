@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from bench.io_study.alternatives import Alternative, FilePlan, files_of
-from statehold.cli.study.memory import MappedMemory, new
 from statehold.cli.study.strategies import Operation, State
+from statehold.cli.study.sweep import MappedMemory, new
 
 
 class PythonSession:

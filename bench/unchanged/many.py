@@ -18,7 +18,7 @@ from torch import nn
 from bench import harness
 from bench.unchanged.common import MIB, Group, Sizes, folder, ratios
 from statehold import Checkpointer, Io
-from statehold.layout import groups
+from statehold.checkpoint.save import sharing
 
 PART_BYTES = 16 * MIB
 SAVES_EACH = 5  # what has changed is in a shared file again so many saves later
@@ -56,8 +56,8 @@ def _made(run: Path, sizes: Sizes) -> tuple[nn.ParameterList, int, int]:
     live = model(sizes.files)
     first_of: dict[tuple[int, int], int] = {}  # file -> the first step that had it
     with pytest.MonkeyPatch.context() as patch, Checkpointer(run, keep=2) as ckpt:
-        patch.setattr(groups, "FILE_BYTES", PART_BYTES)
-        patch.setattr(groups, "FILES_MAX", sizes.files)
+        patch.setattr(sharing, "FILE_BYTES", PART_BYTES)
+        patch.setattr(sharing, "FILES_MAX", sizes.files)
         for step in range(1, SAVES_EACH * sizes.makers + 1):
             ckpt.gate()
             maker, is_later = divmod(step - 1, SAVES_EACH)

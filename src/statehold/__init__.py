@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from statehold.reading.load import load as load
     from statehold.reading.runs import open as open
     from statehold.subscription.subscribe import Subscription as Subscription
+    from statehold.subscription.subscribe import Update as Update
     from statehold.subscription.subscribe import subscribe as subscribe
-    from statehold.subscription.update import Update as Update
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
     from statehold.tensors.rng import Rng as Rng
@@ -90,7 +90,7 @@ _HOMES = {
     "SaveStats": "statehold.checkpoint.telemetry.save_stats",
     "StateholdError": "statehold.errors",
     "Subscription": "statehold.subscription.subscribe",
-    "Update": "statehold.subscription.update",
+    "Update": "statehold.subscription.subscribe",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",
     "copy_step": "statehold.reading.copying",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import statehold
+from statehold.checkpoint.save import sharing
 from statehold.encoding import header
-from statehold.layout import groups
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
@@ -68,8 +68,8 @@ def test_files_that_steps_share_do_not_say_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A linked file has the header of an earlier step; the own file of the rank is of this one."""
-    monkeypatch.setattr(groups, "PART_BYTES_MIN", 8 << 10)
-    monkeypatch.setattr(groups, "FILE_BYTES_MIN", 16 << 10)
+    monkeypatch.setattr(sharing, "PART_BYTES_MIN", 8 << 10)
+    monkeypatch.setattr(sharing, "FILE_BYTES_MIN", 16 << 10)
     state = made((0, 1), width=128)
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         for step in range(1, 5):

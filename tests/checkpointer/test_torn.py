@@ -19,7 +19,7 @@ from torch import nn
 
 import statehold
 from statehold.checkpoint.save import call
-from statehold.checkpoint.save.work import Work
+from statehold.checkpoint.save.handle import Work
 from statehold.checkpoint.save.writes import start_write
 from statehold.errors import TornSnapshot
 from statehold.tensors.captured import Capture

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.cli import scanning, verify
-from statehold.cli.checking import CheckReport, Finding, _Cover, check_step
-from statehold.cli.scanning import SpanReader
+from statehold.cli import checking, verify
+from statehold.cli.checking import CheckReport, Finding, SpanReader, _Cover, check_step
 from statehold.encoding.header import decode
 from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
@@ -115,7 +114,7 @@ def test_golden_steps_are_intact(reader: SpanReader) -> None:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight MiB in four tensors, read in batches of one MiB."""
-    monkeypatch.setattr(scanning, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(checking, "BATCH_BYTES", 1 << 20)
     rng = np.random.default_rng(0)
     arrays = {f"w{i}": ("U8", rng.integers(0, 255, 2 << 20, "u1")) for i in range(4)}
     return write_step(tmp_path / "run", 3, arrays)

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.save import shared
+from statehold.checkpoint.save import shared, sharing
 from statehold.checkpoint.save.writes import Segments
 from statehold.errors import ChecksumError, TornSnapshot
-from statehold.layout import groups
 from statehold.tensors import captured
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, must, small
@@ -31,7 +30,7 @@ State = Callable[["Run"], dict[str, Any]]
 @pytest.fixture(autouse=True)
 def _small() -> Iterator[None]:
     with small_files(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "FILE_BYTES", 2 << 20)  # two buffers and the header
+        patch.setattr(sharing, "FILE_BYTES", 2 << 20)  # two buffers and the header
         yield
 
 

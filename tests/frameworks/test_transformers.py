@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
 import statehold  # noqa: E402
 from statehold.errors import StateMismatchError, StepNotFoundError, UsageError  # noqa: E402
 from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
-from statehold.integrations.transformers.logged import logged_at  # noqa: E402
+from statehold.integrations.transformers.trainer import logged_at  # noqa: E402
 
 STEPS = 6
 TOKENS = torch.randint(64, (28, 8), generator=torch.Generator().manual_seed(7))

@@ -15,8 +15,7 @@ import statehold
 from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError, UnavailableError
-from statehold.io.objects.client import ObjectClient
-from statehold.io.objects.errors import not_given_back
+from statehold.io.objects.client import ObjectClient, not_given_back
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 

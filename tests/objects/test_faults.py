@@ -16,8 +16,7 @@ import pytest
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import ClosedError, MissingFileError, StorageError, UnavailableError
 from statehold.format.saved import MANIFEST_NAME
-from statehold.io.objects.client import ObjectClient
-from statehold.io.objects.errors import naming
+from statehold.io.objects.client import ObjectClient, naming
 from statehold.units import MiB
 from support import s3
 

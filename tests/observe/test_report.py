@@ -19,8 +19,8 @@ import pytest
 from observe.conftest import Asked, Seen
 from observe.hostile import HOSTILE, hostile_run, hostile_trace
 from statehold.cli import main
-from statehold.cli.costs import costs_of, percentile
-from statehold.cli.markup import Markup, tag
+from statehold.cli.blocks import Markup, tag
+from statehold.cli.report import costs_of, percentile
 from statehold.cli.traces import MARKS_MAX, read_traces
 from statehold.format.about import About
 from statehold.io import profile as profiles

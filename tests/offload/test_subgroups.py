@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statehold.errors import UsageError
-from statehold.offload.saving import are_boxes
+from statehold.offload.state import are_boxes
 from statehold.offload.subgroups import CUT, Extent, Span, Subgroup, cut, strips
 
 FIELDS = [("master", "exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)]

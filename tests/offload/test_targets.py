@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from statehold.errors import ChecksumError, StorageError, UsageError, storage_error
+from statehold.offload.pipeline import Targets
 from statehold.offload.store import SubgroupStore
-from statehold.offload.targets import Targets
 from statehold.planners.placement import Moved
 from statehold.units import MiB
 

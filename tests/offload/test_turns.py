@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.offload.turns import PathTurns, Turn
+from statehold.offload.store import PathTurns, Turn
 from support.faults import DEADLINE_S, must
 from support.forked import forked
 

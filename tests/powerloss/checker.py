@@ -21,7 +21,7 @@ from powerloss.jobs import Where
 from powerloss.journal import Position
 from powerloss.looking import Look
 from powerloss.plans import Plan
-from statehold.cli.scanning import SpanReader
+from statehold.cli.checking import SpanReader
 from statehold.reading.places import file_system
 
 

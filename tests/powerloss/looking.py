@@ -16,8 +16,7 @@ from powerloss.jobs import Job, Readers, Where
 from powerloss.plans import Plan
 from powerloss.workload import Workload
 from sim.oracle import Oracle
-from statehold.cli.checking import check_step
-from statehold.cli.scanning import SpanReader
+from statehold.cli.checking import SpanReader, check_step
 from statehold.reading.places import find
 from support.agents import steps_in
 

@@ -10,8 +10,7 @@ import pytest
 from statehold.errors import PeerLostError
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
-from statehold.ranks.preemption.exchange import Hearing
-from statehold.ranks.preemption.last_step import LastStep, Position
+from statehold.ranks.preemption.exchange import Hearing, LastStep, Position
 from statehold.ranks.preemption.preemption import Preemption
 from statehold.testing import MemoryBoard
 from support.boards import peers_of

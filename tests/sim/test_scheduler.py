@@ -18,8 +18,8 @@ import pytest
 from sim import campaign
 from sim.seeds import Report, run_seed
 from statehold._core import WriteJob
+from statehold.checkpoint.save.handle import Work
 from statehold.checkpoint.save.pipeline import Pipeline
-from statehold.checkpoint.save.work import Work
 from statehold.checkpoint.save.writes import Ordered, Segments, start_write
 from statehold.errors import StateholdError
 from statehold.io.clients import open_engine

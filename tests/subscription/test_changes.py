@@ -6,7 +6,7 @@ import pytest
 
 from statehold.format.saved import PlacedChunk
 from statehold.layout.layout import Box
-from statehold.subscription.changes import KnownTensor, changed_pieces
+from statehold.subscription.preparing import KnownTensor, changed_pieces
 
 BLOCK = 100
 

@@ -15,7 +15,8 @@ import torch
 import statehold
 from statehold.checkpoint.levels.nearest import Nearest
 from statehold.errors import ClosedError, UsageError
-from statehold.subscription import copying, subscribe, watching
+from statehold.subscription import copying, subscribe
+from statehold.subscription import levels as watching
 from statehold.subscription.spare import Spare
 from support.faults import DEADLINE_S, SMALL
 from support.published import PIECE, applied, brought, content, data_files, flip, save, whole

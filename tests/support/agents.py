@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
-from statehold.cli.checking import check_step
-from statehold.cli.scanning import SpanReader
+from statehold.cli.checking import SpanReader, check_step
 from statehold.reading.places import file_system, find
 from support import scripts
 from support.faults import DEADLINE_S, must

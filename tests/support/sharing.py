@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from statehold import Checkpointer, Save
-from statehold.layout import groups
+from statehold.checkpoint.save import sharing
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
 from support.inside import inside
@@ -20,9 +20,9 @@ from support.inside import inside
 def small_files() -> Iterator[None]:
     """Parts from 8 KiB on are shared, in files of 16 KiB and more."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "PART_BYTES_MIN", 8 << 10)
-        patch.setattr(groups, "FILE_BYTES_MIN", 16 << 10)
-        patch.setattr(groups, "FILE_BYTES", 32 << 10)
+        patch.setattr(sharing, "PART_BYTES_MIN", 8 << 10)
+        patch.setattr(sharing, "FILE_BYTES_MIN", 16 << 10)
+        patch.setattr(sharing, "FILE_BYTES", 32 << 10)
         yield
 
 

@@ -26,9 +26,9 @@ from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
 from statehold.integrations.formats.partial import Journal
 from statehold.lineage import Catalog
-from statehold.offload import turns
-from statehold.offload.claim import claim_folder
-from statehold.offload.turns import PathTurns
+from statehold.offload import store
+from statehold.offload.files import claim_folder
+from statehold.offload.store import PathTurns
 from statehold.process import file_locks
 from statehold.process.file_locks import LockFile
 from support.contents import THREADS, committed
@@ -379,7 +379,7 @@ def test_a_process_excludes_itself_where_no_kernel_has_locks(
 
 
 def test_a_turn_is_not_waited_for_for_ever(tmp_path: Path, own_memory: Path, monkeypatch) -> None:
-    monkeypatch.setattr(turns, "WAIT_S", 0.01)
+    monkeypatch.setattr(store, "WAIT_S", 0.01)
     stopped, mine = PathTurns(str(tmp_path)), PathTurns(str(tmp_path))
     done = []
     with stopped.read.taken():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from statehold.layout.groups import (
+from statehold.checkpoint.save.sharing import (
     FILE_BYTES,
     FILE_BYTES_MIN,
     FILES_MAX,

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from statehold.cli.checking import ScannedSpan, scan_bytes
 from statehold.cli.numbers import bits_of, numpy
-from statehold.cli.scanning import ScannedSpan, scan_bytes
 from statehold.encoding.header import DTYPE_BITS
 from statehold.errors import ChecksumError, CorruptionError
 from statehold.layout.layout import Box

@@ -18,7 +18,7 @@ from statehold.cli import codes
 from statehold.cli.content import Content, parts_of
 from statehold.cli.numbers import Difference, bits_of, numpy
 from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
-from statehold.cli.values import leaves_of
+from statehold.cli.said import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
 from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError

@@ -28,8 +28,7 @@ from statehold.cli.output import (
     when,
 )
 from statehold.cli.places import tree_bytes
-from statehold.cli.said import in_words, said
-from statehold.cli.values import leaves_of
+from statehold.cli.said import in_words, leaves_of, said
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
 from statehold.format.selection import matching, nearest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 
-from statehold.cli.markup import Markup, join, tag
+from statehold.cli.blocks import Markup, join, tag
 from statehold.cli.traces import DrawnStage, TimelineRow, Traces
 from statehold.units import format_seconds
 

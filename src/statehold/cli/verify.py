@@ -17,7 +17,7 @@ from statehold.checkpoint.store.directories import REPLACED
 from statehold.checkpoint.store.publish import LOOKS_MAX, directory_id, where
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
-from statehold.cli.checking import CheckReport, Finding, check_step
+from statehold.cli.checking import CheckReport, Finding, SpanReader, check_step
 from statehold.cli.output import (
     ProgressBar,
     bad,
@@ -31,7 +31,6 @@ from statehold.cli.output import (
     weak,
 )
 from statehold.cli.places import tree_bytes
-from statehold.cli.scanning import SpanReader
 from statehold.cli.shared_damage import DamagedFile, SharedDamage
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.reading.places import StepPlace, asked_of, file_system, find, run_at

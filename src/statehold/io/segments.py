@@ -3,7 +3,7 @@
 Owns: the one call of Engine.read; the tensor of a bad piece.
 Invariants: every byte of a segment is verified, whether it has a destination or not.
 Not here: which segments, and the destinations of their bytes (read_plan); reading a whole step fast
-(cli/scanning). Does not import torch, because the commands use this module, too.
+(cli/checking). Does not import torch, because the commands use this module, too.
 """
 
 from __future__ import annotations

@@ -42,8 +42,6 @@ def harmless(report: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
-logger = logging.getLogger("statehold")
-
 _logged: set[str] = set()
 
 
@@ -53,8 +51,6 @@ def log_once(note: str, level: int = logging.WARNING) -> None:
         _logged.add(note)
         logger.log(level, "%s", note)
 
-
-logger = logging.getLogger("statehold")
 
 LINES_MAX = 1000
 

@@ -24,8 +24,8 @@ import torch
 
 from statehold.errors import DeviceError, UsageError
 from statehold.offload.lanes import Lanes
-from statehold.offload.memory import Buffers
 from statehold.offload.parameters import Parameter, flat
+from statehold.offload.sizes import Buffers
 from statehold.offload.stats import Timeline
 from statehold.offload.subgroups import ITEM_BYTES, Span, Subgroup, strips
 from statehold.offload.update import Fields, OptimizerUpdate

@@ -2,6 +2,11 @@
 
 Invariants: what an optimizer needs is known at its construction, in bytes, and what cannot work is
 refused there. Nothing grows later. Pure, but for the look at the memory of the host.
+
+Buffers of host memory, each for one subgroup, as float32 tensors.
+
+Invariants: the memory is mapped once, at construction, and nothing grows. Each buffer begins on a
+page, so that transfers go straight between it and a file. The size is exact.
 """
 
 from __future__ import annotations
@@ -9,12 +14,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from statehold.errors import UsageError
 from statehold.offload.subgroups import ITEM_BYTES, PAGE_BYTES, Extent, Subgroup, cut
 from statehold.offload.workers import STRIP
 from statehold.planners.placement import buffers_in_transit, choose_subgroup_bytes
 from statehold.process.host_memory import available
+from statehold.tensors.devices.pinning import mapped
 from statehold.units import format_bytes
+
+
+class Buffers:
+    """`count` buffers of `nbytes` each."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count = count
+        self._items = mapped(count * nbytes).view(torch.float32)
+        self._each = nbytes // ITEM_BYTES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._items[index * self._each : (index + 1) * self._each]
 
 
 @dataclass(frozen=True, slots=True)

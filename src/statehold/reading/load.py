@@ -3,7 +3,13 @@
 Invariants: every byte that is returned was verified, unless verify=False says not to. Only the
 files that hold what was asked for are read. Tensors that were tied in the state are one tensor.
 Nothing is changed on disk, and no lock is taken: a job may save meanwhile.
-Not here: which step a name means (places), which part of its tree (tree), restores into a live
+
+The part of a step's tree that a dotted name means.
+
+Invariants: a name means an entry of the tree, or all entries whose names begin with it: modules
+have flat names, dicts and lists nested ones. The longest key that fits is entered first.
+
+Not here: which step a name means (places), restores into a live
 state (Checkpointer.restore), levels other than the run directory.
 
 mapped: a tensor that one file holds as a whole is mapped privately, so that a change of it does not
@@ -17,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,18 +33,13 @@ from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.store.publish import directory_id
 from statehold.encoding import values
-from statehold.errors import (
-    StateMismatchError,
-    TruncatedFileError,
-    UsageError,
-    storage_error,
-)
+from statehold.errors import StateMismatchError, TruncatedFileError, UsageError, storage_error
+from statehold.format.selection import nearest
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.progress import Progress
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
-from statehold.reading.tree import part_of
 from statehold.tensors import dtypes, nodes
 from statehold.tensors.devices import Devices
 from statehold.tensors.nodes import value_of
@@ -48,6 +49,50 @@ from statehold.units import MiB
 if TYPE_CHECKING:
     from statehold._core import Fs, ReadJob
     from statehold.format.saved import PlacedChunk, SavedStep
+
+
+def part_of(tree: Any, name: str, where: str) -> Any:
+    """The node that `name` means; the whole tree for "". Raises StateMismatchError; `where` is for
+    the message."""
+    found = _below(tree, name) if name else [tree]
+    if not found:
+        known = sorted({*_names(tree, "")})
+        facts = {"step": where, "expected": "a name in the step", "got": name}
+        if near := nearest(name, known):
+            facts["near"] = ", ".join(near)
+        hint = f"its names begin with {', '.join(sorted({each.split('.')[0] for each in known}))}"
+        raise StateMismatchError("the step has nothing of this name", facts=facts, hint=hint)
+    return found[0]
+
+
+def _below(node: Any, name: str) -> list[Any]:
+    """The node of `name`, or nothing."""
+    members = _members(node)
+    for key in sorted(members, key=len, reverse=True):
+        if name == key:
+            return [members[key]]
+        if name.startswith(f"{key}.") and (found := _below(members[key], name[len(key) + 1 :])):
+            return found
+    inner = {
+        key[len(name) + 1 :]: item for key, item in members.items() if key.startswith(f"{name}.")
+    }
+    return [values.mapping_of(inner)] if inner else []
+
+
+def _members(node: Any) -> dict[str, Any]:
+    """The members of a dict, a list or a tuple, by their keys as text."""
+    items = nodes.payload(node, "$tuple") if type(node) is dict else node
+    if type(items) is list:
+        return {str(index): item for index, item in enumerate(items)}
+    return {str(key): item for key, item in (nodes.members(node) or {}).items()}
+
+
+def _names(node: Any, path: str) -> Iterator[str]:
+    if path:
+        yield path
+    for key, item in _members(node).items():
+        yield from _names(item, f"{path}.{key}" if path else key)
+
 
 BUFFER_BYTES = 16 * MiB
 STAGING_BYTES = 8 * BUFFER_BYTES

@@ -4,13 +4,26 @@ Owns: which kinds of state a consumer may have; what is known to be in each tens
 Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
 that got the same bytes from the step in place, and its version counter has not moved since. So a
 tensor that was replaced, or changed in place, is read as a whole.
-Not here: the comparison of checksums (changes), the bytes (spare), when they are put into place
-(update).
+
+Which pieces of a tensor differ between two steps, by their checksums. Pure.
+
+Invariants: a piece that is left out has the same bytes, at the same place of the tensor, in both
+steps. Pieces are compared only if both steps cut the chunk at the same elements: the same box, and
+the same distance to the grid of the file. Otherwise all pieces of the chunk count as different.
+
+What the consumer of a subscription changes itself: the parameters that its optimizers update.
+
+A fused optimizer changes parameters and moves no version counter, so only its step() tells.
+
+Invariants: what an optimizer may have changed since forget() is known to have nothing of a step.
+After an update that nobody sees (updates.why_unseen), that is every tensor.
+
+Not here: the bytes (spare), when they are put into place (subscribe).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,17 +32,64 @@ import torch
 from statehold.errors import ManifestError, UsageError
 from statehold.format.selection import Selection
 from statehold.layout.layout import Box
-from statehold.subscription.changes import ChangedPiece, KnownTensor, changed_pieces
-from statehold.tensors import dtypes, optimizers
+from statehold.layout.ranges import SUM_DIGITS, summed_pieces
+from statehold.tensors import dtypes, optimizers, updates
 from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.parts import is_stateful
 from statehold.tensors.restore import check_takes_values, prepare
+from statehold.tensors.stepping import Storages, storages
 from statehold.tensors.storable import is_dtensor, memory_of, version_of
 
 if TYPE_CHECKING:
-    from statehold.format.saved import SavedStep
+    from torch import Tensor, UntypedStorage
+    from torch.optim import Optimizer
+
+    from statehold.format.saved import PlacedChunk, SavedStep
     from statehold.tensors.destinations import Destination
     from statehold.tensors.restoration import Restoration
+
+
+class ChangedPiece(NamedTuple):
+    """The bytes [begin, end) of a file of a step, and their checksum in hexadecimal digits."""
+
+    file: str
+    begin: int
+    end: int
+    sum: str
+    file_bytes: int
+
+
+class KnownTensor(NamedTuple):
+    """The chunks of a tensor in a step, by their boxes, and the grid of its checksums."""
+
+    chunks: Mapping[Box, PlacedChunk]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[PlacedChunk], block_bytes: int) -> KnownTensor:
+        return cls({chunk.box: chunk for chunk in chunks}, block_bytes)
+
+
+def changed_pieces(
+    chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None
+) -> Iterator[ChangedPiece]:
+    """The pieces of a chunk whose bytes differ from what is known; None: nothing is."""
+    before = _comparable(chunk, block_bytes, known)
+    if before == chunk.sums:
+        return
+    cut = summed_pieces(chunk.begin, chunk.end, chunk.sums, block_bytes)
+    for index, (begin, end, digits) in enumerate(cut):
+        at = index * SUM_DIGITS
+        if before is None or before[at : at + SUM_DIGITS] != digits:
+            yield ChangedPiece(chunk.file, begin, end, digits, chunk.file_bytes)
+
+
+def _comparable(chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None) -> str | None:
+    """The checksums of the same pieces before; None if they were other pieces."""
+    before = known.chunks.get(chunk.box) if known and known.block_bytes == block_bytes else None
+    if before is None or before.end - before.begin != chunk.end - chunk.begin:
+        return None
+    return before.sums if (before.begin - chunk.begin) % block_bytes == 0 else None
 
 
 class Move(NamedTuple):
@@ -152,3 +212,58 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+class Changes:
+    """The storages of what was updated. It watches all updates of torch until close()."""
+
+    def __init__(self) -> None:
+        self._updated = set[int]()
+        self._has_unknown = False
+        updates.watch(self)
+
+    def without(self, filled: Mapping[str, Filled]) -> Mapping[str, Filled]:
+        """What is still known of tensors."""
+        if self._has_unknown or updates.why_unseen():
+            return {}
+        if not self._updated:
+            return filled
+        return {name: each for name, each in filled.items() if not self._has(each.tensor)}
+
+    def check(self, relied: Mapping[str, Filled]) -> None:
+        """Raise UsageError if one of these tensors has changed."""
+        kept = self.without(relied)
+        for name, each in relied.items():
+            if name not in kept or version_of(each.tensor) != each.version:
+                raise UsageError(
+                    "a tensor was changed after the update was read",
+                    facts={"tensor": name.partition(" ")[2]},
+                    hint="no tensor was updated, and the next update has everything. Change "
+                    "tensors before wait(), or after apply()",
+                )
+
+    def forget(self) -> None:
+        """All tensors have a step now."""
+        self._updated.clear()
+        self._has_unknown = False
+
+    def close(self) -> None:
+        """Watch no more. On any thread."""
+        updates.unwatch_later(self)
+
+    def _has(self, tensor: Tensor) -> bool:
+        return not self._updated.isdisjoint(storages([tensor]))
+
+    # -- for updates ---------------------------------------------------------------------------
+
+    def before_update(self, optimizers: Iterable[Optimizer]) -> None:
+        """These are about to step; none: nobody knows which."""
+        stepping = list(optimizers)
+        self._has_unknown |= not stepping
+        self._updated |= Storages.of(stepping).parameters
+
+    def before_capture(self) -> None:
+        """The captured update changes nothing yet."""
+
+    def before_memory_goes(self, storage: UntypedStorage) -> None:
+        """The storage is another memory then, which nothing is known of."""

@@ -26,8 +26,7 @@ from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File
-    from statehold.subscription.changes import ChangedPiece
-    from statehold.subscription.preparing import Move
+    from statehold.subscription.preparing import ChangedPiece, Move
 
 # (name, bytes) of a file -> its path.
 Locate = Callable[[str, int], str]

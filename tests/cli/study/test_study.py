@@ -14,12 +14,10 @@ import pytest
 
 import statehold
 from statehold.cli import main
-from statehold.cli.study.measure import Bench, Timing
-from statehold.cli.study.memory import MappedMemory, kept
-from statehold.cli.study.sessions import EngineSession, open_session
+from statehold.cli.study.measure import Bench, EngineSession, Timing, open_session
 from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
 from statehold.cli.study.study import Remeasured, Study, is_lost, run
-from statehold.cli.study.sweep import cases_of, centre, comparisons, strategies
+from statehold.cli.study.sweep import MappedMemory, cases_of, centre, comparisons, kept, strategies
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, decode, path_for, save
 from statehold.options.io import Io, Moving

@@ -10,9 +10,8 @@ import pytest
 from resilience.control.peers import LONG_LEASE_S, PATIENCE_S, Office, Peer, meeting, until
 from statehold.errors import PortInUseError, UsageError
 from statehold.process import reception
-from statehold.resilience.control import lines as lines_module
-from statehold.resilience.control.lines import Lines
-from statehold.resilience.control.server import Server
+from statehold.resilience.control import server as lines_module
+from statehold.resilience.control.server import Lines, Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (

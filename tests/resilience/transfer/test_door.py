@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from statehold.resilience import door as doors
-from statehold.resilience.door import Door, DoorLine, connect
+from statehold.resilience import transfer
+from statehold.resilience.transfer import Door, DoorLine, connect
 
 HOST, NBYTES, TIMEOUT_S = "127.0.0.1", 1 << 16, 20.0
 SILENT = f"statehold-silent-{os.getpid()}"  # one name for the whole machine
@@ -60,7 +60,7 @@ def test_who_may_not_use_the_name_comes_through_tcp(
     def refuse(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
         raise PermissionError
 
-    monkeypatch.setattr(doors, "_near", refuse)
+    monkeypatch.setattr(transfer, "_near", refuse)
     joiner = connect(door.address, TIMEOUT_S, never())
     assert said(joiner, lines.get(timeout=TIMEOUT_S)) == b"done"
 

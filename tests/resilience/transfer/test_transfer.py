@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from statehold.errors import StateMismatchError
-from statehold.resilience import door, transfer
-from statehold.resilience.door import DoorLine
+from statehold.resilience import transfer
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
-from statehold.resilience.transfer import StateTransfer
+from statehold.resilience.transfer import DoorLine, StateTransfer
 from support.faults import must
 
 HOST = "127.0.0.1"
@@ -115,7 +114,7 @@ class Job:
 @pytest.fixture(params=["one host", "two hosts"])
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     if request.param == "two hosts":
-        monkeypatch.setattr(door, "_near", elsewhere)
+        monkeypatch.setattr(transfer, "_near", elsewhere)
     desk = Desk(HOST)
     found = Job(desk)
     yield found

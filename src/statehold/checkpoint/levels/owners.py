@@ -114,7 +114,7 @@ class Identity:
     @property
     def is_noted(self) -> bool:
         """Whether the run directory has a note, if the run has an id."""
-        return self.own is None or os.path.lexists(os.path.join(self.run, FILE_NAME))
+        return self._id is None or os.path.lexists(os.path.join(self.run, FILE_NAME))
 
     def adopt(self, owner: Owner) -> None:
         """Continue as this run."""

@@ -29,8 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.save.gate import HeldSave
-from statehold.checkpoint.save.handle import Passage, Save
-from statehold.checkpoint.save.work import Work
+from statehold.checkpoint.save.handle import Passage, Save, Work
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
 from statehold.errors import StorageError, TornSnapshot, UsageError, shown
 from statehold.format.about import NAMED, NAMES_MAX, About, is_name

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.levels.specs import Level
-    from statehold.checkpoint.save.work import Work
+    from statehold.checkpoint.save.handle import Work
     from statehold.observe.background_log import BackgroundLog
     from statehold.ranks.peers import Peers
 

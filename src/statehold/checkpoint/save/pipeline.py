@@ -44,10 +44,9 @@ from statehold.process.warn import let_go
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
-    from statehold.checkpoint.save.handle import Callbacks
+    from statehold.checkpoint.save.handle import Callbacks, Work
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
-    from statehold.checkpoint.save.work import Work
     from statehold.observe.background_log import BackgroundLog
     from statehold.tensors.captured import Capture
 

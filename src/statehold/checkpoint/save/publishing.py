@@ -53,8 +53,8 @@ from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
-from statehold.checkpoint.save.work import Work
-from statehold.checkpoint.save.writes import Sealing, build_manifest, build_record, now, writer_name
+from statehold.checkpoint.save.handle import Work
+from statehold.checkpoint.save.writes import WRITER, Sealing, build_manifest, build_record, now
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -334,7 +334,7 @@ class Together:
             step=work.save.step,
             world_size=len(messages),
             created=now(),
-            writer=writer_name(),
+            writer=WRITER,
             attempt=attempt,
             records=tuple(
                 RecordEntry(record_name(rank, len(messages)), *each["record"])

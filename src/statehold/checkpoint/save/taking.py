@@ -24,7 +24,7 @@ from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import StoredFile, StoredPart, check, held_in
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.save.work import Work
+    from statehold.checkpoint.save.handle import Work
     from statehold.observe.background_log import BackgroundLog
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
     from statehold.tensors.storable import Strided
 
+WRITER = f"statehold {__version__}"  # as a manifest records it
+
 # How long to wait until transfers in flight have released the file of a failed save.
 FILE_CLOSES_S = 60.0
 
@@ -186,7 +188,7 @@ def build_manifest(
         step=plan.step,
         world_size=1,
         created=now(),
-        writer=writer_name(),
+        writer=WRITER,
         block_bytes=BLOCK_BYTES,
         files=files,
         tensors=tensors,
@@ -256,8 +258,3 @@ def _no_sums(plan: SavePlan) -> bytes:
 def now() -> str:
     """The time as a manifest records it."""
     return datetime.fromtimestamp(time.time(), timezone.utc).isoformat()
-
-
-def writer_name() -> str:
-    """The writer, for a manifest."""
-    return f"statehold {__version__}"

@@ -3,6 +3,13 @@
 Invariants: no file of a case ever stays. A write ends when the bytes are durable. Before a cold
 read the kernel is asked to drop these files from its cache. It is asked file by file, and not for
 the whole machine, which needs no privilege and leaves other jobs their cache.
+
+Strategies of the native core: bytes that only move, and whole saves by the engine.
+
+Owns: one session for each kind, with one interface; `open_session`.
+Invariants: an engine reads its saves back with the checksums that it took, so a timed restore has
+been verified, as statehold's own are.
+
 Not here: what is timed and how often (sweep, study).
 """
 
@@ -10,12 +17,130 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from statehold.cli.study.memory import MappedMemory, kept
-from statehold.cli.study.sessions import TimedStrategy, open_session
+from statehold import _core
 from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
+from statehold.cli.study.sweep import MappedMemory, kept, new
 from statehold.errors import StateholdError
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold._core import WriteJob
+
+
+STAGING_BYTES = 512 * MiB
+_GRID_BYTES = MiB  # of the checksums, as in data files
+_BUFFERS_MIN = 2
+
+
+class TimedStrategy(Protocol):
+    """One strategy, ready to be timed."""
+
+    @property
+    def paths(self) -> list[str]: ...
+    def seconds(self, operation: Operation) -> float: ...
+    def close(self) -> None: ...
+
+
+def open_session(
+    strategy: Strategy, state: State, memory: MappedMemory, directory: str
+) -> TimedStrategy:
+    if strategy.is_engine:
+        return EngineSession(strategy, state, memory, directory)
+    return RawSession(strategy, state, directory)
+
+
+class RawSession:
+    """One file, direct, in equal blocks, by the core: no copy, no checksum, memory of its own."""
+
+    def __init__(self, strategy: Strategy, state: State, directory: str) -> None:
+        self._strategy = strategy
+        self._nbytes = spans_of(state, aligned=True)[-1][1]
+        self.paths = [f"{directory}/bytes"]
+        self._fs = _core.open_fs(strategy.mover.value, strategy.depth)
+
+    def seconds(self, operation: Operation) -> float:
+        path, how = self.paths[0], (self._strategy.block_bytes, self._strategy.depth)
+        if operation.is_write:
+            reuse = operation is Operation.OVERWRITE
+            return _core.raw_write(self._fs, path, self._nbytes, *how, reuse)
+        return _core.raw_read(self._fs, path, *how)
+
+    def close(self) -> None:
+        self._fs.close()
+
+
+class EngineSession:
+    """One file, as a Checkpointer saves and restores it, without plan and commit."""
+
+    def __init__(
+        self, strategy: Strategy, state: State, memory: MappedMemory, directory: str
+    ) -> None:
+        self._spans = spans_of(state, aligned=False)
+        self._nbytes = self._spans[-1][1]
+        self._memory = memory
+        self.paths = [f"{directory}/saved"]
+        self._sums = b""
+        self._fs = _core.open_fs(strategy.mover.value, strategy.depth)
+        buffer = strategy.block_bytes
+        wanted = min(STAGING_BYTES // buffer, self._nbytes // buffer + 1)
+        staging = max(_BUFFERS_MIN, wanted) * buffer
+        self._engine = _core.Engine(self._fs, staging, buffer, strategy.copy_threads)
+        self._warm_up(f"{directory}/first")
+
+    def _warm_up(self, path: str) -> None:
+        """The first job of an engine waits until its buffers are faulted in, which is not
+        measured."""
+        self._save(path, reuse=False)
+        os.unlink(path)
+
+    def seconds(self, operation: Operation) -> float:
+        begin = time.perf_counter()
+        if operation.is_write:
+            self._save(self.paths[0], reuse=operation is Operation.OVERWRITE)
+        else:
+            size = self._memory.nbytes
+            self._restore(new(size) if operation.into_new_memory else self._memory)
+        return time.perf_counter() - begin
+
+    def _save(self, path: str, *, reuse: bool) -> None:
+        job: WriteJob = self._engine.write(
+            file_bytes=self._nbytes, header=b"", **self._segments(self._memory)
+        )
+        job.attach(self._fs.open_write(path, self._nbytes, reuse))
+        job.wait_written(None)
+        job.finish()
+        self._sums = job.checksums()
+
+    def _restore(self, memory: MappedMemory) -> None:
+        job = self._engine.read(
+            files=self.paths,
+            file_bytes=[self._nbytes],
+            file_index=array("q", bytes(8 * len(self._spans))),
+            sums=self._sums,
+            **self._segments(memory),
+        )
+        job.wait(None)
+
+    def _segments(self, memory: MappedMemory) -> dict[str, Any]:
+        return {
+            "block_bytes": _GRID_BYTES,
+            "begins": array("q", [begin for begin, _ in self._spans]),
+            "sizes": array("q", [end - begin for begin, end in self._spans]),
+            "addresses": array("Q", [memory.address + begin for begin, _ in self._spans]),
+            "flags": bytes(len(self._spans)),
+            "strided": {},
+            "owner": memory,
+        }
+
+    def close(self) -> None:
+        self._engine.close()
+        self._fs.close()
+
 
 _READ_BYTES = 1 << 22
 GB = 1e9

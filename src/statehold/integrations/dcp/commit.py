@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.save.writes import now, writer_name
+from statehold.checkpoint.save.writes import WRITER, now
 from statehold.checkpoint.store.directories import parent_of
 from statehold.checkpoint.store.publish import make_durable
 from statehold.errors import CorruptionError, InvariantError, StorageError, UsageError
@@ -90,7 +90,7 @@ def complete(
         step=place.step,
         world_size=place.world_size,
         created=now(),
-        writer=writer_name(),
+        writer=WRITER,
         attempt=place.attempt,
         records=tuple(entries),
         state=groups_of(digests),
@@ -122,7 +122,7 @@ def _manifest(place: SaveDestination, written: Written, state: Any) -> Manifest:
         step=place.step,
         world_size=1,
         created=now(),
-        writer=writer_name(),
+        writer=WRITER,
         block_bytes=BLOCK_BYTES,
         files=written.files,
         tensors={

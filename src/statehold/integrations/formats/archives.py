@@ -4,6 +4,12 @@ Owns: where the bytes of each tensor lie in an archive, and its checksums (CRC-3
 Invariants: no pickle is trusted: torch reads it with weights_only, and reads no data. An archive is
 verified before its bytes are used. What is written is an archive as torch.save writes it, with all
 checksums. A file of the format before torch 1.6 has to fit into memory, and so has a limit.
+
+Directories of shards with an index, as Hugging Face writes them.
+
+Invariants: a file that the index names is there, and no name of the index leads out of the
+directory.
+
 Not here: which file holds what (one module for each format).
 """
 
@@ -11,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import struct
 import zipfile
@@ -21,7 +28,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StateholdError,
+    UnsupportedValueError,
+)
 from statehold.integrations.dcp import untrusted
 from statehold.integrations.dcp.torch_save import is_archive
 from statehold.integrations.formats.partial import OutFile, PartialExport
@@ -35,6 +47,26 @@ from statehold.integrations.formats.streamed import (
 )
 from statehold.integrations.formats.trees import leaves, nbytes_of, replaced
 from statehold.units import MiB
+
+
+def indexed(directory: str, index_name: str, suffix: str) -> tuple[list[str], dict[str, str]]:
+    """The files of a directory, and its index: which name is in which file, if it has one."""
+    path = os.path.join(directory, index_name)
+    if not os.path.exists(path):
+        names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
+        return [os.path.join(directory, name) for name in names], {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            index = {str(key): str(name) for key, name in json.load(file)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        facts = {"file": path, "expected": 'JSON with a "weight_map"', "cause": repr(fault)[:200]}
+        raise CorruptionError("the index of a checkpoint cannot be read", facts=facts) from fault
+    files = sorted({os.path.join(directory, os.path.basename(name)) for name in index.values()})
+    for each in files:
+        if not os.path.isfile(each):
+            raise MissingFileError("a checkpoint lacks a file", facts={"file": each})
+    return files, index
+
 
 SMALL_BYTES = PART_BYTES
 OLD_BYTES_MAX = 256 * MiB

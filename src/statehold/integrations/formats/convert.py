@@ -23,8 +23,7 @@ from statehold.integrations.dcp import untrusted
 from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
 from statehold.integrations.formats.partial import Done, PartialExport, identity_of, work_on
 from statehold.integrations.formats.recognition import recognised, stamps
-from statehold.integrations.formats.step_writer import write_step
-from statehold.integrations.formats.steps import StepTree, engine_for_parts
+from statehold.integrations.formats.step_writer import StepTree, engine_for_parts, write_step
 from statehold.integrations.formats.trees import nbytes_of, without
 from statehold.observe.progress import Progress
 from statehold.options.paths import absolute

@@ -15,7 +15,7 @@ from statehold.errors import UsageError, storage_error
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp.torch_save import is_head
 from statehold.integrations.formats import archives, dcp_folders, hf, torch_files, universal, zero
-from statehold.integrations.formats.indices import indexed
+from statehold.integrations.formats.archives import indexed
 
 _EXPECTED = (
     "a file of torch.save or safetensors, or a directory with *.safetensors or its index, "

@@ -4,7 +4,7 @@ Owns: tensors that lie in files of others, whole, as views, or in boxes.
 Invariants: parts are bytes in C order, at most PART_BYTES each, and valid until the next one is
 asked for. A tensor of a file takes no memory but one part: what was mapped is forgotten after each.
 Two places of a tree that hold one object hold one tensor.
-Not here: tensors of steps (steps), who writes the bytes (partial, step_writer).
+Not here: tensors of steps (step_writer), who writes the bytes (partial).
 """
 
 from __future__ import annotations

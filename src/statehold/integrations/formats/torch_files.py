@@ -15,7 +15,7 @@ from typing import Any
 
 from statehold.errors import CorruptionError, UsageError
 from statehold.integrations.formats import archives
-from statehold.integrations.formats.indices import indexed
+from statehold.integrations.formats.archives import indexed
 from statehold.integrations.formats.partial import PartialExport
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

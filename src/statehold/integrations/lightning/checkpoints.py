@@ -9,7 +9,7 @@ Owns: these files. The folder `.steps` is a run of its own with one step, so the
 the run retires it, and gives its space back when Lightning removes the path.
 Invariants: a path gets its new step before it loses the old one. The note is written before the
 save, so after a kill it leads to a step that was committed, and not held yet.
-Not here: when this happens (finishing).
+Not here: when this happens (strategy).
 """
 
 from __future__ import annotations

@@ -9,7 +9,25 @@ strategy that the Trainer has, and takes it away at the end.
 Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What
 the layer does not know is left to the strategy: checkpoints that Lightning has written, and every
 method without a run that is open.
-Not here: what comes back from a step (restoring), what happens after a save (finishing).
+
+What happens to a checkpoint after save() has returned, in a thread of rank 0.
+
+Owns: the thread. For each save, in order, it waits until the step is committed and gives it to its
+paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
+It also writes the files for load_from_checkpoint(). The newest is next, and after each the
+thread rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
+Invariants: at most one save waits for its turn when another one begins, so the run still has every
+step that is not held yet. After a save that failed nothing is removed any more.
+A file that cannot be written is logged, and fails no training: the step has everything.
+
+What a Trainer gets back from a step: everything, before the first batch.
+
+Lightning asks for the checkpoint, then for the optimizers, and makes the iterators of the loaders
+last. So the generators of random numbers are put back after each of them. When the training begins,
+the loops go on from the moment of the save (moments).
+
+Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
+that rank 0 has found. With another number of ranks, a warning names what is not restored.
 """
 
 from __future__ import annotations
@@ -17,24 +35,274 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils._pytree import tree_leaves
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import UsageError
-from statehold.integrations.lightning.checkpoints import Checkpoint, settle
-from statehold.integrations.lightning.finishing import Finisher
-from statehold.integrations.lightning.positions import doubts
-from statehold.integrations.lightning.restoring import Restoring
-from statehold.integrations.lightning.state import LiveOptimizers, taken
+from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.integrations.lightning.checkpoints import Checkpoint, FoundStep, settle
+from statehold.integrations.lightning.logged import finish_epoch, give_back
+from statehold.integrations.lightning.moments import go_on, put_back_reloaded
+from statehold.integrations.lightning.positions import doubts, goes_on, shuffle_once
+from statehold.integrations.lightning.state import LiveOptimizers, optimizers_of, taken, values
 from statehold.reading.load import load
+from statehold.tensors.marks import Volatile
+from statehold.tensors.rng import Rng
 
 log = logging.getLogger("statehold")
+
+COMMITTED = "step-*/manifest.json"
+
+
+class Restoring:
+    """Methods over those of the strategy of `trainer`. stock: the strategy's own, by name."""
+
+    def __init__(self, trainer: Any, stock: Mapping[str, Callable[..., Any]]) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._stock = stock
+        self._resumed: FoundStep | None = None
+        self._known: dict[str, Any] = {}
+
+    # -- the checkpoint --------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
+        if not is_ours:
+            stock: dict[str, Any] = self._stock["load_checkpoint"](
+                checkpoint_path, weights_only=weights_only
+            )
+            return stock
+        if found is None:
+            return self._nothing(checkpoint_path)
+        self._resumed = found = FoundStep(*found)
+        ranks = self._trainer.global_rank, self._trainer.world_size
+        checkpoint, self._known = values(found.run, found.step, *ranks)
+        if self._trainer.training and self._trainer.is_global_zero:
+            self._warn(found.step)
+        if found.last_of in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
+        if self._known["optimizers"]:
+            checkpoint["optimizer_states"] = LiveOptimizers()
+        if isinstance(self._strategy, ModelParallelStrategy):
+            self._restore_sharded(found)
+        else:
+            checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
+        return checkpoint
+
+    def _warn(self, step: int) -> None:
+        saved, now = self._known["world"], self._trainer.world_size
+        if saved != now:
+            log.warning(_OTHER_RANKS, step, saved, now)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The last of what is restored, so the generators follow here for the first time."""
+        if not isinstance(checkpoint["optimizer_states"], LiveOptimizers):
+            self._stock["load_optimizer_state_dict"](checkpoint)
+        elif self._resumed is not None:
+            model = {"model": self._strategy.model} if self._known["is_module"] else {}
+            optimizers = optimizers_of(self._trainer)
+            self._restore(self._resumed, {**model, **optimizers}, optimizers)
+        self._put_back_generators()
+
+    def _decided(self, path: Any) -> tuple[bool, FoundStep | None]:
+        """Whether a path is one of a step, and the step; None if nothing was ever committed."""
+        checkpoint = Checkpoint(path).target()
+        if "://" in str(path) or not checkpoint.is_ours:
+            return False, None
+        found = checkpoint.found()
+        steps = sorted(each.parent.name for each in checkpoint.path.parent.glob(COMMITTED))
+        if found is None and (steps or not self._trainer.training):
+            raise StepNotFoundError(
+                "this checkpoint has no committed step",
+                facts={"checkpoint": str(path), "committed": ", ".join(steps) or "none"},
+                hint='ckpt_path="last" takes the newest, with ModelCheckpoint(save_last=True)',
+            )
+        return True, found
+
+    def _nothing(self, path: Any) -> dict[str, Any]:
+        """A checkpoint of the state as it is: the only save was killed before it was committed."""
+        log.warning("there is no committed step to resume for %s: beginning", path)
+        weights = self._strategy.lightning_module.state_dict()
+        return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
+                "state_dict": weights, "optimizer_states": LiveOptimizers(),
+                "lr_schedulers": []}  # fmt: skip
+
+    def _restore_sharded(self, found: FoundStep) -> None:
+        module = self._strategy.lightning_module
+        is_module = self._known["is_module"]
+        state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
+        if self._known["optimizers"]:
+            state.update(optimizers_of(self._trainer))  # none, unless it fits
+        self._restore(found, state, state, strict=module.strict_loading)
+        self._put_back_generators()
+
+    def _restore(
+        self,
+        found: FoundStep,
+        state: Mapping[str, Any],
+        only: Iterable[str],
+        *,
+        strict: bool = True,
+    ) -> None:
+        with Checkpointer(found.run) as ckpt:
+            ckpt.restore(state, found.step, only=list(only), strict=strict)
+
+    def _put_back_generators(self) -> None:
+        if "rng" in self._known:
+            Rng().load_state_dict(self._known["rng"])
+
+    # -- the loaders -----------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loaders of the training get their positions before their iterators are made."""
+        if self._trainer.training and hasattr(dataloader, "load_state_dict"):
+            shuffle_once(dataloader)
+            self._place_loader(dataloader)
+        return self._stock["process_dataloader"](dataloader)
+
+    def _place_loader(self, loader: Any) -> None:
+        positions = self._known.get("data", [])
+        if positions:
+            goes_on(loader, positions.pop(0), self._known["epoch"])
+
+    # -- the loops -------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """All iterators are made now. What Lightning was about to do at the save follows."""
+        self._stock["on_train_start"]()
+        known, trainer = self._known, self._trainer
+        if known:
+            give_back(trainer, known["shown"], known.get("results"))
+            put_back_reloaded(trainer, known["reloaded"])
+            self._put_back_generators()
+            go_on(trainer, known["moment"], lambda: finish_epoch(trainer))
+        self._known = {}
+
+
+_OTHER_RANKS = (
+    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
+    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
+    "begins once more"
+)
+
+
+REST = 9
+Job = tuple[Save | None, Checkpoint]
+
+
+class Finisher:
+    """write: fills the file of a checkpoint from its step."""
+
+    def __init__(self, write: Callable[[Checkpoint], None]) -> None:
+        self._write = write
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._unwritten: dict[str, Checkpoint] = {}
+        self._rested_at = 0.0
+        self._has_failed = False
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def hold(self, save: Save, checkpoint: Checkpoint) -> None:
+        """Give the path its step once it is committed."""
+        self._add((save, checkpoint))
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove the path once all saves so far are committed."""
+        self._add((None, checkpoint))
+
+    def wait(self, left: int = 0) -> None:
+        """Return once at most so many saves wait for their turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: sum(save is not None for save, _ in self._jobs) <= left)
+
+    def finish(self, *, write: bool) -> None:
+        """Do everything, and write every file if `write`. All saves have ended."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if write:
+            for checkpoint in reversed(self._unwritten.values()):
+                self._try(checkpoint)
+
+    def _add(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            if isinstance(job, Checkpoint):
+                begun = time.monotonic()
+                self._try(job)
+                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
+                continue
+            try:
+                self._do(*job)
+            except OSError as error:
+                self._has_failed = True
+                log.warning("%s was not finished: %s", job[1].path, error)
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify_all()
+
+    def _next(self) -> Job | Checkpoint | None:
+        """The next job, or a file to write when there is none; None at the end."""
+        with self._changed:
+            while not self._jobs and not self._is_ending:
+                rest = self._rested_at - time.monotonic()
+                if self._unwritten and rest <= 0:
+                    return self._unwritten.popitem()[1]
+                self._changed.wait(rest if self._unwritten else None)
+            return self._jobs[0] if self._jobs else None
+
+    def _do(self, save: Save | None, checkpoint: Checkpoint) -> None:
+        key = str(checkpoint.path)
+        if save is None:
+            if not self._has_failed and not self._is_saved_again(checkpoint):
+                self._unwritten.pop(key, None)
+                checkpoint.remove()
+            return
+        try:
+            save.wait("committed")
+        except StateholdError:  # the next save() raises it
+            self._has_failed = True
+            return
+        checkpoint.hold(save.step)
+        self._unwritten.pop(key, None)
+        self._unwritten[key] = checkpoint
+
+    def _is_saved_again(self, checkpoint: Checkpoint) -> bool:
+        """Whether a later save has the path that Lightning had removed before."""
+        with self._changed:
+            later = list(self._jobs)[1:]
+        return any(save and each.path == checkpoint.path for save, each in later)
+
+    def _try(self, checkpoint: Checkpoint) -> None:
+        try:
+            self._write(checkpoint)
+        except Exception as error:  # torch.save runs here, over values of any class
+            if checkpoint.is_ours:  # otherwise it was removed meanwhile
+                log.warning("%s has no weights for load_from_checkpoint(): %s",
+                            checkpoint.path, error)  # fmt: skip
+
 
 # A step is given to its paths at the latest when the save after next begins.
 KEEP = 3

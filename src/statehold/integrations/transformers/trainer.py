@@ -8,6 +8,24 @@ restores them.
 
 Invariants: save_total_limit, the best model and the rotation are decided by the Trainer's own rules
 over the folders checkpoint-N (folders). Without a run that is open, each method is the Trainer's.
+
+Why a training may not go on with the same bits after all, and what to do, in words for the log.
+
+In each of these cases the Trainer's own resume differs, too, and says nothing.
+
+Weights for from_pretrained, written in the background from committed steps.
+
+Owns: the thread that writes them, and that removes the folders which are too many. The newest step
+is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth of the
+disk at most. finish() writes what is missing.
+Invariants: weights are read from the committed step, never from the model that trains. An export
+that fails is logged, and fails no training: the step has everything.
+
+The metrics of a step of the Trainer: the numbers that it has logged at this step.
+
+Invariants: whatever a compute_metrics returns, no save fails because of it. What cannot be a metric
+is left out.
+
 Not here: weights for from_pretrained (exporting), which tensors a step holds (trained), models
 beside the one that trains (beside).
 """
@@ -21,29 +39,175 @@ import os
 import signal
 import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import StepNotFoundError, UsageError
+from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.format.about import NAMES_MAX, is_name
 from statehold.integrations.trained import trained_part
-from statehold.integrations.transformers import doubts
 from statehold.integrations.transformers.beside import Beside
-from statehold.integrations.transformers.exporting import Exporter
 from statehold.integrations.transformers.folders import Folders, step_named
-from statehold.integrations.transformers.logged import logged_at
 from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
 
+_FLOAT_BITS = 1024  # greater numbers are not floats
+
+
+def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers by their names, such as "eval_loss". history: TrainerState.log_history."""
+    newest = takewhile(lambda entry: entry.get("step") == step, reversed(history))
+    found = {name: value for entry in newest for name, value in entry.items() if name != "step"}
+    fitting = [name for name, value in found.items() if is_name(name) and _is_number(value)]
+    return {name: float(found[name]) for name in fitting[:NAMES_MAX]}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
+
+
 log = logging.getLogger("statehold")
+
+REST = 9
+
+
+class Exporter:
+    """export(step): writes the weights of a committed step into its folder."""
+
+    def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
+        self._folders = folders
+        self._export = export
+        self._changed = threading.Condition()
+        self._next: Save | None = None
+        self._surplus: list[int] = []
+        self._rested_at = 0.0
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, save: Save, surplus: list[int]) -> None:
+        """Export this step once it is committed, instead of one that was offered before; remove the
+        folders of the steps in `surplus`."""
+        with self._changed:
+            self._next, self._surplus = save, surplus
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
+            self._thread.start()
+
+    def write(self, step: int, surplus: list[int]) -> None:
+        """Export a committed step now."""
+        self._remove(surplus)
+        self._try(step, logging.WARNING)
+
+    def finish(self, surplus: list[int]) -> None:
+        """Export every other step whose folder has no weights. All saves have ended."""
+        self.stop()
+        self._remove(surplus)
+        for step in reversed(self._folders.steps()):
+            self._try(step, logging.WARNING)
+
+    def stop(self) -> None:
+        """End the thread after the step that it is writing."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_ending:
+            save, surplus = self._taken()
+            self._remove(surplus)
+            if save is not None:
+                begun = time.monotonic()
+                with contextlib.suppress(StateholdError):  # the next save() raises it
+                    save.wait("committed")
+                    self._try(save.step, logging.DEBUG)  # finish() tries again
+                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
+
+    def _taken(self) -> tuple[Save | None, list[int]]:
+        """What is to be done, once there is something; a save only after the rest."""
+        with self._changed:
+            left = self._rested_at - time.monotonic()
+            self._changed.wait_for(
+                lambda: self._is_ending or self._surplus or (left <= 0 and self._next is not None),
+                left if left > 0 else None,
+            )
+            surplus, self._surplus = self._surplus, []
+            if self._is_ending or time.monotonic() < self._rested_at:
+                return None, surplus
+            save, self._next = self._next, None
+            return save, surplus
+
+    def _remove(self, surplus: list[int]) -> None:
+        for step in surplus:
+            self._folders.remove(step)
+
+    def _try(self, step: int, level: int) -> None:
+        if not self._folders.has(step) or self._folders.has_weights(step):
+            return
+        try:
+            self._export(step)
+        except Exception as error:  # the frameworks' own code runs here, and may raise anything
+            if self._folders.has(step):  # otherwise the step was retired meanwhile
+                log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)
+
+
+_PERSISTENT = (
+    "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
+    "draw a seed, and workers that persist draw none. Leave out "
+    "dataloader_persistent_workers=True for the same bits"
+)
+_MODEL_ONLY = (
+    "save_only_model=True: the step has no optimizer and no scheduler, so both are new, and the "
+    "random generators do not go on"
+)
+_FORGETFUL = (
+    "the step has the state of {}, and it is not restored. Pass TrainingArguments("
+    "restore_callback_states_from_checkpoint=True) to go on with it"
+)
+_FOLDERS = (
+    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
+    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
+    "StateholdTrainer: then each save waits for them"
+)
+
+
+def at_the_start(args: Any) -> Iterator[str]:
+    """What the log of a run that may be killed should say. args: the TrainingArguments."""
+    if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
+        yield _PERSISTENT
+
+
+def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
+    """What it should say of callbacks that get on_save. told: those that it has named."""
+    own = {type(each).__name__ for each in callbacks
+           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
+    if names := ", ".join(sorted(own - told)):
+        yield _FOLDERS.format(names)
+    told |= own
+
+
+def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
+    """What the log of a run that resumes should say."""
+    if args.save_only_model:
+        yield _MODEL_ONLY
+    if not args.restore_callback_states_from_checkpoint:
+        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
+        if names:
+            yield _FORGETFUL.format(", ".join(names))
+
 
 # The best step is given second names at the save after next, when it is certainly committed.
 KEEP_FOR_BEST = 3
@@ -186,13 +350,13 @@ class StateholdTrainer(Trainer):
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             log.warning("only the end of the training is pushed to the Hub, not every save")
         if self.args.save_strategy != SaveStrategy.NO:
-            for doubt in doubts.at_the_start(self.args):
+            for doubt in at_the_start(self.args):
                 log.warning("%s", doubt)
 
     def _warn_of_readers(self, opened: _OpenRun) -> None:
         """Of folders without weights; a callback may come at any time."""
         if not self.weights_before_on_save:
-            for doubt in doubts.before_weights(self.callback_handler.callbacks, opened.told):
+            for doubt in before_weights(self.callback_handler.callbacks, opened.told):
                 log.warning("%s", doubt)
 
     def _keep(self) -> int | None:
@@ -228,7 +392,7 @@ class StateholdTrainer(Trainer):
                 opened.folders.discard_unfinished()
             return stock
         self._discard_newer(opened, step)
-        for doubt in doubts.at_a_resume(self.args, self.callback_handler.callbacks):
+        for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}
         opened.restore({"trainer": trainer}, step=step, only=["trainer"], strict=False)

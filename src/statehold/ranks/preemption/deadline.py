@@ -9,7 +9,7 @@ main thread does not come to run Python. Never half a step: the next job clears 
     committed by then. A fork of the process takes no part. Nothing here logs, because a log that
     blocks must not keep the process. `on_asked` is called once the end is set, and must not block
     either.
-Not here: which save is the last (last_step), the messages of the ranks (exchange).
+Not here: which save is the last, the messages of the ranks (exchange).
 """
 
 from __future__ import annotations

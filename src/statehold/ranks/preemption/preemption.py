@@ -16,8 +16,7 @@ from statehold.errors import StateholdError
 from statehold.observe.background_log import BackgroundLog, logger
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
-from statehold.ranks.preemption.exchange import Hearing
-from statehold.ranks.preemption.last_step import LastStep
+from statehold.ranks.preemption.exchange import Hearing, LastStep
 
 Wait = Callable[[float], object]  # returns, or raises, within so many seconds
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from statehold.errors import InvariantError
 from statehold.process import forks
 from statehold.process.addresses import joined
-from statehold.resilience.control.lines import Lines
+from statehold.resilience.control.server import Lines
 from statehold.resilience.protocol.coordinator import RETURN_S
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
