@@ -198,12 +198,10 @@ def test_nothing_can_unpickle_or_evaluate() -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """CPU time: a busy machine does not matter. The interpreter's own start is not in it."""
     code = (
-        "import sys, time; begin = time.process_time(); import statehold; "
-        "taken = time.process_time() - begin; "
+        "import sys, statehold; own = [n for n in sys.modules if n.startswith('statehold.')]; "
         "heavy = {'torch', 'numpy', 'statehold._core'} & set(sys.modules); "
-        "sys.exit(f'imported {heavy}' if heavy else f'{taken} s' if taken > 0.1 else 0)"
+        "sys.exit(f'imported {heavy}' if heavy else f'imported {own}' if len(own) > 2 else 0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
