@@ -32,7 +32,7 @@ from statehold.cli.tables import Table
 from statehold.errors import NoSpaceError, UsageError, storage_error
 from statehold.io import profile
 from statehold.io.mounts import mount_of
-from statehold.options.io import Io
+from statehold.options.io import DEFAULTS
 from statehold.options.paths import absolute, check_path
 from statehold.process.whole_files import try_folder
 from statehold.reading.places import NotFoundError
@@ -129,7 +129,7 @@ def _measured(
     more: Sequence[Contrast],
 ) -> study.Study:
     directory = tempfile.mkdtemp(prefix=".statehold-bench-", dir=path)
-    threads = Io().copy_thread_count
+    threads = DEFAULTS.copy_threads
     progress = ProgressBar("measuring")
     try:
         made = bench(directory, size)

@@ -39,7 +39,7 @@ from statehold.cli.places import bytes_of, leftovers_of
 from statehold.errors import StateholdError
 from statehold.io.mounts import mount_of
 from statehold.io.profile import described, find, path_for
-from statehold.options.io import Io
+from statehold.options.io import DEFAULTS
 from statehold.process import host_memory as memory
 from statehold.process.host_memory import SHARED_MEMORY, home_path
 from statehold.reading.places import NotFoundError, directory_of, file_system
@@ -200,7 +200,7 @@ def _machine() -> Iterator[Check]:
     yield Check("system", f"{platform.system()} {platform.release()}, Python "
                 f"{platform.python_version()}")  # fmt: skip
     cores = len(os.sched_getaffinity(0))
-    threads = Io().copy_thread_count
+    threads = DEFAULTS.copy_threads
     yield Check("cores", str(cores), means=f"copies and checks with {threads} threads")
     yield _package("torch", "needed to save and restore; the commands do not need it")
     yield _package("numpy", "needed by diff, and by show for statistics")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +191,7 @@ def rates_of(path: str) -> StorageRates | None:
 def believed(moving: Moving) -> Moving:
     """Take io_uring only if it is allowed: the kernel's configuration may have changed."""
     backend = "auto" if moving.backend == "io_uring" else moving.backend
-    return Moving(
-        buffer_bytes=moving.buffer_bytes,
-        queue_depth=moving.queue_depth,
-        backend=backend,
-        copy_threads=moving.copy_threads,
-    )
+    return replace(moving, backend=backend)
 
 
 def described(moving: Moving) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.errors import StorageError
 from statehold.io.clients import open_engine
+from statehold.options.io import moving_of
 from statehold.process import host_memory as memory
 from statehold.tensors.devices import Devices
 from statehold.units import GiB, format_bytes
@@ -97,9 +98,10 @@ class Staging:
             self._open(before)
 
     def _open(self, size: int) -> None:
-        buffer = self._options.io.buffer_size
+        moving = moving_of(self._options.io)
+        buffer = moving.buffer_bytes
         whole = max(2, size // buffer) * buffer
-        self.engine = open_engine(self._fs, whole, buffer, self._options.io.copy_thread_count)
+        self.engine = open_engine(self._fs, whole, buffer, moving.copy_threads)
         self.nbytes = whole
         self.devices = Devices(_core.call_copies)
 

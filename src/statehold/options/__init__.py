@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from statehold.errors import UsageError, shown
-from statehold.options.io import Io, Moving
+from statehold.options.io import Io, Moving, filled, moving_of
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import check_choice, check_count
 from statehold.options.paths import PATH, NamedStep, check_step
@@ -85,7 +85,7 @@ class Options:
             )
 
     def _check_memory(self) -> None:
-        staging, least = self.staging_size, 2 * self.io.buffer_size
+        staging, least = self.staging_size, 2 * moving_of(self.io).buffer_bytes
         if staging is not None and staging < least:
             raise UsageError(
                 "staging_bytes must hold at least two buffers",
@@ -118,4 +118,4 @@ class Options:
 
     def filled(self, moving: Moving) -> Options:
         """These options, with the values of `moving` for fields of `io` that are None."""
-        return replace(self, io=self.io.filled(moving, self.staging_size))
+        return replace(self, io=filled(self.io, moving, self.staging_size))

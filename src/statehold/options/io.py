@@ -29,15 +29,20 @@ _MOST = 4096  # transfers, threads
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moving:
-    """How bytes move: the values that a profile can give to fields of Io that are None."""
+    """How bytes move: the values of the fields of Io that a profile can give, too."""
 
     buffer_bytes: int
     queue_depth: int
     backend: str
-    copy_threads: int | None
+    copy_threads: int
 
 
-DEFAULTS = Moving(buffer_bytes=16 * MiB, queue_depth=32, backend="auto", copy_threads=None)
+DEFAULTS = Moving(
+    buffer_bytes=16 * MiB,
+    queue_depth=32,
+    backend="auto",
+    copy_threads=min(4, os.cpu_count() or 1),
+)
 
 
 @answering()
@@ -93,47 +98,35 @@ class Io:
             raise UsageError(
                 "address must be a name or a number", facts={"got": repr(self.address)}
             )
-        buffer = self.buffer_size
+        buffer = moving_of(self).buffer_bytes
         if buffer < BUFFER_BYTES_MIN or buffer % BUFFER_BYTES_MIN:
             raise UsageError(
                 "buffer_bytes must be a multiple of 1 MiB", facts={"got": format_bytes(buffer)}
             )
 
-    @property
-    def buffer_size(self) -> int:
-        """buffer_bytes, in bytes, with the default instead of None."""
-        return (
-            DEFAULTS.buffer_bytes if self.buffer_bytes is None else parse_bytes(self.buffer_bytes)
-        )
 
-    @property
-    def depth(self) -> int:
-        """queue_depth, with the default instead of None."""
-        return self.queue_depth or DEFAULTS.queue_depth
+def moving_of(io: Io) -> Moving:
+    """The values of `io`, with the defaults instead of None."""
+    buffer = DEFAULTS.buffer_bytes if io.buffer_bytes is None else parse_bytes(io.buffer_bytes)
+    return Moving(
+        buffer_bytes=buffer,
+        queue_depth=io.queue_depth or DEFAULTS.queue_depth,
+        backend=io.backend or DEFAULTS.backend,
+        copy_threads=io.copy_threads or DEFAULTS.copy_threads,
+    )
 
-    @property
-    def backend_choice(self) -> str:
-        """backend, with the default instead of None."""
-        return self.backend or DEFAULTS.backend
 
-    @property
-    def copy_thread_count(self) -> int:
-        """copy_threads, with the default instead of None."""
-        return self.copy_threads or min(4, os.cpu_count() or 1)
+def filled(io: Io, moving: Moving, staging_bytes: int | None) -> Io:
+    """These settings, with the values of `moving` instead of None.
 
-    def filled(self, moving: Moving, staging_bytes: int | None) -> Io:
-        """These settings, with other values instead of None.
-
-        Args:
-            moving: the values.
-            staging_bytes: if it does not hold two buffers of `moving`, these are left out. So a run
-                that opens without a profile also opens with one.
-        """
-        found = {
-            field.name: getattr(moving, field.name)
-            for field in fields(Moving)
-            if getattr(self, field.name) is None
-        }
-        if staging_bytes is not None and staging_bytes < 2 * moving.buffer_bytes:
-            found.pop("buffer_bytes", None)
-        return replace(self, **found)
+    staging_bytes: if it does not hold two buffers of `moving`, these are left out. So a run that
+        opens without a profile also opens with one.
+    """
+    found = {
+        field.name: getattr(moving, field.name)
+        for field in fields(Moving)
+        if getattr(io, field.name) is None
+    }
+    if staging_bytes is not None and staging_bytes < 2 * moving.buffer_bytes:
+        found.pop("buffer_bytes", None)
+    return replace(io, **found)

@@ -25,7 +25,7 @@ from statehold.io.profile import (
     tuned,
 )
 from statehold.options import Options
-from statehold.options.io import DEFAULTS, Io, Moving
+from statehold.options.io import DEFAULTS, Io, Moving, moving_of
 from statehold.units import MiB
 
 MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)
@@ -132,8 +132,7 @@ def test_it_fills_what_is_open(home: Path, tmp_path: Path, profile: Profile) -> 
     save(profile, path_for(str(tmp_path)))
     options, note = tuned(Options(), str(tmp_path))
     assert note == ""
-    assert (options.io.buffer_size, options.io.depth) == (4 * MiB, 7)
-    assert (options.io.backend_choice, options.io.copy_thread_count) == ("threads", 3)
+    assert moving_of(options.io) == MOVING
 
 
 def test_what_is_given_wins(home: Path, tmp_path: Path, profile: Profile) -> None:
@@ -142,7 +141,7 @@ def test_what_is_given_wins(home: Path, tmp_path: Path, profile: Profile) -> Non
     given = Options(io=io)
     assert tuned(given, str(tmp_path)) == (given, "")
     options, _ = tuned(Options(io=Io(queue_depth=32)), str(tmp_path))
-    assert (options.io.depth, options.io.buffer_size) == (32, 4 * MiB)
+    assert (options.io.queue_depth, options.io.buffer_bytes) == (32, 4 * MiB)
     none = Options(io=Io(profile=None))
     assert tuned(none, str(tmp_path)) == (none, "")
 
@@ -159,8 +158,7 @@ def test_buffers_that_do_not_fit_are_left_out(tmp_path: Path, profile: Profile) 
     save(replace(profile, moving=replace(MOVING, buffer_bytes=64 * MiB)), file)
     options, note = tuned(Options(io=Io(profile=file), staging_bytes="64MiB"), str(tmp_path))
     assert note == ""
-    assert options.io.buffer_size == DEFAULTS.buffer_bytes
-    assert options.io.depth == 7
+    assert moving_of(options.io) == replace(MOVING, buffer_bytes=DEFAULTS.buffer_bytes)
 
 
 def test_a_broken_profile_changes_nothing(home: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from statehold.errors import StateholdError
 from statehold.io.runtime import Runtime
 from statehold.observe.background_log import BackgroundLog, log_once
 from statehold.options import Options
+from statehold.options.io import moving_of
 
 _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3
@@ -181,6 +182,8 @@ def agent_for(
     if not (isinstance(first, Memory) and first.agent and len(levels) > 1):
         return None
 
+    moving = moving_of(options.io)
+
     def orders(pidfd: int) -> Orders:
         return Orders(
             trainer=os.getpid(),
@@ -188,9 +191,9 @@ def agent_for(
             path=_module_path(),
             run=run,
             levels=levels,
-            backend=options.io.backend_choice,
-            queue_depth=options.io.depth,
-            buffer_bytes=options.io.buffer_size,
+            backend=moving.backend,
+            queue_depth=moving.queue_depth,
+            buffer_bytes=moving.buffer_bytes,
         )
 
     return Agent(orders, log)

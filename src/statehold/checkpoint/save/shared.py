@@ -50,6 +50,7 @@ from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
 from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import SUM_BYTES, StoredFile
+from statehold.options.io import moving_of
 from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
             each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
         ]
 
-    count = min(runtime.options.io.copy_thread_count, len(found))
+    count = min(moving_of(runtime.options.io).copy_threads, len(found))
     differing = [set[int]() for _ in claims]
     if count:
         with low_priority(count) as threads:

@@ -20,6 +20,7 @@ from statehold.io.profile import tuned
 from statehold.io.staging import chosen
 from statehold.observe.background_log import log_once
 from statehold.options import Options
+from statehold.options.io import moving_of
 from statehold.process.host_memory import available, ranks_on_host
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Machine:
         if self.borrowed_fs is not None:
             yield self.borrowed_fs
             return
-        fs = _core.open_fs(self.options.io.backend_choice, self.options.io.depth)
+        moving = moving_of(self.options.io)
+        fs = _core.open_fs(moving.backend, moving.queue_depth)
         try:
             yield fs
         finally:
@@ -62,12 +64,13 @@ class Machine:
     @contextlib.contextmanager
     def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
         """An engine for moving `nbytes`."""
-        buffer = self.options.io.buffer_size
+        moving = moving_of(self.options.io)
+        buffer = moving.buffer_bytes
         needed = (max(0, nbytes) // buffer + 2) * buffer
         given = self.options.staging_size
         size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
         staging = min(size, needed)
-        engine = open_engine(fs, staging, buffer, self.options.io.copy_thread_count)
+        engine = open_engine(fs, staging, buffer, moving.copy_threads)
         try:
             yield engine
         finally:
