@@ -25,19 +25,27 @@ if TYPE_CHECKING:
     from statehold import metrics as metrics
     from statehold import offload as offload
     from statehold import resilience as resilience
+    from statehold.checkpoint.cadence.costs import Interval as Interval
     from statehold.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from statehold.checkpoint.levels.promoting import LevelStatus as LevelStatus
     from statehold.checkpoint.levels.specs import Directory as Directory
+    from statehold.checkpoint.levels.specs import Level as Level
     from statehold.checkpoint.levels.specs import Memory as Memory
     from statehold.checkpoint.levels.specs import ObjectStore as ObjectStore
     from statehold.checkpoint.save.handle import Save as Save
     from statehold.checkpoint.telemetry.save_stats import SaveStats as SaveStats
     from statehold.errors import StateholdError as StateholdError
+    from statehold.format.selection import RestoreReport as RestoreReport
     from statehold.integrations.formats.convert import export_step as export_step
     from statehold.integrations.formats.convert import import_step as import_step
     from statehold.options.io import Io as Io
     from statehold.options.keep import Keep as Keep
+    from statehold.reading.copying import CopiedStep as CopiedStep
     from statehold.reading.copying import copy_step as copy_step
     from statehold.reading.load import load as load
+    from statehold.reading.runs import Run as Run
+    from statehold.reading.runs import Step as Step
+    from statehold.reading.runs import TensorInfo as TensorInfo
     from statehold.reading.runs import open as open
     from statehold.subscription.subscribe import Subscription as Subscription
     from statehold.subscription.subscribe import Update as Update
@@ -49,17 +57,25 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointer",
+    "CopiedStep",
     "Directory",
     "Gated",
+    "Interval",
     "Io",
     "Keep",
+    "Level",
+    "LevelStatus",
     "Memory",
     "ObjectStore",
+    "RestoreReport",
     "Rng",
+    "Run",
     "Save",
     "SaveStats",
     "StateholdError",
+    "Step",
     "Subscription",
+    "TensorInfo",
     "Update",
     "Volatile",
     "__version__",
@@ -79,17 +95,25 @@ __all__ = [
 
 _HOMES = {
     "Checkpointer": "statehold.checkpoint.checkpointer",
+    "CopiedStep": "statehold.reading.copying",
     "Directory": "statehold.checkpoint.levels.specs",
     "Gated": "statehold.tensors.marks",
+    "Interval": "statehold.checkpoint.cadence.costs",
     "Io": "statehold.options.io",
     "Keep": "statehold.options.keep",
+    "Level": "statehold.checkpoint.levels.specs",
+    "LevelStatus": "statehold.checkpoint.levels.promoting",
     "Memory": "statehold.checkpoint.levels.specs",
     "ObjectStore": "statehold.checkpoint.levels.specs",
+    "RestoreReport": "statehold.format.selection",
     "Rng": "statehold.tensors.rng",
+    "Run": "statehold.reading.runs",
     "Save": "statehold.checkpoint.save.handle",
     "SaveStats": "statehold.checkpoint.telemetry.save_stats",
     "StateholdError": "statehold.errors",
+    "Step": "statehold.reading.runs",
     "Subscription": "statehold.subscription.subscribe",
+    "TensorInfo": "statehold.reading.runs",
     "Update": "statehold.subscription.subscribe",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.subclasses",

@@ -92,6 +92,29 @@ def test_a_misspelt_keyword_is_answered_with_the_name_that_was_meant(
     assert caught.value.facts["got"] in given
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "hint"),
+    [
+        ("Io", (8,), "write Io(buffer_bytes=...)"),
+        ("Keep", (3, 1000), "write Keep(every=...)"),
+        ("Directory", ("/p", 10), "write Directory(every=...)"),
+        ("Checkpointer", ("run", 3), "write Checkpointer(keep=...)"),
+    ],
+)
+def test_a_value_without_its_name_is_answered_with_a_name(
+    kind: str, given: tuple[Any, ...], hint: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{kind} takes this value by name only") as caught:
+        getattr(statehold, kind)(*given)
+    assert caught.value.hint == hint
+
+
+def test_what_a_level_and_a_keep_are_mostly_given_needs_no_name() -> None:
+    assert statehold.Directory("/p") == statehold.Directory(path="/p")
+    assert statehold.Memory("/p") == statehold.Memory(path="/p")
+    assert statehold.Keep(3) == statehold.Keep(last=3)
+
+
 def test_a_misspelt_name_is_answered_with_the_name_that_was_meant() -> None:
     with pytest.raises(AttributeError, match="did you mean Checkpointer"):
         statehold.Checkpionter  # noqa: B018

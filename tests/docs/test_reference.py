@@ -32,6 +32,34 @@ RETURNED = {
 INHERITED = re.compile(r"(?:The|All|The other) arguments (?:before `(\w+)` )?are those of")
 
 
+# Modules, a version, and what "Errors" on the page shows.
+NOT_SHOWN = {
+    "__version__",
+    "StateholdError",
+    "errors",
+    "lineage",
+    "metrics",
+    "offload",
+    "resilience",
+}
+
+
+def test_the_page_has_the_public_names_and_no_others() -> None:
+    """By the paths from which users import them."""
+    shown: dict[str, set[str]] = {}
+    for name in NAMES:
+        module, _, attribute = name.rpartition(".")
+        shown.setdefault(module, set()).add(attribute)
+    others = {name for name in shown if name.startswith("statehold.integrations.")}
+    assert set(shown) - others == {
+        "statehold", "statehold.dcp", "statehold.lineage", "statehold.metrics",
+        "statehold.offload", "statehold.resilience",
+    }  # fmt: skip
+    for module in set(shown) - others:
+        found = importlib.import_module(module)
+        assert shown[module] == set(found.__all__) - NOT_SHOWN, module
+
+
 def named(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:

@@ -19,10 +19,17 @@ Kind = Literal["read", "update", "write"]
 
 @dataclass(frozen=True, slots=True)
 class PathStats:
-    """One path. `subgroups`: those that it gets now, by the bandwidths so far.
+    """The figures of one path, in bytes and seconds.
 
-    busy_s: seconds with a read, a write, or both under way. given_up: None, or why the path gets no
-    more writes.
+    Attributes:
+        path: as the optimizer was given it.
+        subgroups: those that the path gets now, by the bandwidths so far.
+        read_bytes: read from the path.
+        read_s: seconds with a read under way.
+        written_bytes: written to the path.
+        write_s: seconds with a write under way.
+        busy_s: seconds with a read, a write, or both under way.
+        given_up: None, or why the path gets no more writes.
     """
 
     path: str
@@ -78,7 +85,12 @@ class Stats:
 class Event:
     """A subgroup was read from a path, updated in memory, or written to a path.
 
-    begin_s, end_s: of time.perf_counter(). path: of an update the device, None on the host.
+    Attributes:
+        kind: which of the three.
+        subgroup: its number.
+        path: the path; of an update the device, and None on the host.
+        begin_s: of time.perf_counter().
+        end_s: of time.perf_counter().
     """
 
     kind: Kind

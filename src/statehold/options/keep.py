@@ -12,7 +12,7 @@ Not here: where metrics and tags come from (format/about), retiring (checkpoint/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Literal, Protocol
 
@@ -61,7 +61,7 @@ class Keep:
         UsageError: a value makes no sense.
     """
 
-    last: int = 1
+    last: int = field(default=1, kw_only=False)
     every: int | None = None
     best: int = 0
     metric: str | None = None

@@ -1,4 +1,4 @@
-"""What a constructor answers to a keyword that it does not have: the name that was meant.
+"""What a constructor answers to a keyword that it does not have, or to a value without a keyword.
 
 Type checkers see the keywords of each signature. This is for what no type checker has seen: a
 notebook, a configuration file.
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def answering(**parts: type) -> Callable[[type[T]], type[T]]:
-    """Let a constructor raise UsageError for an unknown keyword.
+    """Let a constructor raise UsageError for an unknown keyword, and for a value without its name.
 
     parts: its keywords that take a value with keywords of its own, and the classes of these values.
     """
@@ -48,9 +48,12 @@ def answering(**parts: type) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         original: Any = cls.__init__
         known = _keywords(cls)
+        first = _positional(cls)
 
         @functools.wraps(original)
         def constructor(self: T, *args: Any, **given: Any) -> None:
+            if len(args) > len(first):
+                raise _nameless(args[len(first)], cls.__name__, known[len(first) :])
             for name in given:
                 if name not in known:
                     raise _no_such(name, cls.__name__, known, parts)
@@ -71,6 +74,19 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 def _keywords(cls: type) -> list[str]:
     parameters = inspect.signature(cls).parameters.values()
     return [each.name for each in parameters if each.kind is not each.VAR_POSITIONAL]
+
+
+def _positional(cls: type) -> list[str]:
+    parameters = inspect.signature(cls).parameters.values()
+    return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def _nameless(got: object, called: str, named: list[str]) -> UsageError:
+    return UsageError(
+        f"{called} takes this value by name only",
+        facts={"got": shown(got), "expected": f"one of {', '.join(named)}"},
+        hint=f"write {called}({named[0]}=...)" if named else None,
+    )
 
 
 def _no_such(name: str, called: str, known: list[str], parts: dict[str, type]) -> UsageError:

@@ -112,7 +112,7 @@ class Memory(Level):
     """
 
     keep: int | Keep | None = KEEP_IN_MEMORY
-    path: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str] | None = field(default=None, kw_only=False)
     agent: bool = True
     copies: int = 0
     name: str = "memory"
@@ -153,7 +153,7 @@ class Directory(Level):
         copies: as for Memory, on disks of other hosts.
     """
 
-    path: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str] | None = field(default=None, kw_only=False)
     per_host: bool = False
     copies: int = 0
     name: str = "directory"
