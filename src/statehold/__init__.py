@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.specs import Memory as Memory
     from statehold.checkpoint.levels.specs import ObjectStore as ObjectStore
     from statehold.checkpoint.save.handle import Save as Save
-    from statehold.checkpoint.telemetry.save_stats import SaveStats as SaveStats
+    from statehold.checkpoint.telemetry.watch import SaveStats as SaveStats
     from statehold.errors import StateholdError as StateholdError
     from statehold.format.selection import RestoreReport as RestoreReport
     from statehold.integrations.formats.convert import export_step as export_step
@@ -109,7 +109,7 @@ _HOMES = {
     "Rng": "statehold.tensors.rng",
     "Run": "statehold.reading.runs",
     "Save": "statehold.checkpoint.save.handle",
-    "SaveStats": "statehold.checkpoint.telemetry.save_stats",
+    "SaveStats": "statehold.checkpoint.telemetry.watch",
     "StateholdError": "statehold.errors",
     "Step": "statehold.reading.runs",
     "Subscription": "statehold.subscription.subscribe",

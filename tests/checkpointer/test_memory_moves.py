@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing  # teaches ForkingPickler about tensors
 
 import statehold
-from statehold.checkpoint.save import trainer
+from statehold.checkpoint.save import gate
 from statehold.errors import TornSnapshot
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
@@ -99,7 +99,7 @@ def test_memory_that_goes_during_the_capture_fails_the_save(
 
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with monkeypatch.context() as patched:
-            patched.setattr(trainer, "capture", captured)
+            patched.setattr(gate, "capture", captured)
             with pytest.raises(TornSnapshot, match="another thread"):
                 ckpt.save(1, {"w": tensor})
         ckpt.gate(timeout=0)  # holds nothing

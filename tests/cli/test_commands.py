@@ -14,7 +14,7 @@ import pytest
 from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import main, numbers
 from statehold.errors import UsageError
-from statehold.format.about import About
+from statehold.format.entries import About
 from support.runs import arrays_of, write_step
 
 Ask = Callable[..., tuple[int, Any]]

@@ -40,7 +40,7 @@ from statehold.errors import (
     StateMismatchError,
     UsageError,
 )
-from statehold.format.about import About, Origin
+from statehold.format.entries import About, Origin
 from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.saved import SavedStep

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from statehold.format.about import About, Origin
+from statehold.format.entries import About, Origin
 from statehold.format.manifest import Manifest
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from statehold import _core
 from statehold.cli import main
 from statehold.errors import FormatVersionError
 from statehold.format import manifest
-from statehold.format.about import About, Origin
+from statehold.format.entries import About, Origin
 from statehold.format.manifest import Manifest
 from support.faults import SMALL
 from support.ranks import Ranks

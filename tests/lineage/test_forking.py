@@ -15,8 +15,7 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
-from statehold.format.about import Origin
-from statehold.format.entries import sha256
+from statehold.format.entries import Origin, sha256
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL
 from support.levels import remove, step_path

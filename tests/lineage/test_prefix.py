@@ -16,8 +16,7 @@ from statehold.errors import (
     StepNotFoundError,
     UsageError,
 )
-from statehold.format.about import Origin
-from statehold.format.entries import sha256
+from statehold.format.entries import Origin, sha256
 from statehold.lineage import Graph
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL

@@ -16,7 +16,7 @@ from observe.exposition import samples_of
 from observe.test_log import figures
 from observe.test_metrics import of_run
 from observe.test_trace import end, named, names, spans
-from statehold.checkpoint.telemetry.copies import copied_text
+from statehold.checkpoint.telemetry.watch import copied_text
 from statehold.observe import progress
 from statehold.observe.counters import exposition
 from statehold.testing import SimFs, checkpointer_on

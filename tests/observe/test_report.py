@@ -22,7 +22,7 @@ from statehold.cli import main
 from statehold.cli.blocks import Markup, tag
 from statehold.cli.report import costs_of, percentile
 from statehold.cli.traces import MARKS_MAX, read_traces
-from statehold.format.about import About
+from statehold.format.entries import About
 from statehold.io import profile as profiles
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, StorageRates

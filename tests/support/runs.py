@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from statehold.format.about import NOTHING, About
-from statehold.format.entries import record_file
+from statehold.format.entries import NOTHING, About, record_file
 from statehold.format.manifest import Manifest
 from statehold.layout.plan import BLOCK_BYTES, plan_save
 from support.steps import spec, true_sums

@@ -13,7 +13,7 @@ from torch import nn
 from statehold.errors import TornSnapshot
 from statehold.tensors.capture import capture
 from statehold.tensors.columns import Tensors
-from statehold.tensors.recognition import Seen
+from statehold.tensors.found import Seen
 
 COUNT = 5
 

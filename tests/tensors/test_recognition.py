@@ -30,8 +30,7 @@ from statehold.tensors import columns, facts
 from statehold.tensors import found as found_module
 from statehold.tensors.capture import _Capturer, capture
 from statehold.tensors.columns import Tensors
-from statehold.tensors.found import Found
-from statehold.tensors.recognition import Seen
+from statehold.tensors.found import Found, Seen
 from support.changing import Changing
 from support.quantized import Made
 

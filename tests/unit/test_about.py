@@ -10,7 +10,7 @@ import pytest
 
 from statehold.encoding.strictjson import INT_MAX
 from statehold.errors import ManifestError
-from statehold.format.about import NAMES_MAX, About, Origin
+from statehold.format.entries import NAMES_MAX, About, Origin
 from statehold.format.manifest import Commit, Manifest
 from support.records import example
 from support.steps import document_of, manifest_of, seal

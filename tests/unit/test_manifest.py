@@ -14,8 +14,7 @@ import pytest
 from statehold.checkpoint.save.writes import Sealing
 from statehold.encoding import header, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.format.about import About
-from statehold.format.entries import record_file
+from statehold.format.entries import About, record_file
 from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import plan_save
 from statehold.layout.share import PlanCache

@@ -30,8 +30,8 @@ from statehold.checkpoint.opening import Borrowed, Opening, open_session
 from statehold.checkpoint.restore.call import requested
 from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.save.call import labels
+from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.save.handle import Save
-from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.session import Session
 from statehold.errors import (
     ClosedError,

@@ -39,7 +39,7 @@ from statehold.ranks.membership import ALONE
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.levels.hosts.discovery import Exchange
-    from statehold.checkpoint.save.trainer import Trainer
+    from statehold.checkpoint.save.gate import Trainer
     from statehold.ranks.peers import Peers
 
 

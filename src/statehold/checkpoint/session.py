@@ -31,14 +31,14 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.call import Request, RestoreCalls
 from statehold.checkpoint.save.call import Saver
+from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.save.sharing import Sharing
-from statehold.checkpoint.save.trainer import Trainer
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import StateholdError, failing, no_such_step
-from statehold.format.about import About
+from statehold.format.entries import About
 from statehold.format.selection import RestoreReport
 from statehold.io.runtime import Runtime
 from statehold.layout.claims import Claims

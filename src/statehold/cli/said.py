@@ -5,7 +5,7 @@ The plain values of a state, flat: the place of each, and its value. Works on en
 Invariants: equal states have equal leaves, and different ones do not. A container that is not a
 plain dict or list has an entry at its own place, and an empty one, too.
 
-Not here: what save() accepts (checkpoint/save/call), where it is written (format/about).
+Not here: what save() accepts (checkpoint/save/call), where it is written (format/entries).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import isfinite
 from typing import Any
 
 from statehold.cli.output import plain
-from statehold.format.about import About
+from statehold.format.entries import About
 from statehold.format.trees import Differs, members_of
 
 _TENSORS = ("$tensor", "$ndarray", "$complex128")

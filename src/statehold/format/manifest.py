@@ -23,12 +23,14 @@ from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
 from statehold.errors import ManifestError
-from statehold.format.about import NOTHING, About, check_about
 from statehold.format.entries import (
     DOCUMENT_BYTES_MAX,
+    NOTHING,
+    About,
     EntryReader,
     FileEntry,
     TensorEntry,
+    check_about,
     check_state,
     chunk_document,
     file_document,

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.store.store import Store
 from statehold.errors import StateholdError
-from statehold.format.about import Origin
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.reading.places import file_system, load_manifest
 from statehold.reading.sizes import StepSizes, sizes

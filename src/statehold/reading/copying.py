@@ -29,7 +29,7 @@ from statehold.checkpoint.levels.forking import check_standing
 from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import whole_steps
-from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
+from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest

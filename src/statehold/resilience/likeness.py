@@ -32,8 +32,8 @@ from statehold.resilience.state_bytes import Among, bytes_of, captured
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.fingerprinting import totals_of
 from statehold.tensors.fingerprints import on_host
+from statehold.tensors.found import Seen
 from statehold.tensors.parts import parts
-from statehold.tensors.recognition import Seen
 from statehold.tensors.storable import device_of, is_external, is_storable, local_of, version_of
 
 TURNS_MAX = 32

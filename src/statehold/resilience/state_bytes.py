@@ -31,7 +31,7 @@ from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
 from statehold.tensors.devices.devices import backend_for
-from statehold.tensors.recognition import Seen
+from statehold.tensors.found import Seen
 from statehold.tensors.restore import prepare
 from statehold.tensors.storable import device_of, is_external
 

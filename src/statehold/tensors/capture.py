@@ -58,12 +58,11 @@ from statehold.tensors.captured import (
 from statehold.tensors.columns import BATCH, Tensors
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
 from statehold.tensors.facts import layout_of, storage_addresses
-from statehold.tensors.found import Found, Kind
+from statehold.tensors.found import Found, Kind, Seen
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.parts import is_stateful, parts
 from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import OWN, Placed
-from statehold.tensors.recognition import Seen
 from statehold.tensors.rng import Rng
 from statehold.tensors.stepping import MARKED, Owners, Storages, storages
 from statehold.tensors.storable import (

@@ -3,7 +3,7 @@
 Owns: the reads that decide a tensor's spec, strides and ties, for a batch of tensors at once.
 Invariants: equal facts, at equal names and places, give equal specs and strides. A batch in which
 any tensor is out of the ordinary has no reading, and is looked at one tensor at a time.
-Not here: what follows from a reading (found), what is remembered of it (recognition).
+Not here: what follows from a reading, and what is remembered of it (found).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from typing import Protocol
 
 from statehold.checkpoint.cadence.costs import Interval, MeasuredCosts
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
-from statehold.checkpoint.telemetry.copies import LevelWatch
+from statehold.checkpoint.telemetry.watch import LevelWatch
 from statehold.options import Options
 from statehold.planners.failures import Loss, rates_by_level, rates_of
 from statehold.ranks.membership import Membership

@@ -40,7 +40,7 @@ from statehold.layout.ranges import summed_pieces
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
     from statehold.checkpoint.store.store import Store
-    from statehold.checkpoint.telemetry.copies import CopyWatch
+    from statehold.checkpoint.telemetry.watch import CopyWatch
 
 
 BLOCK_BYTES = 16 << 20

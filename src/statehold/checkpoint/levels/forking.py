@@ -27,8 +27,7 @@ from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
-from statehold.format.about import Origin, check_origin
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, check_origin, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.units import MiB

@@ -31,10 +31,9 @@ from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promoti
 from statehold.checkpoint.levels.run_notes import RunNotes
 from statehold.checkpoint.levels.specs import Level, ObjectStore
 from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.telemetry.copies import LevelWatch
-from statehold.checkpoint.telemetry.watch import Watch
+from statehold.checkpoint.telemetry.watch import LevelWatch, Watch
 from statehold.errors import RunBusyError, StateholdError, StorageError
-from statehold.format.about import Origin
+from statehold.format.entries import Origin
 from statehold.io.runtime import Runtime
 from statehold.observe.background_log import logger
 from statehold.options.io import moving_of

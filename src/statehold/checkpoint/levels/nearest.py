@@ -34,8 +34,7 @@ from statehold.errors import (
     StorageError,
     no_such_step,
 )
-from statehold.format.about import About
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 

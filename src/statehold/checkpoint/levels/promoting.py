@@ -45,7 +45,7 @@ from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Place, Share, last_saved_s
 from statehold.checkpoint.levels.specs import Level
-from statehold.checkpoint.telemetry.copies import CopyWatch, LevelWatch
+from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import (
     ClosedError,
     CorruptionError,

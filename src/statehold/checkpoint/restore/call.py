@@ -34,7 +34,7 @@ from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Store
 from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.restore.restoring import Restorer
-from statehold.checkpoint.save.trainer import Trainer
+from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.store.directories import misnamed
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.telemetry.watch import Watch
@@ -46,7 +46,7 @@ from statehold.errors import (
     UsageError,
     shown,
 )
-from statehold.format.about import Origin, check_origin
+from statehold.format.entries import Origin, check_origin
 from statehold.format.saved import SavedStep
 from statehold.format.selection import RestoreReport, Selection
 from statehold.io.runtime import Runtime

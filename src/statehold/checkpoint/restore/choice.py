@@ -2,7 +2,7 @@
 
 Invariants: a choice orders steps and names one only if it has a number. So if the first one is
 damaged, the next one in the order is as good an answer, but for a number.
-Not here: what steps say (format/about), reading them (restoring).
+Not here: what steps say (format/entries), reading them (restoring).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from statehold.errors import (
     UsageError,
     shown,
 )
-from statehold.format.about import About
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of

@@ -46,7 +46,7 @@ from statehold.errors import (
     no_such_step,
     storage_error,
 )
-from statehold.format.about import About
+from statehold.format.entries import About
 from statehold.format.selection import (
     EVERYTHING,
     Answer,

@@ -32,7 +32,7 @@ from statehold.checkpoint.save.gate import HeldSave
 from statehold.checkpoint.save.handle import Passage, Save, Work
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
 from statehold.errors import StorageError, TornSnapshot, UsageError, shown
-from statehold.format.about import NAMED, NAMES_MAX, About, is_name
+from statehold.format.entries import NAMED, NAMES_MAX, About, is_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.tensors import fingerprints, memory_moves
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.save.gate import Trainer
     from statehold.checkpoint.save.pipeline import Pipeline
     from statehold.checkpoint.save.sharing import Sharing
-    from statehold.checkpoint.save.trainer import Trainer
     from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.format.about import About
+    from statehold.format.entries import About
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
     from statehold.layout.plan import SavePlan

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
 from statehold.checkpoint.save.shared import SharedFiles
-from statehold.checkpoint.telemetry.save_stats import EVENTS, Event, SaveStats
-from statehold.checkpoint.telemetry.watch import UNWATCHED, Stage, Watch
+from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage, Watch
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
-from statehold.format.about import NOTHING, About
+from statehold.format.entries import NOTHING, About
 from statehold.layout.stored import StoredPart
 from statehold.process.reentry import refuse
 from statehold.units import check_timeout

@@ -63,8 +63,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
-from statehold.format.about import About
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About
 from statehold.format.manifest import (
     Commit,
     Encoded,
@@ -83,7 +82,7 @@ from statehold.ranks.peers import Peers
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
-    from statehold.format.about import About, Origin
+    from statehold.format.entries import About, Origin
 
 
 class Descent:

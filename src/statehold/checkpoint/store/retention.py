@@ -12,8 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 
 from statehold.errors import InvariantError, StateholdError
-from statehold.format.about import About
-from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.options.keep import Keep, kept_of

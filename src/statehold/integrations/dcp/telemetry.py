@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from statehold.checkpoint.telemetry.save_stats import SaveStats
-from statehold.checkpoint.telemetry.watch import Watch
+from statehold.checkpoint.telemetry.watch import SaveStats, Watch
 from statehold.integrations.dcp.among import rank_and_world
 from statehold.observe.tracing import Trace
 

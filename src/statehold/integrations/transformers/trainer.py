@@ -54,7 +54,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
-from statehold.format.about import NAMES_MAX, is_name
+from statehold.format.entries import NAMES_MAX, is_name
 from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers.beside import Beside
 from statehold.integrations.transformers.folders import Folders, step_named
