@@ -70,7 +70,7 @@ void raise_status(const Status& status) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-void translate(const std::exception_ptr& thrown, void*) {
+void raise_thrown(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Failure& failure) {
@@ -79,6 +79,16 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise_status(Status::invariant(failure.what()));
   } catch (const std::system_error& failure) {  // only threads throw it, where there are no more
     raise_status(Status::io(failure.code().value(), "start a thread", {}));
+  }
+}
+
+// The error is built by Python code, where Ctrl-C may raise. What it raises wins: nanobind would
+// make a RuntimeError of a python_error that leaves a translator.
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    raise_thrown(thrown);
+  } catch (nb::python_error& raised) {
+    raised.restore();
   }
 }
 

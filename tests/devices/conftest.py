@@ -9,6 +9,7 @@ import pytest
 
 import statehold
 from support.cuda import Machine, install
+from support.cuda.streams import Stream
 from support.faults import SMALL
 from support.training import Training, bits
 
@@ -27,6 +28,20 @@ def ckpt(tmp_path: Path, machine: Machine) -> Iterator[statehold.Checkpointer]:
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         yield ckpt
         machine.timeline.may_finish.set()
+
+
+@pytest.fixture
+def reads(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the stream was idle, for each time that torch itself has waited for one."""
+    found: list[bool] = []
+    synchronize = Stream.synchronize
+
+    def seen(stream: Stream) -> None:
+        found.append(stream.query())
+        synchronize(stream)
+
+    monkeypatch.setattr(Stream, "synchronize", seen)
+    return found
 
 
 def training_on(machine: Machine, width: int = 32, seed: int = 0) -> Training:

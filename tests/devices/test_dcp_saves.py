@@ -48,6 +48,7 @@ def test_async_save_returns_when_copies_from_every_device_are_done(
     with monkeypatch.context() as patch:
         for module in (torch.cuda, torch.accelerator):
             patch.setattr(module, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         for name in ("pin_memory", "unpin_memory"):
             patch.setattr(pin_memory_utils, name, lambda *_: None)
@@ -57,3 +58,15 @@ def test_async_save_returns_when_copies_from_every_device_are_done(
         assert torch.equal(staged["weight"], values)
         assert staged["weight"].data_ptr() != values.data_ptr()
         assert not late
+
+
+def test_a_copy_of_host_tensors_touches_no_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking for devices loads the driver, and a child that is forked then cannot use it."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(asked.append(True)))
+    values = torch.arange(64.0)
+    staged = StorageWriter(tmp_path / "step").stage({"weight": values})
+    assert torch.equal(staged["weight"], values)
+    assert not asked

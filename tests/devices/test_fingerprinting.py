@@ -125,6 +125,11 @@ def test_many_are_read_at_once_with_bounded_scratch(
         assert found[name] == expected(machine.read(tensor).numpy().tobytes())
 
 
+def test_torch_waits_for_nothing_when_they_are_read(machine: Machine, reads: list[bool]) -> None:
+    fingerprint(machine.put(torch.ones(1000)))
+    assert reads == [True]
+
+
 def test_a_device_with_little_memory_gets_less_scratch(machine: Machine) -> None:
     tensor = machine.put(torch.randn(1 << 20))
     machine.memory.limits[0] = machine.bytes_on() + (1 << 20)

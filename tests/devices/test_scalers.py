@@ -60,6 +60,14 @@ def test_save_does_not_wait_and_the_step_has_the_numbers(
     }
 
 
+def test_torch_waits_for_nothing_when_the_numbers_are_read(
+    ckpt: statehold.Checkpointer, machine: Machine, reads: list[bool]
+) -> None:
+    scaler = used(machine, GradScaler("cpu"))
+    ckpt.save(1, {"scaler": scaler}).wait("committed", DEADLINE_S)
+    assert reads == [True, True]
+
+
 @pytest.mark.parametrize("scale", [65536.0, float("inf"), SCALE])
 def test_the_step_holds_what_state_dict_gives(
     ckpt: statehold.Checkpointer, machine: Machine, scale: float

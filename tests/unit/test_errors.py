@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from statehold import errors
+from statehold._core import open_fs
 from statehold.errors import (
     ClosedError,
     CorruptionError,
@@ -99,3 +101,24 @@ def test_a_message_can_be_printed_whatever_a_file_says() -> None:
     assert "a\\x1b[2J\\x00\\ud800\\u202eb" in str(error)
     assert "x\ny" in str(error)
     assert error.facts["tensor"].endswith("b")
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError])
+def test_ctrl_c_while_a_native_error_is_built_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    """The native code calls Python for it, which is where a signal's handler runs."""
+    fired = []
+
+    def interrupted(*_: object) -> StateholdError:
+        fired.append(True)
+        raise raised("meanwhile")
+
+    fs = open_fs("threads", 1, 1)
+    monkeypatch.setattr(errors, "from_native", interrupted)
+    with pytest.raises(raised, match="meanwhile"):
+        fs.read_file(str(tmp_path / "missing"), 1)
+    assert fired
+    monkeypatch.undo()
+    with pytest.raises(StateholdError):  # nothing is left pending
+        fs.read_file(str(tmp_path / "missing"), 1)

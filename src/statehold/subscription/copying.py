@@ -53,8 +53,7 @@ def _copy_to_devices(copies: Sequence[Copy]) -> None:
             with mover.on(device):
                 for move, source in ready:
                     _put(move, source)
-        for event in mover.newest():
-            backend.synchronize(event)
+        mover.wait()
         mover.make_current_wait()
 
 

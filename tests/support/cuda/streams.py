@@ -55,7 +55,9 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.record_event().synchronize()
+        if not self.query():
+            self.record_event().synchronize()
+        self.timeline.check("cudaStreamSynchronize")
 
     def query(self) -> bool:
         return self.given == self.done

@@ -58,7 +58,7 @@ class StagingPool:
 def _new_stager() -> DefaultStager:
     """Each copy waits for its own device. After non-blocking copies torch waits only for the
     current device, and tensors of another one might not be complete."""
-    pinned = torch.cuda.is_available()
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=pinned,

@@ -74,6 +74,7 @@ class DeviceCopies:
             self._note_eager((), compared)
             self._note_progress(compared)
             relay(mover, job.next_fills, fill, job.filled_all, lambda: job.fills_left)
+            mover.wait()
             if captured is not None:
                 mover.read(captured.numbers)
             self.fingerprints = self._fingerprinting.read()

@@ -1,10 +1,9 @@
 """Fingerprints of device tensors, computed on the side streams of a save.
 
 Invariants: equal bytes have equal fingerprints on one kind of device. Of the elements in C order,
-as
-8-byte words w(0), w(1), ... with zeros at the end, it is the sum of mixed(w(i) + i * ODD) *
-(2 i + 1), modulo 2**64. The host waits once for all of them, in read(). The scratch is four times
-WORDS words, and less on a device that has no memory left.
+as 8-byte words w(0), w(1), ... with zeros at the end, it is the sum of mixed(w(i) + i * ODD) *
+(2 i + 1), modulo 2**64. The scratch is four times WORDS words, and less on a device that has no
+memory left.
 Not here: fingerprints of host memory, and what they are for (tensors/fingerprints).
 """
 
@@ -45,7 +44,7 @@ class Fingerprinting:
             self._totals.append((device, names, totals))
 
     def read(self) -> dict[str, int]:
-        """By name; returns when all of them are computed."""
+        """By name. After Mover.wait()."""
         found: dict[str, int] = {}
         for device, names, totals in self._totals:
             host = torch.empty(len(names), dtype=torch.int64, device="cpu")

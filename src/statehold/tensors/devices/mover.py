@@ -46,11 +46,14 @@ class Mover:
         """The events that complete with all that was enqueued so far."""
         return list(self._newest.values())
 
-    def _finish(self) -> None:
-        """Return once the side streams have done all that they were given, or have failed."""
+    def wait(self) -> None:
+        """Return once the side streams have done all that they were given. Torch then reads what
+        they made without a wait of its own. Inside using()."""
         for stream in self._streams.values():
-            with suppress(RuntimeError):  # that of the device, which is on its way to the caller
-                self.backend.synchronize(self.backend.record(stream))
+            self._wait_for(stream)
+
+    def _wait_for(self, stream: Stream) -> None:
+        self.backend.synchronize(self.backend.record(stream))
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -59,7 +62,9 @@ class Mover:
         try:
             yield
         except BaseException:
-            self._finish()
+            for stream in self._streams.values():
+                with suppress(RuntimeError):  # of the device: it is on its way to the caller
+                    self._wait_for(stream)
             raise
 
     def make_current_wait(self, events: Iterable[Event] | None = None) -> None:
@@ -86,7 +91,7 @@ class Mover:
         return [self._newest[device] for device in parts]
 
     def read(self, numbers: Iterable[Number]) -> None:
-        """Fill in what these tensors hold; returns when that is done."""
+        """Fill in what these tensors hold. After wait()."""
         with self.using():
             for number in numbers:
                 with self.on(device_of(number.tensor)):
