@@ -66,6 +66,18 @@ def test_steps_are_copied_once_into_files_that_are_used_again(memory: Path, run:
     assert torch.equal(live["w"], content(4)["w"])  # type: ignore[arg-type]
 
 
+def test_a_damaged_manifest_is_named_where_it_is(memory: Path, run: Path, caplog) -> None:
+    with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
+        ckpt.save(1, content(1)).wait("committed", DEADLINE_S)
+    damaged, intact = (each / "step-000000000001/manifest.json" for each in (memory, run))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with statehold.Checkpointer(run, levels=levels(memory), **SMALL) as ckpt:
+        assert ckpt.restore(content(0)) == 1
+    assert "not intact at level memory" in caplog.text
+    assert str(damaged) in caplog.text
+    assert str(intact) not in caplog.text
+
+
 def test_memory_of_steps_that_are_given_up_comes_back(memory: Path, run: Path) -> None:
     def used() -> int:
         return sum(

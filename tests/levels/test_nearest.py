@@ -102,6 +102,8 @@ def test_a_bad_copy_is_passed_over_and_named(fs, size, kind, damage, caplog) -> 
     got = restored(fs, size)
     assert got == [2] * size
     assert f"{name} of step 2 is not intact at level near" in caplog.text
+    assert f"{step_path(NEAR, 2)}/{name}" in caplog.text
+    assert f"{step_path(FAR, 2)}/{name}" not in caplog.text
     got = restored(fs, size, 2)
     assert got == [2] * size
     # Bad everywhere: the step before, and the damaged one is set aside at both levels.

@@ -68,8 +68,8 @@ class Order:
     process. workers: of the loader that draws; 0 takes none. waits: wait_s of each rank, after the
     beginning. odd: (step, how): after that step its state differs from that of others, by a
     learning rate ("lr"), by a "bit" of a moment, by an update that it "skips", or because it has
-    "frozen" a layer. hold: (step, file): in that step it goes on when the file exists. options: for
-    Replicas.
+    "frozen" a layer. hold: (step, file): in that step it goes on when the file exists.
+    leaves: in that step it is asked to leave. options: for Replicas.
     """
 
     coordinator: str
@@ -88,6 +88,7 @@ class Order:
     waits: tuple[float, ...] = ()
     odd: tuple[int, str] | None = None
     hold: tuple[int, Path] | None = None
+    leaves: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -151,6 +152,8 @@ def train(order: Order) -> None:
                 optimizer.step()
             optimizer.zero_grad()
             differ(order.odd, step.number, model, optimizer)
+            if checkpointer is not None and step.number == order.leaves:
+                checkpointer.leave()
             now = time.monotonic()
             done = {"step": step.number, "loss": step.loss.hex(), "share": step.share}
             vote = {"name": votes[-1].name, "epoch": votes[-1].epoch}
@@ -266,6 +269,8 @@ def checkpoints(order: Order) -> Iterator[Checkpointer | None]:
     levels = [Memory(path=order.memory), Directory(every=4)] if order.memory else None
     levels = levels or [Directory(every=order.every)]
     with Checkpointer(order.run, levels=levels) as checkpointer:
+        if order.leaves is not None:
+            checkpointer.leave_on(signal.SIGTERM, within_s=LEASE_S)
         yield checkpointer
 
 

@@ -36,6 +36,7 @@ from resilience.replica import (
 )
 from statehold import Checkpointer
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
+from statehold.ranks.preemption import LEFT
 from statehold.resilience import Replicas
 from statehold.resilience.driver import Driver
 
@@ -107,6 +108,26 @@ def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alo
     assert logs[0].shares[UNTIL - 1]
     with Checkpointer(run) as ckpt:
         assert UNTIL in ckpt.steps()
+
+
+def test_each_replica_that_is_asked_to_leave_leaves_after_its_step(
+    tmp_path: Path, alone: Log
+) -> None:
+    """One that is not the first member leaves the saving to the others; the last one saves."""
+    run = tmp_path / "run"
+    with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, run=run, every=100) as job:
+        job.start(leaves=9)
+        meeting.wait_for("has connected")
+        job.start(leaves=3)
+        meeting.wait_for("has connected", times=2)
+        job.start(leaves=6)
+        logs = job.wait()
+    assert [each.exitcode for each in job.processes] == [LEFT] * 3
+    assert [max(log.losses) for log in logs] == [9, 3, 6]
+    for log in logs:
+        assert_like(log, alone)
+    with Checkpointer(run) as ckpt:
+        assert max(ckpt.steps()) == 10
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])

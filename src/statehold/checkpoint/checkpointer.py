@@ -255,6 +255,13 @@ class Checkpointer:
         to save, call is_last()."""
         return self._preemption is not None and self._preemption.is_asked
 
+    def _leave_to_others(self, step: int) -> None:
+        """End this process if it was asked to leave: others have the state of `step`, and save."""
+        if self._preemption is not None and self.is_last(step):
+            self._preemption.end(
+                lambda _: None, self._opened().wait_idle, lambda: f"other replicas have step {step}"
+            )
+
     # -- restoring -------------------------------------------------------------------------
 
     def restore(

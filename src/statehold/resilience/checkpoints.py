@@ -58,6 +58,11 @@ class Checkpoints:
         except StateholdError as error:
             self._tell(step, error)
 
+    def leave_to_others(self, step: int) -> None:
+        """End this process if it was asked to leave: another member saves (R16)."""
+        if self._checkpointer is not None:
+            self._checkpointer._leave_to_others(step)
+
     def _begin(self, checkpointer: Checkpointer, step: int, *, force: bool = False) -> Save:
         """Raises why this step cannot be saved. That an earlier one has failed is logged."""
         failed = self._failed()

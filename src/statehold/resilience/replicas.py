@@ -206,6 +206,8 @@ class Replicas:
                 break
             if driver.seat.member.is_first:
                 self._checkpoints.save(step.number + 1)
+            else:
+                self._checkpoints.leave_to_others(step.number + 1)
         if driver.seat.member.must_fetch:
             has = "has parts of two steps" if driver.is_torn else "is older"
             logger.warning("statehold: the run has ended without this replica; its state %s", has)

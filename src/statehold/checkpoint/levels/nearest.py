@@ -187,6 +187,7 @@ class ReadableLevel(Protocol):
         self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
     ) -> str: ...
     def has_file(self, step: int, name: str) -> bool: ...
+    def path(self, step: int) -> str: ...
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
 
 
@@ -255,7 +256,7 @@ class Nearest:
             if step in found[place.name] and place.holds(step, MANIFEST_NAME):
                 with contextlib.suppress(*_OF_ONE_COPY, FormatVersionError):
                     raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-                    return Manifest.said(raw, f"{self.path(step)}/{MANIFEST_NAME}")
+                    return Manifest.said(raw, f"{place.path(step)}/{MANIFEST_NAME}")
         return None
 
     def locate(
@@ -324,6 +325,7 @@ class Nearest:
             except PeerLostError:
                 raise
             except Exception as error:
+                self._name_copy(step, error)
                 following = (after or self.after)(step, error)
                 if following is Next.AGAIN:
                     raise StepChanged from error
@@ -340,6 +342,13 @@ class Nearest:
         self._unreadable = {at: why for at, why in self._unreadable.items() if at[0] != step}
         self._served = {at: place for at, place in self._served.items() if at[0] != step}
         self.saves.forget(step)
+
+    def _name_copy(self, step: int, error: Exception) -> None:
+        """A document is named before it is known which place serves it."""
+        directory, name = os.path.split(str(getattr(error, "facts", {}).get("file", "")))
+        place = self._served.get((step, name))
+        if isinstance(error, StateholdError) and place and directory == self.path(step):
+            error.with_fact("file", f"{place.path(step)}/{name}")
 
     def _has_changed(self, step: int, error: Exception) -> bool:
         """Whether a place that was asked for a step has another save of it now, or none."""

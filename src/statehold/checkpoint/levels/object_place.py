@@ -99,6 +99,9 @@ class ObjectPlace(SharedPlace):
     def has_file(self, step: int, name: str) -> bool:
         return False
 
+    def path(self, step: int) -> str:
+        return self._objects.path(step)
+
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         # A reader of a step that is replaced in the store gets an error, and asks again.
         return self._near.reading(step)

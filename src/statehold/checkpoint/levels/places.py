@@ -177,6 +177,9 @@ class Place(Protocol):
         The step may have been at another path for a moment. False if steps have only one path.
         """
 
+    def path(self, step: int) -> str:
+        """Where a step is here, for messages."""
+
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step, and its fetched files, while it is read."""
 
@@ -449,6 +452,9 @@ class DirectoryPlace(SharedPlace):
 
     def has_file(self, step: int, name: str) -> bool:
         return self.store.has_file(step, name)
+
+    def path(self, step: int) -> str:
+        return self.store.path(step)
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self.store.protect(step)

@@ -237,10 +237,11 @@ class HostPlace(DirectoryPlace):
         return name if host == self.mine else f"{name} of host {self.hosts[host].name}"
 
     def _reach(self, host: int, is_copy: bool) -> Reach:
+        store = self.copies.store if is_copy else self.store
         if host == self.mine or self._near is None:
-            return Near(self._fs, self.copies.store if is_copy else self.store)
-        place = self.copies.name if is_copy else self.name
-        return Far(self.hosts[host].files[place], self._near)
+            return Near(self._fs, store)
+        place, there = self.copies.name if is_copy else self.name, self.hosts[host]
+        return Far(there.files[place], self._near, f"{there.name}:{store.root}")
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         return self.source(step).read_file(name, max_bytes)

@@ -56,9 +56,13 @@ class Nearby(Protocol):
 
 
 class Reach(Protocol):
-    """How a view reads. Paths are those of a Source below the root of the store."""
+    """How a view reads. Paths are those of a Source below the root of the store.
+
+    root: the root of the store, for messages.
+    """
 
     source: Source
+    root: str
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges) -> str:
         """As Place.find."""
@@ -75,6 +79,7 @@ class Near:
 
     def __init__(self, fs: Fs, store: Store) -> None:
         self._store = store
+        self.root = store.root
         self.source: Source = Below(fs, store.root)
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges) -> str:
@@ -90,7 +95,8 @@ class Near:
 class Far:
     """A store of another host."""
 
-    def __init__(self, source: FarSource, near: Nearby) -> None:
+    def __init__(self, source: FarSource, near: Nearby, root: str) -> None:
+        self.root = root
         self.source: Source = source
         self._far = source
         self._near = near
@@ -139,6 +145,9 @@ class StoreView:
 
     def has_file(self, step: int, name: str) -> bool:
         return self._reach.has_file(step, name)
+
+    def path(self, step: int) -> str:
+        return f"{self._reach.root}/{step_directory(step)}"
 
     def open_view(self, step: int, name: str, nbytes: int) -> File:
         """A data file as memory, in its place in this host's memory."""
