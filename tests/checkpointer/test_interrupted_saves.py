@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     pipeline.Pipeline.submit,
     call.Saver.ready_file,
 ]
+TESTS = Path(__file__).parents[1]
 # Larger than the staging memory: no copy ends before the file is attached.
 STATE_BYTES = 3 << 20
 
@@ -191,3 +194,12 @@ def test_an_error_while_a_restore_begins_to_read_stops_the_read(
             jobs[0].wait(None)
         assert ckpt.restore(live) == 1
         assert torch.equal(live["x"], torch.ones(STATE_BYTES))
+
+
+def test_ctrl_c_in_a_lock_of_the_standard_library(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "support.interrupted_conditions", str(tmp_path / "run")],
+        cwd=TESTS, capture_output=True, text=True, timeout=4 * DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 0

@@ -10,9 +10,9 @@ there is a retired file to overwrite. Steps are committed in the order of the ca
 
 A failure on either thread first stops the native job, after which no thread touches the state. Then
 it fails the handle. A committed step stays committed: later errors are only logged. The
-threads belong to executors that the interpreter joins at exit, so saves under way are committed
-even if a script ends without close(). Neither thread writes its log lines itself, because a log
-that blocks must not delay a commit (observe/background_log).
+interpreter joins the threads at exit (process/worker), so saves under way are committed even if a
+script ends without close(). Neither thread writes its log lines itself, because a log that blocks
+must not delay a commit (observe/background_log).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold._core import Mismatch
@@ -40,6 +41,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.process.warn import let_go
+from statehold.process.worker import Worker
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.places import DirectoryPlace
@@ -104,10 +106,9 @@ class Pipeline:
         self._promotions = promotions
         self._log = log
         self._publisher = publisher
-        self._stager = ThreadPoolExecutor(1, thread_name_prefix="statehold-stage")
-        self._committer = ThreadPoolExecutor(1, thread_name_prefix="statehold-commit")
-        try:
-            self.drain()  # starts the threads now, not in the first save
+        try:  # the names are those of the lanes of a trace
+            self._stager = Worker("statehold-stage_0")
+            self._committer = Worker("statehold-commit_0")
         except RuntimeError as error:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[tuple[int, Passage]] = []
@@ -123,15 +124,15 @@ class Pipeline:
         """Take a save; returns at once. If this raises, the caller calls take_back()."""
         self._unsettled.append(work.save.step)
         self._saves.append((work.number, work.save))
-        self._committer.submit(self._guarded, self._write_and_commit, work)
-        self._stager.submit(self._guarded, self._stage, work)
+        self._committer.submit(partial(self._guarded, self._write_and_commit, work))
+        self._stager.submit(partial(self._guarded, self._stage, work))
 
     def take_back(self, work: Work, error: BaseException) -> None:
         """End a save that could not be handed over, or only in part."""
         self._fail(work, error)
         work.save.is_raised = True  # the caller raises it
         assert work.error is not None
-        self._committer.submit(self._given_up, work.number, work.error, work)
+        self._committer.submit(partial(self._given_up, work.number, work.error, work))
 
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once everything that may change before the next update is copied, or once the
@@ -167,7 +168,8 @@ class Pipeline:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """A save was called and never began. Other ranks need not wait for it."""
-        self._committer.submit(self._given_up, number, named(error, "before it began"), None)
+        cause = named(error, "before it began")
+        self._committer.submit(partial(self._given_up, number, cause, None))
 
     def newest_step(self) -> int | None:
         """The newest step among the saves that are under way."""
@@ -198,15 +200,16 @@ class Pipeline:
 
         Raises WaitTimeout.
         """
-        ends = [pool.submit(lambda: None) for pool in (self._stager, self._committer)]
-        if wait(ends, timeout_s).not_done:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        ends = [worker.passed() for worker in (self._stager, self._committer)]
+        if not all(ended(until) for ended in ends):
             raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
         self._log.flush()
 
     def close(self) -> None:
         """Finish the saves under way, and end the threads."""
-        self._stager.shutdown(wait=True)
-        self._committer.shutdown(wait=True)
+        self._stager.close()
+        self._committer.close()
         self._log.flush()
 
     # -- the two threads -------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""One thread that makes calls in order, and whose callers may be interrupted anywhere.
+
+An exception from a signal's handler can come between two instructions of a caller. An executor
+takes a threading.Condition in submit(): its lock stays taken then, and its thread waits for ever.
+A SimpleQueue is written in C: a handler runs before or after put(), never inside it.
+
+Invariants: the interpreter makes the calls that are waiting before it ends. A worker that nobody
+holds any longer makes them, too, and ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from statehold.process.warn import let_go
+
+Action = Callable[[], object]
+_Actions = queue.SimpleQueue[Action | None]
+
+
+class Worker:
+    """A thread that starts now: no thread can start while a program ends. Raises RuntimeError."""
+
+    def __init__(self, name: str) -> None:
+        self._actions: _Actions = queue.SimpleQueue()
+        self._is_closed = False
+        # The thread does not hold the worker, and ends if the worker is dropped.
+        self._thread = threading.Thread(target=_work, args=(self._actions,), name=name)
+        self._thread.start()
+        _open.add(self)
+
+    def __del__(self) -> None:
+        self._actions.put(None)
+
+    def submit(self, action: Action) -> None:
+        """Make the call after those that were submitted before. Raises RuntimeError after close."""
+        if self._is_closed:
+            raise RuntimeError(f"the thread {self._thread.name} has ended")
+        self._actions.put(action)
+
+    def passed(self) -> Callable[[float | None], bool]:
+        """Give a function that waits until all calls so far are made, at most until a deadline on
+        the monotonic clock. It returns whether they are."""
+        latch = threading.Lock()  # of this call alone: nobody waits for it if it stays taken
+        latch.acquire()
+        self.submit(latch.release)
+
+        def wait(until: float | None) -> bool:
+            left = -1.0 if until is None else max(0.0, until - time.monotonic())
+            return latch.acquire(timeout=left)
+
+        return wait
+
+    def close(self) -> None:
+        """Return once all calls are made and the thread has ended."""
+        self._is_closed = True
+        self._actions.put(None)
+        self._thread.join()
+
+
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _work(actions: _Actions) -> None:
+    while (action := actions.get()) is not None:
+        try:
+            action()
+        except BaseException as error:
+            let_go(error)
+        del action  # it may keep the state alive
+
+
+def _end_all() -> None:
+    for worker in list(_open):
+        worker.close()
+
+
+# Before the interpreter waits for its threads; after process/ending, which registers later.
+getattr(threading, "_register_atexit", lambda _: None)(_end_all)
