@@ -529,15 +529,6 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         (loader, None),
     ],
 )
-def test_weights_that_find_no_room_leave_no_file_behind(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path / "last.ckpt")
-    checkpoint.announce(str(tmp_path), 1)
-    with no_file_larger_than(_core.open_fs("auto", 1), 1000), pytest.raises(OSError, match="large"):
-        checkpoint.write({"w": torch.ones(1000)})
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.steps"]
-    assert not checkpoint.has_weights()
-
-
 def test_loaders_that_are_not_exact_are_named(
     tmp_path: Path, data: Any, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -546,6 +537,15 @@ def test_loaders_that_are_not_exact_are_named(
     texts = [each.getMessage() for each in caplog.records if each.name == "statehold"]
     assert len(texts) == (told is not None), texts
     assert told is None or told in texts[0]
+
+
+def test_weights_that_find_no_room_leave_no_file_behind(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "last.ckpt")
+    checkpoint.announce(str(tmp_path), 1)
+    with no_file_larger_than(_core.open_fs("auto", 1), 1000), pytest.raises(OSError, match="large"):
+        checkpoint.write({"w": torch.ones(1000)})
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "last.ckpt.steps"]
+    assert not checkpoint.has_weights()
 
 
 def test_other_strategies_and_places_are_refused() -> None:

@@ -14,7 +14,6 @@ Not here: the size of the staging memory (staging), the meaning of the bytes (ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from statehold import _core
@@ -50,6 +49,7 @@ class Runtime:
                 owned.callback(fs.close)
             self.fs, self.options = fs, options
             self._staging = Staging(fs, options, ranks_on_host(world))
+            self.fit = self._staging.fit  # makes sure that a step has staging memory
             owned.callback(self._staging.close)
             self._owned = owned.pop_all()
 
@@ -76,13 +76,6 @@ class Runtime:
     def serve(self, world: int) -> None:
         """From now on the job has so many ranks."""
         self._staging.ranks = ranks_on_host(world)
-
-    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        """Make sure that there is staging memory for `step_bytes` of a step.
-
-        `drain` ends the work under way.
-        """
-        self._staging.fit(step_bytes, drain)
 
     def close(self) -> None:
         """Release everything. Every session on this runtime has ended."""

@@ -67,7 +67,7 @@ class Staging:
     def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
         """Make sure that there is memory for copying `step_bytes`. `drain` ends the work under
         way."""
-        if self._options.staging_size is not None:
+        if self._options.staging_bytes is not None:
             return
         if step_bytes > max(self._fits, self.nbytes):
             self._choose(step_bytes, drain)

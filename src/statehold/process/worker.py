@@ -42,18 +42,12 @@ class Worker:
             raise RuntimeError(f"the thread {self._thread.name} has ended")
         self._actions.put(action)
 
-    def passed(self) -> Callable[[float | None], bool]:
-        """Give a function that waits until all calls so far are made, at most until a deadline on
-        the monotonic clock. It returns whether they are."""
+    def passed(self, until: float | None) -> bool:
+        """Whether all calls so far are made. Waits, at most until then on the monotonic clock."""
         latch = threading.Lock()  # of this call alone: nobody waits for it if it stays taken
         latch.acquire()
         self.submit(latch.release)
-
-        def wait(until: float | None) -> bool:
-            left = -1.0 if until is None else max(0.0, until - time.monotonic())
-            return latch.acquire(timeout=left)
-
-        return wait
+        return latch.acquire(timeout=-1.0 if until is None else max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Return once all calls are made and the thread has ended."""

@@ -62,8 +62,8 @@ def checkpointer_on(
     peers: makes it one rank of several. options: those of Checkpointer; give each level a path.
     """
     ckpt = Checkpointer(run, **options)
-    ckpt._borrowed.fs = fs
-    ckpt._borrowed.peers = peers
+    borrowed = ckpt._borrowed
+    borrowed.fs, borrowed.peers = fs, peers
     return ckpt
 
 

@@ -201,8 +201,7 @@ class Pipeline:
         Raises WaitTimeout.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        ends = [worker.passed() for worker in (self._stager, self._committer)]
-        if not all(ended(until) for ended in ends):
+        if not (self._stager.passed(until) and self._committer.passed(until)):
             raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
         self._log.flush()
 
