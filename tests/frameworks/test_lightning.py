@@ -558,7 +558,7 @@ def test_other_strategies_and_places_are_refused() -> None:
 def test_a_value_that_no_step_can_hold_is_named(tmp_path: Path) -> None:
     class Odd(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["odd"] = {"path": tmp_path}
+            checkpoint["odd"] = {"path": object()}
 
     with pytest.raises(UnsupportedValueError, match=r"odd\.path"):
         fit(tmp_path / "run", make=Odd)
