@@ -71,7 +71,7 @@ model.weight  F32    [20, 30]        599  600  599
 
 VALUE  A  B
 epoch  1  2
-different: 5 tensors compared, different: 1 of them, 1 value
+different: 5 tensors and 2 values compared; different: 1 tensor and 1 value
 """
 PRUNE = """\
 GOES       BYTES
@@ -251,12 +251,20 @@ def test_diff(run: Path, say: Say) -> None:
     assert say("diff", f"{run}@1", run / "step-000000000001")[0] == 0
 
 
+def test_diff_of_a_value_says_that_a_value_was_compared(run: Path, say: Say) -> None:
+    code, text = say("diff", f"{run}@1", "@2", "epoch")
+    assert code == 1
+    assert text.splitlines()[-1] == (
+        "different: 0 tensors and 1 value compared; different: 0 tensors and 1 value"
+    )
+
+
 def test_diff_json(run: Path, ask: Ask) -> None:
     code, document = ask("diff", f"{run}@1", "@2")
     assert code == 1
     assert document.keys() == {
         "a", "b", "equal", "only_in_a", "only_in_b", "tensors", "values", "not_compared",
-        "compared", "read_bytes",
+        "compared", "compared_values", "read_bytes",
     }  # fmt: skip
     assert document["tensors"] == [
         {"name": "model.weight", "dtype": "F32", "shape": [20, 30], "elements": 600,

@@ -159,4 +159,4 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert asked(capsys, "verify", tmp_path / "new")[0] == 0
     assert asked(capsys, "export", step, out, "--to", "hf")[0] == 2
     assert asked(capsys, "export", f"{tmp_path / 'run'}@9", "x", "--to", "hf")[0] == 3
-    assert asked(capsys, "import", tmp_path / "nothing", f"{tmp_path / 'new'}@8")[0] == 2
+    assert asked(capsys, "import", tmp_path / "nothing", f"{tmp_path / 'new'}@8")[0] == 3

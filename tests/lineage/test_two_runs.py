@@ -331,6 +331,10 @@ def test_it_is_named_once_with_all_steps_that_hold_it(
     assert out.count(line) == 1
     assert main(["verify", f"{run}@2"]) == 1  # one step alone tells, too
     assert line in capsys.readouterr().out
+    for step in (1, 2):
+        shutil.rmtree(step_of(run, step))
+    assert main(["verify", str(run)]) == 1
+    assert f"{name}, in step 3, and 1 name outside of" in capsys.readouterr().out
 
 
 def test_damage_of_one_step_alone_is_not_shared(

@@ -104,6 +104,7 @@ class _Pair:
             **found,
             "not_compared": not_compared,
             "compared": len(common) - len(not_compared),
+            "compared_values": len(set.intersection(*map(set, self.values))),
             "read_bytes": self.read_bytes,
         }
 
@@ -217,11 +218,14 @@ def _show(document: dict[str, Any]) -> None:
         say(table(("VALUE", "A", "B"), rows2))
     for each in document["not_compared"]:
         say(weak("not compared"), f": {plain(each['name'])}: {each['why']}")
-    differ = len(document["tensors"])
     verdict = good("equal") if document["equal"] else bad("different")
-    compared = counted(document["compared"], "tensor")
-    values = counted(len(document["values"]), "value")
-    say(verdict, f": {compared} compared, different: {differ} of them, {values}")
+    of_both = _counts(document["compared"], document["compared_values"])
+    say(verdict, f": {of_both} compared; different: "
+        f"{_counts(len(document['tensors']), len(document['values']))}")  # fmt: skip
+
+
+def _counts(tensors: int, values: int) -> str:
+    return f"{counted(tensors, 'tensor')} and {counted(values, 'value')}"
 
 
 def _row(tensor: dict[str, Any]) -> tuple[object, ...]:

@@ -208,9 +208,9 @@ def _summary(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _shown(file: DamagedFile) -> str:
-    steps = ", ".join(map(str, file.steps))
+    steps = f"step{'s' * (len(file.steps) > 1)} {', '.join(map(str, file.steps))}"
     others = f", and {counted(file.elsewhere, 'name')} outside of the run" if file.elsewhere else ""
-    return f"one damaged file that steps share: {plain(file.file)}, in steps {steps}{others}"
+    return f"one damaged file that steps share: {plain(file.file)}, in {steps}{others}"
 
 
 def _row(finding: Finding) -> tuple[object, ...]:

@@ -16,6 +16,7 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.dcp.torch_save import is_head
 from statehold.integrations.formats import archives, dcp_folders, hf, torch_files, universal, zero
 from statehold.integrations.formats.archives import indexed
+from statehold.reading.places import NotFoundError
 
 _EXPECTED = (
     "a file of torch.save or safetensors, or a directory with *.safetensors or its index, "
@@ -37,7 +38,7 @@ class ImportSource(NamedTuple):
 
 
 def recognised(path: str) -> ImportSource:
-    """The source at a path. Raises UsageError for any other path."""
+    """The source at a path. Raises NotFoundError if nothing is there, UsageError for the rest."""
     try:
         if os.path.isdir(path):
             return _of_directory(path, sorted(os.listdir(path)))
@@ -45,7 +46,9 @@ def recognised(path: str) -> ImportSource:
             return _of_file(path)
     except OSError as error:
         raise storage_error("read a checkpoint", error.errno or 0, path) from error
-    raise no_checkpoint(path, "nothing")
+    if not os.path.lexists(path):
+        raise NotFoundError("no such checkpoint", facts={"path": path})
+    raise no_checkpoint(path, "neither a file nor a directory")
 
 
 def _of_file(path: str) -> ImportSource:
