@@ -13,9 +13,7 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import statehold
 from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
+from statehold.process.worker import Worker
 from statehold.tensors import storable as tensors
 from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
 from support.cuda.api import AcceleratorGraph, Cuda, Local, Runtime, copy_async, device_of
@@ -274,9 +273,13 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     patch.setattr(cuda_runtime, "library", lambda: Runtime(machine))
     _replace(patch, devices.backend_for, lambda _: cuda.CudaBackend())
     patch.setattr(torch.Tensor, "is_pinned", lambda tensor, *_: machine.pins.begin(tensor))
-    patch.setattr(
-        pipeline, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=machine.enter)
-    )
+
+    def inside(name: str) -> Worker:
+        worker = Worker(name)
+        worker.submit(machine.enter)
+        return worker
+
+    patch.setattr(pipeline, "Worker", inside)
     return machine
 
 
