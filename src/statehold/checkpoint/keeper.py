@@ -43,6 +43,9 @@ from statehold.observe.background_log import BackgroundLog
 from statehold.process.ending import forget, remember
 from statehold.ranks.preemption import Preemption
 
+# -- what only old errors hold ---------------------------------------------------------------------
+
+
 HOLDERS_MAX = 300
 # The references to an item of a list while it is counted: the list's, and the argument's.
 _OWN_REFERENCES = 2
@@ -124,6 +127,9 @@ def _are_held_elsewhere(found: list[Any], tracebacks: list[TracebackType]) -> bo
         sys.getrefcount(found[index]) - _OWN_REFERENCES > inside[id(found[index])]
         for index in range(len(found))
     )
+
+
+# -- the keeper ------------------------------------------------------------------------------------
 
 
 class Kept(Protocol):

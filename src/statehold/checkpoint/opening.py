@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
 
+# -- the saving side -------------------------------------------------------------------------------
+
+
 class Saving(NamedTuple):
     """The parts that take a save from the call to the committed step."""
 
@@ -71,6 +74,9 @@ def open_saving(
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
     return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log, callbacks))
+
+
+# -- the session -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

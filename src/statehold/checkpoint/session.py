@@ -49,6 +49,8 @@ from statehold.ranks.peers import Peers
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, everyone, led, together
 
+# -- the parts -------------------------------------------------------------------------------------
+
 
 @dataclass(eq=False, frozen=True)
 class Parts:
@@ -117,6 +119,9 @@ class Parts:
             parent=self.runtime.options.origin,
             goes_on=self.sharing.goes_on,
         )
+
+
+# -- the session -----------------------------------------------------------------------------------
 
 
 # How long a rank that ends with an error waits for the others to flush.

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from statehold.cli.output import plain
 from statehold.units import format_bytes, format_seconds
 
+# -- markup ----------------------------------------------------------------------------------------
+
 
 class Markup(str):
     """Text that is HTML already."""
@@ -51,6 +53,9 @@ def lines(text: str) -> Markup:
 
 def _safe(text: str) -> str:
     return html.escape(plain(text), quote=True)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 ROWS_SHOWN = 12

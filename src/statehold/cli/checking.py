@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs, ReadJob
 
 
+# -- reading at the speed of the device ------------------------------------------------------------
+
+
 BUFFER_BYTES = 16 * MiB
 BUFFERS = 24
 QUEUE_DEPTH = 32
@@ -242,6 +245,9 @@ def _cut(span: ScannedSpan) -> Iterator[ScannedSpan]:
         stop = min(span.end, (at // BATCH_BYTES + 1) * BATCH_BYTES)
         yield span.part(at, stop)
         at = stop
+
+
+# -- the check of a step ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

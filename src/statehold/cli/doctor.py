@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- leftovers of dead jobs ------------------------------------------------------------------------
+
+
 _LINE_BYTES_MAX = 4096
 
 
@@ -153,6 +156,9 @@ def _last_line(path: str) -> str:
         os.close(fd)
     lines = raw.decode("utf-8", "replace").strip().splitlines()
     return lines[-1] if lines else ""
+
+
+# -- the machine and the path ----------------------------------------------------------------------
 
 
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "9p", "fuse", "beegfs", "afs"}

@@ -42,6 +42,9 @@ from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
 
+# -- what went wrong -------------------------------------------------------------------------------
+
+
 DAMAGE_SHOWN = 100
 FAILURES_SHOWN = 100
 
@@ -111,6 +114,9 @@ def _damage(step: Document) -> Iterable[tuple[Piece, ...]]:
         file, tensor = each["file"] or "-", each["tensor"] or "-"
         detail = f"{each['detail']}{compared}".strip()
         yield step["step"], step["level"], each["what"], tensor, file, where, detail
+
+
+# -- the page --------------------------------------------------------------------------------------
 
 
 _HERE = Path(__file__).parent

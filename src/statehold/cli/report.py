@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- what saving costs -----------------------------------------------------------------------------
+
+
 # The times of a save that have percentiles.
 TIMES = ("blocked_s", "gate_s", "committed_s")
 
@@ -79,6 +82,9 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed."""
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+
+
+# -- the command -----------------------------------------------------------------------------------
 
 
 # The largest tensors of the newest step.

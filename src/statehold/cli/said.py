@@ -18,6 +18,9 @@ from statehold.cli.output import plain
 from statehold.format.entries import About
 from statehold.format.trees import Differs, members_of
 
+# -- the values of a tree --------------------------------------------------------------------------
+
+
 _TENSORS = ("$tensor", "$ndarray", "$complex128")
 _NOTHING = object()
 
@@ -56,6 +59,9 @@ def _opened(node: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def _items(nodes: list[Any]) -> list[tuple[str, Any]]:
     return [(str(i), item) for i, item in enumerate(nodes)]
+
+
+# -- metrics and tags ------------------------------------------------------------------------------
 
 
 def said(about: About) -> dict[str, Any]:

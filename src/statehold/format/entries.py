@@ -33,6 +33,9 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
 
+# -- what a step says of itself --------------------------------------------------------------------
+
+
 _MEMBERS = ("metrics", "tags", "parent")
 _PARENT = ("run", "step", "manifest_sha256")
 # JSON has no such numbers.
@@ -142,6 +145,9 @@ def _origin(check: Checker, node: Any, step_max: int) -> Origin | None:
         check.text(found["manifest_sha256"], "about.parent.manifest_sha256", _DIGEST,
                    "64 hex digits"),
     )  # fmt: skip
+
+
+# -- the members of documents ----------------------------------------------------------------------
 
 
 DOCUMENT_BYTES_MAX = 1 * GiB

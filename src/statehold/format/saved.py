@@ -40,6 +40,9 @@ from statehold.format.trees import Differs, members_of, merge, tensors_of
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Ranks
 from statehold.layout.share import HeldTensor
 
+# -- a property that is computed once --------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 
@@ -65,6 +68,9 @@ class cached(Generic[T]):
             return self
         value: T = vars(instance).setdefault(self._name, self._compute(instance))
         return value
+
+
+# -- the step --------------------------------------------------------------------------------------
 
 
 MANIFEST_NAME = "manifest.json"

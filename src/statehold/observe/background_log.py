@@ -23,6 +23,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
+# -- reports that fail nothing ---------------------------------------------------------------------
+
+
 logger = logging.getLogger("statehold")
 
 P = ParamSpec("P")
@@ -42,6 +45,9 @@ def harmless(report: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
+# -- once a process --------------------------------------------------------------------------------
+
+
 _logged: set[str] = set()
 
 
@@ -50,6 +56,9 @@ def log_once(note: str, level: int = logging.WARNING) -> None:
     if note and note not in _logged:
         _logged.add(note)
         logger.log(level, "%s", note)
+
+
+# -- the log ---------------------------------------------------------------------------------------
 
 
 LINES_MAX = 1000

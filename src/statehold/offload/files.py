@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 
+# -- the folder of an optimizer --------------------------------------------------------------------
+
+
 FOLDER = re.compile(r"optimizer-\d+")
 LOCK_NAME = ".lock"
 _OWNER = 0  # the byte of the lock that the owner has locked
@@ -117,6 +120,9 @@ def _is_usable(fs: Fs, folder: str) -> bool:
     except OSError as error:
         raise storage_error("make the folder of an optimizer", error.errno or 0, folder) from error
     return True
+
+
+# -- its files -------------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")

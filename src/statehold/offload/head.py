@@ -35,6 +35,9 @@ from statehold.layout.plan import BLOCK_BYTES, TensorSpec, metadata_of, pieces
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.offload.subgroups import ITEM_BYTES, FieldPart, Subgroup
 
+# -- where everything is in a file -----------------------------------------------------------------
+
+
 Piece = tuple[int, int]  # the bytes [begin, end) of a file
 
 
@@ -82,6 +85,9 @@ class FileForm:
     def cut(self, begin: int, end: int) -> Sequence[Piece]:
         """The pieces of these bytes of the subgroup."""
         return list(pieces(self.data_begin + begin, end - begin, BLOCK_BYTES))
+
+
+# -- the header ------------------------------------------------------------------------------------
 
 
 # What a part is in a step: its spec.

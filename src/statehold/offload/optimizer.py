@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- the end of a state ----------------------------------------------------------------------------
+
+
 _dropped: list[OptimizerKeeper] = []  # one operation at a time is atomic
 
 
@@ -95,6 +98,9 @@ def wait_for_dropped() -> None:
     """Wait for the state of optimizers that were dropped."""
     for each in list(_dropped):
         each.wait()
+
+
+# -- the optimizers --------------------------------------------------------------------------------
 
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_

@@ -57,6 +57,9 @@ from statehold.offload.subgroups import Subgroup
 from statehold.planners import placement
 from statehold.units import format_bytes
 
+# -- the path that a subgroup goes to --------------------------------------------------------------
+
+
 logger = logging.getLogger("statehold")
 
 # The process is short of something, whatever the path.
@@ -199,6 +202,9 @@ class Targets:
 
 def _in_short(error: StateholdError) -> str:
     return f"{error.summary}: {error.facts['errno']}" if "errno" in error.facts else error.summary
+
+
+# -- the pipeline ----------------------------------------------------------------------------------
 
 
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content. Returns what

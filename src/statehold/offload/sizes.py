@@ -24,6 +24,8 @@ from statehold.process.host_memory import available
 from statehold.tensors.devices.pinning import mapped
 from statehold.units import format_bytes
 
+# -- buffers ---------------------------------------------------------------------------------------
+
 
 class Buffers:
     """`count` buffers of `nbytes` each."""
@@ -35,6 +37,9 @@ class Buffers:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._items[index * self._each : (index + 1) * self._each]
+
+
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

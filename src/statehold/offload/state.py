@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- what a save takes from files ------------------------------------------------------------------
+
+
 DTYPE = "F32"
 
 
@@ -184,6 +187,9 @@ class Naming:
 
 def _global_shape(place: Placed, parameter: Parameter) -> tuple[int, ...]:
     return tuple(parameter.local.shape) if place.shape is None else place.shape
+
+
+# -- the state -------------------------------------------------------------------------------------
 
 
 Groups = Sequence[Mapping[str, Any]]

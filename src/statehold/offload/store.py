@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     from statehold.offload.subgroups import Subgroup
 
 
+# -- turns -----------------------------------------------------------------------------------------
+
+
 WAIT_S = 5.0
 
 
@@ -144,6 +147,9 @@ def _open(directory: str) -> LockFile | None:
     except (OSError, StorageError) as error:
         log_once(f"optimizers take no turns on their paths, because their locks fail: {error}")
         return None
+
+
+# -- the store -------------------------------------------------------------------------------------
 
 
 # Of requests under way on each path. With more, a read that ends an exchange waits for all that was

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from statehold.errors import UsageError, shown
 
+# -- checks ----------------------------------------------------------------------------------------
+
 
 def check_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
     """Check that `got` is one of `choices`."""
@@ -34,6 +36,9 @@ def check_flag(name: str, got: object) -> None:
     """Check that `got` is True or False."""
     if type(got) is not bool:
         raise UsageError(f"{name} must be True or False", facts={"got": shown(got)})
+
+
+# -- names -----------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

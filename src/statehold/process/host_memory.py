@@ -35,6 +35,9 @@ from pathlib import Path, PurePosixPath
 
 from statehold.errors import StorageError, storage_error
 
+# -- the directory of this user --------------------------------------------------------------------
+
+
 SHARED_MEMORY = "/dev/shm"
 
 
@@ -72,6 +75,9 @@ def check_home(base: str = SHARED_MEMORY) -> None:
         hint="pass Memory(path=...) on a tmpfs; the existing directory may hold another user's "
         "steps",
     )  # fmt: skip
+
+
+# -- the memory of the host ------------------------------------------------------------------------
 
 
 _PROC = Path("/proc")

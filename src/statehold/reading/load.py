@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from statehold.format.saved import PlacedChunk, SavedStep
 
 
+# -- the part that a name means --------------------------------------------------------------------
+
+
 def part_of(tree: Any, name: str, where: str) -> Any:
     """The node that `name` means; the whole tree for "". Raises StateMismatchError; `where` is for
     the message."""
@@ -92,6 +95,9 @@ def _names(node: Any, path: str) -> Iterator[str]:
         yield path
     for key, item in _members(node).items():
         yield from _names(item, f"{path}.{key}" if path else key)
+
+
+# -- loading it ------------------------------------------------------------------------------------
 
 
 BUFFER_BYTES = 16 * MiB

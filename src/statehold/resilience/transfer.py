@@ -64,6 +64,9 @@ from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
 
+# -- the door --------------------------------------------------------------------------------------
+
+
 _BACKLOG = 128
 _SHARES, _SHARES_NOTHING = b"m", b"-"
 _POLL_S = 0.01
@@ -182,6 +185,9 @@ def _shared(connection: socket.socket, timeout_s: float, revoked: threading.Even
 
 def _mapped(memory: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
+
+
+# -- the transfer ----------------------------------------------------------------------------------
 
 
 logger = logging.getLogger(__name__)

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- waiting for a change --------------------------------------------------------------------------
+
+
 POLL_S = 0.25
 # A look now and then costs nothing, and survives an event that was lost.
 TOLD_POLL_S = 5.0
@@ -107,6 +110,9 @@ class Watching:
         if directory not in self._local:
             self._local[directory] = mount_of(directory).kind in _LOCAL
         return self._local[directory]
+
+
+# -- the levels ------------------------------------------------------------------------------------
 
 
 _COPY_BYTES = 1 << 20  # of an engine that is never opened, because nothing is copied here

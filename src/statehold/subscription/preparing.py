@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from statehold.tensors.restoration import Restoration
 
 
+# -- pieces that differ ----------------------------------------------------------------------------
+
+
 class ChangedPiece(NamedTuple):
     """The bytes [begin, end) of a file of a step, and their checksum in hexadecimal digits."""
 
@@ -90,6 +93,9 @@ def _comparable(chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None)
     if before is None or before.end - before.begin != chunk.end - chunk.begin:
         return None
     return before.sums if (before.begin - chunk.begin) % block_bytes == 0 else None
+
+
+# -- where each belongs ----------------------------------------------------------------------------
 
 
 class Move(NamedTuple):
@@ -212,6 +218,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+# -- what the consumer changes ---------------------------------------------------------------------
 
 
 class Changes:

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
 
 
+# -- a newer step ----------------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class Update:
     """A newer step of a run, read and verified, that is not in place yet.
@@ -108,6 +111,9 @@ class Update:
                 "this update was applied or skipped already", facts={"step": self.step}
             )
         self._is_over = True
+
+
+# -- the subscription ------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")

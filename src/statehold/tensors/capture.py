@@ -81,6 +81,9 @@ from statehold.tensors.stored import (
     saved_parameters,
 )
 
+# -- containers as batches -------------------------------------------------------------------------
+
+
 # The states of so many parameters are one batch.
 STATES = 64
 _PLAIN = {bool, int, float, str, type(None)}
@@ -143,6 +146,9 @@ def in_batches(members: Mapping[Any, Any], size: int) -> Iterator[tuple[int, lis
     keys, held = list(members), list(members.values())
     for begin in range(0, len(keys), size):
         yield begin, keys[begin : begin + size], held[begin : begin + size]
+
+
+# -- the capture -----------------------------------------------------------------------------------
 
 
 # Of nodes: of an optimizer, its state or groups, a parameter or a group.

@@ -44,6 +44,9 @@ from statehold.tensors.storable import (
 from statehold.tensors.stored import Fill, Wanted
 from statehold.units import MiB
 
+# -- casts -----------------------------------------------------------------------------------------
+
+
 BLOCK_BYTES = 64 * MiB
 # Not float8_e8m0fnu and float4_e2m1fn_x2: they mean nothing without the scales of their block.
 _FLOATS = {
@@ -128,6 +131,9 @@ def _blocks(box: Box, most: int) -> Iterator[Box]:
         offsets[dim] += begin
         shape = (*box.shape[:dim], size, *box.shape[dim + 1 :])
         yield from _blocks(Box(tuple(offsets), shape), most)
+
+
+# -- destinations ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from statehold.tensors.facts import BatchFacts, Facts, read
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import ORDINARY, Strided, is_external, memory_of
 
+# -- what the next capture recognises --------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
 class Sight:
@@ -196,6 +198,9 @@ def _packs_evenly(layout: AnyLayout, shape: tuple[int, ...], packed: tuple[int, 
     if not isinstance(layout, Layout):
         return False
     return layout.largest_box(packed).shape[-1] == 2 * layout.largest_box(shape).shape[-1]
+
+
+# -- the tensors of one capture --------------------------------------------------------------------
 
 
 _is_leaf = attrgetter("is_leaf")

@@ -40,6 +40,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from statehold.errors import UnsupportedValueError
 from statehold.tensors.rng import get_state, set_state, unchanged
 
+# -- positions for another number of workers -------------------------------------------------------
+
+
 _YIELDED, _FINISHED = "_num_yielded", "_iterator_finished"
 _SNAPSHOT, _SINCE, _MAIN, _WORKERS = (
     "_snapshot", "_steps_since_snapshot", "_main_snapshot", "_worker_snapshots",

@@ -21,6 +21,8 @@ from statehold.format.trees import Differs
 from statehold.tensors import foreign, subclasses
 from statehold.tensors.marks import Mark
 
+# -- values that are built anew --------------------------------------------------------------------
+
 
 def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """The value of a leaf, for values.decode. `tensor` makes the tensor of a name."""
@@ -34,6 +36,9 @@ def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> A
     if tag == "$subclass":
         return subclasses.build_saved(payload)
     return foreign.value_of(tag, payload)
+
+
+# -- the tree --------------------------------------------------------------------------------------
 
 
 def members(node: Any) -> dict[Any, Any] | None:

@@ -33,6 +33,9 @@ from statehold.format.trees import Differs
 from statehold.tensors import nodes
 from statehold.tensors.storable import device_of, local_of
 
+# -- the state of an optimizer ---------------------------------------------------------------------
+
+
 PARAMS = "params"
 STATE, GROUPS = "state", "param_groups"
 # Where wrappers keep the optimizer that they wrap.
@@ -230,6 +233,9 @@ def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) ->
     if key == "step" and not on_device:
         return torch.device("cpu")
     return device_of(local_of(parameter))
+
+
+# -- parameter groups of a step --------------------------------------------------------------------
 
 
 Group = Mapping[str, Any]

@@ -28,6 +28,8 @@ from statehold.tensors.marks import Mark
 from statehold.tensors.modules import unwrapped
 from statehold.tensors.parts import parts
 
+# -- the selection ---------------------------------------------------------------------------------
+
 
 class Transfer(Selection):
     """pairs: saved name -> live name of each tensor."""
@@ -70,6 +72,9 @@ def _above(names: Iterable[str]) -> frozenset[str]:
         parts = name.split(".")
         found.update(".".join(parts[:length]) for length in range(1, len(parts)))
     return frozenset(found)
+
+
+# -- the models ------------------------------------------------------------------------------------
 
 
 def transfer_into(state: Mapping[str, Any], *, alone: bool) -> Callable[[SavedStep], Transfer]:

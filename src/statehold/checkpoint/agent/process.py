@@ -58,6 +58,9 @@ from statehold.errors import (
 )
 from statehold.observe.background_log import BackgroundLog
 
+# -- the work after the death of the trainer -------------------------------------------------------
+
+
 Target = tuple["Level", "Place"]
 
 # The process that holds the level has a newer step, or does this work itself, so asking again is of
@@ -163,6 +166,9 @@ class Persisting:
         self._moved_s = time.monotonic()
         if self._stopped.is_set():
             raise ClosedError("the agent was stopped")
+
+
+# -- the process -----------------------------------------------------------------------------------
 
 
 LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins a new log

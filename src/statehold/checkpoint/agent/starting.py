@@ -42,6 +42,9 @@ from statehold.observe.background_log import BackgroundLog, log_once
 from statehold.options import Options
 from statehold.options.io import moving_of
 
+# -- one agent -------------------------------------------------------------------------------------
+
+
 _GOODBYE = b"goodbye\n"
 STARTS_MAX = 3
 FIRST_S = 5.0
@@ -216,6 +219,9 @@ def _own_pidfd() -> int:
     if found < 0:
         raise OSError(ctypes.get_errno(), "pidfd_open")
     return found
+
+
+# -- the agent of a session ------------------------------------------------------------------------
 
 
 def companion_of(

@@ -47,6 +47,9 @@ from statehold.options import Options
 from statehold.planners.failures import Loss, rates_by_level, rates_of
 from statehold.ranks.membership import Membership
 
+# -- which calls of save() save --------------------------------------------------------------------
+
+
 # When a save is called, the save 3 back has ended, because only two may be under way. One more, so
 # that the outcome of the save after the one that first announced a rule is there, too.
 LAG = 4
@@ -142,6 +145,9 @@ def is_past_next(last: int | None, step: int, steps: int) -> bool:
     True for a first step, and for a step that is not newer, because it is saved again.
     """
     return last is None or step <= last or step // steps > last // steps
+
+
+# -- which step goes to which level ----------------------------------------------------------------
 
 
 NEVER = 1 << 62

@@ -441,6 +441,9 @@ def _verify(file: DataFile, address: int, cuts: Sequence[Cut]) -> None:
             raise _mismatch(file, span, (begin, end), expected, got)
 
 
+# -- shared files that the level has already -------------------------------------------------------
+
+
 # The size of a file, of its blocks, and its spans with their checksums.
 Content = tuple[int, int, tuple[FileSpan, ...]]
 

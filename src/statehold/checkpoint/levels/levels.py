@@ -237,6 +237,9 @@ class Levels:
         return [place for place in self.near if place.leads and step in place.store.steps()]
 
 
+# -- opening them ----------------------------------------------------------------------------------
+
+
 def open_levels(
     run: str,
     specs: Sequence[Level],

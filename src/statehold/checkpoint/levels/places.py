@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
 
 
+# -- the warning before a storage is full ----------------------------------------------------------
+
+
 # A warning comes if fewer steps than this have room.
 STEPS_LEFT = 10
 
@@ -99,6 +102,9 @@ def own_bytes(directory: str) -> int:
     with os.scandir(directory) as entries:
         found = [entry.stat(follow_symlinks=False) for entry in entries]
     return sum(each.st_size for each in found if each.st_nlink == 1)
+
+
+# -- the places ------------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")

@@ -67,6 +67,9 @@ from statehold.process.warn import let_go
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 
+# -- the speed of a copy ---------------------------------------------------------------------------
+
+
 BURST_S = 0.25
 NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
 
@@ -116,6 +119,9 @@ class Throttle:
     def stop(self) -> None:
         """Let no more bytes pass."""
         self._stopped.set()
+
+
+# -- the parts of all ranks ------------------------------------------------------------------------
 
 
 def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
@@ -170,6 +176,9 @@ def is_resumable(error: Exception) -> bool:
     if isinstance(error, NoSpaceError):
         return False
     return isinstance(error, StorageError | ClosedError | PeerLostError)
+
+
+# -- the copies to a level -------------------------------------------------------------------------
 
 
 # The suffix of a level's name for its copies on other hosts.

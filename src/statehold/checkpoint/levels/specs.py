@@ -293,6 +293,9 @@ def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, 
     return check_levels(levels)
 
 
+# -- the same levels on all ranks ------------------------------------------------------------------
+
+
 ROUND = "levels"
 _OF_HOST = {"path", "url", "options", "bytes_per_s"}
 

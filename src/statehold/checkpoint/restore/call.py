@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- what the caller asks for ----------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """selection: None is the prefix that the model shares with the step. source: another run, whose
@@ -93,6 +96,9 @@ def requested(
         )
     chosen = choice if named is None or named.is_newest else Choice.of(named)
     return Request(chosen, None if prefix else selection, None if named is None else named.run)
+
+
+# -- the call --------------------------------------------------------------------------------------
 
 
 Choose: TypeAlias = Callable[[SavedStep], Selection]

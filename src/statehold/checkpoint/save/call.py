@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from statehold.tensors.captured import Capture, CapturedTensor
 
 
+# -- what the caller says of a step ----------------------------------------------------------------
+
+
 def labels(metrics: Mapping[str, float] | None, tags: Sequence[str]) -> About:
     """What a manifest says of these. Raises UsageError."""
     metrics = {} if metrics is None else metrics
@@ -95,6 +98,9 @@ def _number(name: str, value: Any) -> float:
 
 def _refused(summary: str, got: object, example: str) -> UsageError:
     return UsageError(summary, facts={"expected": f"such as {example}", "got": shown(got)})
+
+
+# -- the call --------------------------------------------------------------------------------------
 
 
 # Of files that are linked, so much is in staging memory at once. Copies of that size keep a device

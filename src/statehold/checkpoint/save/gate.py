@@ -227,6 +227,9 @@ class Gate:
                 self._held.pop(save, None)
 
 
+# -- the thread that trains ------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class Trainer:
     """The thread that trains.

@@ -274,6 +274,9 @@ def _checked(event: Event) -> Event:
     return event
 
 
+# -- functions that are called after a commit ------------------------------------------------------
+
+
 QUEUED_MAX = 100
 CLOSE_S = 10.0
 
@@ -332,6 +335,9 @@ class Callbacks:
                         save.step, text,
                     )  # fmt: skip
             del save
+
+
+# -- what the two threads know of a save -----------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -85,6 +85,9 @@ if TYPE_CHECKING:
     from statehold.format.entries import About, Origin
 
 
+# -- the step that the run began from --------------------------------------------------------------
+
+
 class Descent:
     """near: the levels of the run that are directories, the nearest first. restored: the step that
     a run without steps began from by restore(source=...), if any."""
@@ -116,6 +119,9 @@ class Descent:
                         yield Manifest.decode(raw, f"{place.name}: step {step}").about
 
 
+# -- work after a commit ---------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
     """Run work that follows the commit of `step`; log its error instead of raising it.
@@ -133,6 +139,9 @@ def _text(error: BaseException) -> str:
     if isinstance(error, StateholdError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+# -- one rank alone, or all together ---------------------------------------------------------------
 
 
 _TURNS = "turns"
@@ -473,6 +482,9 @@ def _shared(lesson: Lesson) -> tuple[Shared, ...]:
         for found in lesson.values()
         if len(found.meshes) > 1 and found.equal
     )
+
+
+# -- a level of several hosts ----------------------------------------------------------------------
 
 
 def publisher_of(

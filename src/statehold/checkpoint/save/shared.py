@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from statehold.tensors.columns import Stamps, Tensors
 
 
+# -- the proof -------------------------------------------------------------------------------------
+
+
 _NICENESS = 5  # like the threads that copy
 
 
@@ -138,6 +141,9 @@ def low_priority(count: int) -> ThreadPoolExecutor:
 def _yield() -> None:
     with contextlib.suppress(OSError):  # of this thread alone
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+
+
+# -- the files of a save ---------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)

@@ -74,6 +74,9 @@ if TYPE_CHECKING:
     from statehold.tensors.columns import Stamps, Tensors
 
 
+# -- how parts become files ------------------------------------------------------------------------
+
+
 # A smaller tensor is written with what changes: a checksum, a name and a place cost as much.
 PART_BYTES_MIN = 64 << 10
 FILE_BYTES_MIN = 8 * MiB
@@ -148,6 +151,9 @@ class History:
     def __bool__(self) -> bool:
         """Whether any part may be quiet."""
         return bool(self._same)
+
+
+# -- the step that the job goes on from ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,9 @@ def _header(fs: Fs, path: str, nbytes: int) -> bytes:
     finally:
         file.close()
     return bytes(raw)
+
+
+# -- from save to save -----------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- names -----------------------------------------------------------------------------------------
+
+
 COPY_DIGITS = 16
 ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>[0-9]{1,12})"
 _COPY = rf"\.copy-[0-9a-f]{{{COPY_DIGITS}}}"
@@ -85,6 +88,9 @@ def check_attempt(attempt: str) -> None:
     """Raise InvariantError unless it names an attempt at a save, or at a copy."""
     if _NAMED.fullmatch(attempt) is None:
         raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(attempt)})
+
+
+# -- making and deleting them ----------------------------------------------------------------------
 
 
 def make_directories(fs: Fs, path: str) -> None:
@@ -140,6 +146,9 @@ def unless(expected: int) -> Iterator[None]:
 
 def parent_of(path: str) -> str:
     return path.rpartition("/")[0] or ("/" if path[:1] == "/" else ".")
+
+
+# -- directories that do not count -----------------------------------------------------------------
 
 
 _SHOWN = 8

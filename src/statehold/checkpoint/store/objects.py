@@ -81,6 +81,9 @@ from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no
 from statehold.io.objects.parallel import Target, side_by_side
 from statehold.layout.plan import file_of
 
+# -- names, and the commit object ------------------------------------------------------------------
+
+
 FORMAT = "statehold.commit"
 VERSION = 1
 COMMIT_BYTES_MAX = 4096
@@ -196,6 +199,9 @@ class CommitObject:
             document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
         )
         return CommitObject(step, directory, digest)
+
+
+# -- the steps -------------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")
@@ -562,6 +568,9 @@ class ObjectSteps:
             return  # it may be the step's own: left for a person
         if commit is None or commit.directory != directory:
             self._delete(directory)
+
+
+# -- files that several steps have -----------------------------------------------------------------
 
 
 _REFERENCES_BYTES_MAX = 1 << 20

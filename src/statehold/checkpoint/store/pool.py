@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 
+# -- second names ----------------------------------------------------------------------------------
+
+
 # ENOSYS: FUSE file systems that have no links.
 _REFUSED = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 # A sync waits for the disk to empty its cache. The kernel does that once for all that wait.
@@ -75,6 +78,9 @@ def _sync(fs: Fs, path: str) -> None:
         file.sync()
     finally:
         file.close()
+
+
+# -- the pool --------------------------------------------------------------------------------------
 
 
 POOL_NAME = ".shared"

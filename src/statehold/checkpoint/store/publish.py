@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- where two names cannot be exchanged -----------------------------------------------------------
+
+
 T = TypeVar("T")
 
 # What a file system says of a file or directory that is gone.
@@ -232,6 +235,9 @@ def is_directory(path: str, is_dir: Callable[[str], bool] = os.path.isdir) -> bo
     if not is_dir(path):
         ask_server(path)
     return is_dir(path)
+
+
+# -- D3 and D5 to D7 -------------------------------------------------------------------------------
 
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:

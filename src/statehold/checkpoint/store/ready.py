@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 
+# -- files that are mapped -------------------------------------------------------------------------
+
+
 Files = dict[str, "File"]
 
 
@@ -96,6 +99,9 @@ class Mappings:
 def _close(files: Iterable[File]) -> None:
     for file in files:
         file.close()
+
+
+# -- the next file ---------------------------------------------------------------------------------
 
 
 READY_NAME = ".ready"

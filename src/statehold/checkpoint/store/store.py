@@ -92,6 +92,9 @@ if TYPE_CHECKING:
     from statehold.options.keep import Keep
 
 
+# -- the order of steps ----------------------------------------------------------------------------
+
+
 def check_newest(
     run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
 ) -> None:
@@ -120,6 +123,9 @@ def check_newest(
         facts={"run": run},
         hint=hint,
     )
+
+
+# -- the store -------------------------------------------------------------------------------------
 
 
 SPARE_NAME = ".spare"

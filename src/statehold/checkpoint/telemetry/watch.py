@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from statehold.format.selection import RestoreReport
 
 
+# -- the figures of a save -------------------------------------------------------------------------
+
+
 Event = Literal["staged", "written", "committed"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 
@@ -98,6 +101,9 @@ class SaveStats:
             seconds = getattr(self, f"{event}_s")
             text += f", {event} " + ("not yet" if seconds is None else format_seconds(seconds))
         return text
+
+
+# -- copies to a level -----------------------------------------------------------------------------
 
 
 Stage = contextlib.AbstractContextManager[None]
@@ -250,6 +256,9 @@ def copied_text(facts: dict[str, Any]) -> str:
     linked = facts["linked_bytes"]
     shared = f"; it shares {format_bytes(linked)} with other steps" if linked else ""
     return f"step {facts['step']} is committed at level {facts['level']}: {took}{shared}{waited}"
+
+
+# -- a Checkpointer --------------------------------------------------------------------------------
 
 
 class Watch:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from statehold._core import WriteJob
 
 
+# -- one strategy ----------------------------------------------------------------------------------
+
+
 STAGING_BYTES = 512 * MiB
 _GRID_BYTES = MiB  # of the checksums, as in data files
 _BUFFERS_MIN = 2
@@ -140,6 +143,9 @@ class EngineSession:
     def close(self) -> None:
         self._engine.close()
         self._fs.close()
+
+
+# -- all of them -----------------------------------------------------------------------------------
 
 
 _READ_BYTES = 1 << 22

@@ -25,6 +25,9 @@ from statehold.cli.study.strategies import Case, MovedBy, Operation, Strategy
 from statehold.options.io import DEFAULTS
 from statehold.units import KiB, MiB
 
+# -- memory ----------------------------------------------------------------------------------------
+
+
 _PATTERN_BYTES = 1 << 20
 
 
@@ -57,6 +60,9 @@ def kept(nbytes: int) -> MappedMemory:
 def new(nbytes: int) -> MappedMemory:
     """As an allocator gives it: none of its pages exists yet."""
     return MappedMemory(nbytes)
+
+
+# -- the strategies --------------------------------------------------------------------------------
 
 
 BLOCKS = (1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)

@@ -51,6 +51,9 @@ from statehold.tensors.marks import Volatile
 from statehold.tensors.pieces import Piece
 from statehold.tensors.rng import Rng
 
+# -- moments ---------------------------------------------------------------------------------------
+
+
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
@@ -163,6 +166,9 @@ def _getter(held: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
     return lambda: held[key]
 
 
+# -- progress --------------------------------------------------------------------------------------
+
+
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
 
@@ -214,6 +220,9 @@ def _is_plain(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """A number that may be in a tensor; `overflow` of some paths is one."""
     return value.item() if hasattr(value, "item") else value
+
+
+# -- the engine ------------------------------------------------------------------------------------
 
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")

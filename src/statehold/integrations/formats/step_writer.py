@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
 
 
+# -- the tensors of a step -------------------------------------------------------------------------
+
+
 BUFFER_BYTES = 4 * MiB
 STAGING_BYTES = 4 * BUFFER_BYTES
 
@@ -130,6 +133,9 @@ def engine_for_parts() -> Iterator[Engine]:
         engine = open_engine(fs, STAGING_BYTES, BUFFER_BYTES, 2)
         with contextlib.closing(engine):
             yield engine
+
+
+# -- writing a step --------------------------------------------------------------------------------
 
 
 _SUM_BYTES = 8

@@ -58,6 +58,9 @@ from statehold.reading.load import load
 from statehold.tensors.marks import Volatile
 from statehold.tensors.rng import Rng
 
+# -- what comes back from a step -------------------------------------------------------------------
+
+
 log = logging.getLogger("statehold")
 
 COMMITTED = "step-*/manifest.json"
@@ -191,6 +194,9 @@ class Restoring:
         self._known = {}
 
 
+# -- what happens after a save ---------------------------------------------------------------------
+
+
 _OTHER_RANKS = (
     "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
     "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
@@ -302,6 +308,9 @@ class Finisher:
             if checkpoint.is_ours:  # otherwise it was removed meanwhile
                 log.warning("%s has no weights for load_from_checkpoint(): %s",
                             checkpoint.path, error)  # fmt: skip
+
+
+# -- the strategy ----------------------------------------------------------------------------------
 
 
 # A step is given to its paths at the latest when the save after next begins.

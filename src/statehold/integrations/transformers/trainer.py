@@ -62,6 +62,9 @@ from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
 
+# -- what was logged -------------------------------------------------------------------------------
+
+
 _FLOAT_BITS = 1024  # greater numbers are not floats
 
 
@@ -75,6 +78,9 @@ def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
+
+
+# -- weights for from_pretrained -------------------------------------------------------------------
 
 
 log = logging.getLogger("statehold")
@@ -164,6 +170,9 @@ class Exporter:
                 log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)
 
 
+# -- doubts ----------------------------------------------------------------------------------------
+
+
 _PERSISTENT = (
     "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
     "draw a seed, and workers that persist draw none. Leave out "
@@ -207,6 +216,9 @@ def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
         names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
         if names:
             yield _FORGETFUL.format(", ".join(names))
+
+
+# -- the trainer -----------------------------------------------------------------------------------
 
 
 # The best step is given second names at the save after next, when it is certainly committed.

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
+# -- failures --------------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")
@@ -188,6 +191,9 @@ def _transport_failure(text: str, operation: str, path: str) -> StorageError:
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
     match = pattern.search(text)
     return match[1] if match else None
+
+
+# -- the client ------------------------------------------------------------------------------------
 
 
 PART_BYTES = 5 * MiB  # the least that S3 takes; twelve of them are under way

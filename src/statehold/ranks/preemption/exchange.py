@@ -49,6 +49,9 @@ from statehold.errors import StateholdError, StorageError
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 
+# -- which step is the last ------------------------------------------------------------------------
+
+
 # How often the run was restored or rewound, and the step.
 Position = tuple[int, int]
 
@@ -96,6 +99,9 @@ class LastStep:
         with self._changed:
             self._passed = self._passed or passed
             self._changed.notify_all()
+
+
+# -- the messages ----------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

@@ -41,6 +41,9 @@ from statehold.resilience.protocol.messages import (
     encode,
 )
 
+# -- lines -----------------------------------------------------------------------------------------
+
+
 LINES_MAX = 64 << 20
 # Of a peer that has not said who it is.
 FIRST_MAX = 1 << 20
@@ -90,6 +93,9 @@ class Lines:
 
     def close(self) -> None:
         self.socket.close()
+
+
+# -- the server ------------------------------------------------------------------------------------
 
 
 TICK_S = 0.02

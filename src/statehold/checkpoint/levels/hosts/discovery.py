@@ -48,6 +48,9 @@ from statehold.process.host_memory import SHARED_MEMORY
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
+# -- one secret for all ranks ----------------------------------------------------------------------
+
+
 _PRIME = int(
     "FFFFFFFFFFFFFFFFC90FDAA22168C234C4C6628B80DC1CD129024E088A67CC74020BBEA63B139B22"
     "514A08798E3404DDEF9519B3CD3A431B302B0A6DF25F14374FE1356D6D51C245E485B576625E7EC6"
@@ -86,6 +89,9 @@ class KeyPair:
         shared = pow(other, self._private, _PRIME).to_bytes(256, "big")
         mask = hashlib.sha256(shared).digest()
         return bytes(each ^ key for each, key in zip(data, mask, strict=True))
+
+
+# -- the meeting -----------------------------------------------------------------------------------
 
 
 logger = logging.getLogger("statehold")
