@@ -93,6 +93,24 @@ def test_every_source_file_opens_with_its_contract() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_a_head_names_modules_that_are_there() -> None:
+    """What is "Not here" is elsewhere: a word in brackets is a module, or the end of its path."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in tracked()]
+    paths = [path for path in paths if path.parts[0] in {"src", "native", "docs"}]
+    paths += [parent for path in paths for parent in path.parents]
+    known = {"/".join(path.parts[at:]) for path in paths for at in range(len(path.parts))}
+    problems = []
+    for path in tracked():
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "src"):
+            head = ast.get_docstring(ast.parse(path.read_text())) or ""
+            elsewhere = re.search(r"^Not here: (.*?)(?:\n\n|\Z)", head, re.M | re.S)
+            brackets = re.findall(r"\(([^()]*)\)", elsewhere[1] if elsewhere else "")
+            words = [word for each in brackets for word in re.split(r",\s+", each)]
+            names = [word for word in words if re.fullmatch(r"[a-z0-9_/]+", word)]
+            problems += [f"{path.relative_to(ROOT)}: {n}" for n in names if n not in known]
+    assert not problems, "\n".join(problems)
+
+
 def test_nothing_was_left_behind() -> None:
     problems = [
         f"{path.relative_to(ROOT)}: {word}"

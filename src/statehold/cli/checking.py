@@ -13,7 +13,7 @@ Invariants: memory is the engine's buffers and a few batches, however large the 
 continues after a bad piece. The page cache of a file is dropped first, so the bytes come from the
 device.
 
-Not here: reading fast (scanning), which step (places), the output (verify).
+Not here: which step (places), the output (verify).
 """
 
 from __future__ import annotations

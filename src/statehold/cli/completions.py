@@ -1,7 +1,7 @@
 """`statehold completions SHELL`: a script that makes a shell complete commands, options and paths.
 
 Invariants: the script is made from the parser itself, so it has every command and option.
-Not here: the script (shtab).
+Not here: the script, which is that of shtab.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: reading a range of a chunk by its pieces; assembling a box of a tensor from its chunks.
 Invariants: no byte is returned before its checksum was verified. Memory is PART_BYTES for each
 tensor, or, if a chunk is wider, the range between the first and the last element of a row.
-Not here: numbers (numbers), the speed of the device (scanning).
+Not here: numbers (numbers), the speed of the device (checking).
 """
 
 from __future__ import annotations

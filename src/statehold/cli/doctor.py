@@ -1,6 +1,6 @@
 """`statehold doctor [PATH]`: what statehold can do on this machine and in PATH.
 
-It also lists the leftovers of dead jobs (left_behind).
+It also lists the leftovers of dead jobs.
 Invariants: reports only what was tried or read just now, through the same file system layer that
 saves use. All trials happen in a temporary directory in PATH, which is removed again.
 

@@ -5,7 +5,7 @@ page's own, by its hash, and all loading. The page has the same content without 
 
 What went wrong in a run, at the top of its report: failed saves and copies, and damage.
 
-Not here: the data (report), escaping (markup), the timeline.
+Not here: the data (report), escaping (blocks), the timeline.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ Invariants: only who runs as the same user comes through the Unix socket, and a 
 there from anybody else. Nothing is left in a directory: the socket's name is in Linux's abstract
 namespace, and the memory has none. It is freed when both sides have dropped the line.
 
-Not here: what the bytes mean (state_bytes), how a joiner reaches a holder (door), who holds the
-state and who joins (protocol).
+Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariants: what may fail for want of memory happens first: scratch memory on a device for tensors
 that a plain copy cannot fill. On return every copy is done. On a device the copies come after what
 its current stream has been given, and what it is given later comes after them.
-Not here: the bytes (spare), when this happens (update).
+Not here: the bytes (spare), when this happens (subscribe).
 """
 
 from __future__ import annotations

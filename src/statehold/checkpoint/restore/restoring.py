@@ -20,7 +20,7 @@ same. If that does not match on some rank, all ranks read the records of all.
 Invariants: no rank changes a byte before all ranks have matched. A step counts as restored only
 when all ranks have read and verified it, from the same save of it.
 Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (levels/nearest),
-agreeing (ranks/agreeing).
+agreeing (ranks/rounds).
 """
 
 from __future__ import annotations

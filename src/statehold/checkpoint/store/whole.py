@@ -2,7 +2,7 @@
 
 A step that has lost a file, or the end of one, does not count as committed: no command may delete
 an intact step because of it. Only names and sizes are looked at, and the documents, never data.
-Not here: the bytes of the files (cli/verify, restores), which steps there are (store).
+Not here: the bytes of the files (cli/verify, restore), which steps there are (store).
 """
 
 from __future__ import annotations

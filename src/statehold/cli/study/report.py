@@ -2,7 +2,7 @@
 
 Owns: the JSON document of a study; the reasons for the chosen settings.
 Invariants: pure. Every figure comes with the number of its measurements and its range.
-Not here: tables and files (cli/bench), the plot (plot).
+Not here: tables and files (cli/bench).
 """
 
 from __future__ import annotations

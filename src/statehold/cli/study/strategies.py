@@ -2,7 +2,7 @@
 
 Owns: the definition and the name of a strategy; the sizes of a model's tensors, and their places.
 Invariants: pure.
-Not here: moving the bytes (sessions), which strategies are tried (sweep).
+Not here: moving the bytes (measure), which strategies are tried (sweep).
 """
 
 from __future__ import annotations

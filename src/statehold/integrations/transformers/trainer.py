@@ -26,8 +26,8 @@ The metrics of a step of the Trainer: the numbers that it has logged at this ste
 Invariants: whatever a compute_metrics returns, no save fails because of it. What cannot be a metric
 is left out.
 
-Not here: weights for from_pretrained (exporting), which tensors a step holds (trained), models
-beside the one that trains (beside).
+Not here: which tensors a step holds (trained), models beside the
+one that trains (beside).
 """
 
 from __future__ import annotations
