@@ -21,7 +21,7 @@ from bench.unchanged.common import Group, Sizes, folder
 from statehold import Checkpointer
 from statehold.checkpoint.save.shared import BytesClaim, SharedFile, low_priority, refuted
 from statehold.io.runtime import Runtime
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.tensors.capture import capture
 
 
@@ -52,7 +52,7 @@ def _claims(files: list[SharedFile], model: torch.nn.Module) -> list[BytesClaim]
 def _rates(claims: list[BytesClaim], runtime: Runtime, memory: torch.Tensor, rounds: int) -> Group:
     torch.set_num_threads(1)  # of each thread
     proofs, passes = [], []
-    parts = memory.chunk(4 * moving_of(runtime.options.io).copy_threads)
+    parts = memory.chunk(4 * settled(runtime.options.io).copy_threads)
     for round_ in range(-1, rounds * 3):
         begin = time.perf_counter()
         differing = refuted(claims, runtime)
@@ -60,7 +60,7 @@ def _rates(claims: list[BytesClaim], runtime: Runtime, memory: torch.Tensor, rou
         if any(differing):
             raise RuntimeError("memory that has not changed was refuted")
         begin = time.perf_counter()
-        with low_priority(moving_of(runtime.options.io).copy_threads) as threads:
+        with low_priority(settled(runtime.options.io).copy_threads) as threads:
             list(threads.map(torch.sum, parts))
         passed = time.perf_counter() - begin
         if round_ >= 0:

@@ -17,7 +17,7 @@ from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, path_for, save
 from statehold.observe.counters import figures_of
-from statehold.options.io import DEFAULTS, Io, Moving, moving_of
+from statehold.options.io import DEFAULTS, Io, Moving, settled
 from statehold.units import MiB
 from support.dcp_checks import failing
 
@@ -89,10 +89,10 @@ def test_they_take_the_profile_of_the_storage(
     moving = Moving(buffer_bytes=2 * MiB, queue_depth=4, backend="threads", copy_threads=1)
     save(Profile(mount_of(str(tmp_path)), moving, "today"), path_for(str(tmp_path)))
     for endpoint in (StorageWriter(), StorageReader()):
-        assert moving_of(endpoint._machine.at(str(tmp_path / "step-1")).options.io) == moving
+        assert settled(endpoint._machine.at(str(tmp_path / "step-1")).options.io) == moving
     given = StorageWriter(io=Io(buffer_bytes="1MiB", profile=None))
-    found = moving_of(given._machine.at(str(tmp_path / "step-1")).options.io)
+    found = settled(given._machine.at(str(tmp_path / "step-1")).options.io)
     assert (found.buffer_bytes, found.backend) == (MiB, "auto")
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path / "step-1"))
     os.unlink(path_for(str(tmp_path)))
-    assert moving_of(StorageReader()._machine.at(str(tmp_path / "step-1")).options.io) == DEFAULTS
+    assert settled(StorageReader()._machine.at(str(tmp_path / "step-1")).options.io) == DEFAULTS

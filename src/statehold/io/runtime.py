@@ -20,7 +20,7 @@ from statehold import _core
 from statehold.io.profile import tuned
 from statehold.io.staging import Staging
 from statehold.observe.background_log import log_once
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.process.host_memory import ranks_on_host
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Runtime:
 
 
 def _open_fs(options: Options) -> Fs:
-    moving = moving_of(options.io)
+    moving = settled(options.io)
     fs = _core.open_fs(moving.backend, moving.queue_depth)
     if moving.backend != "threads":  # otherwise a user asked for it
         log_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")

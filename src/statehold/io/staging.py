@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.errors import StorageError
 from statehold.io.clients import open_engine
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.process import host_memory as memory
 from statehold.tensors.devices import Devices
 from statehold.units import GiB, format_bytes
@@ -98,7 +98,7 @@ class Staging:
             self._open(before)
 
     def _open(self, size: int) -> None:
-        moving = moving_of(self._options.io)
+        moving = settled(self._options.io)
         buffer = moving.buffer_bytes
         whole = max(2, size // buffer) * buffer
         self.engine = open_engine(self._fs, whole, buffer, moving.copy_threads)

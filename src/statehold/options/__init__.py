@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from statehold.errors import UsageError, shown
-from statehold.options.io import Io, Moving, filled, moving_of
+from statehold.options.io import Io, Moving, filled, settled
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import check_choice, check_count
 from statehold.options.paths import PATH, NamedStep, check_step
@@ -85,7 +85,7 @@ class Options:
             )
 
     def _check_memory(self) -> None:
-        staging, least = self.staging_size, 2 * moving_of(self.io).buffer_bytes
+        staging, least = self.staging_size, 2 * settled(self.io).buffer_bytes
         if staging is not None and staging < least:
             raise UsageError(
                 "staging_bytes must hold at least two buffers",

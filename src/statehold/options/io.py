@@ -98,14 +98,14 @@ class Io:
             raise UsageError(
                 "address must be a name or a number", facts={"got": repr(self.address)}
             )
-        buffer = moving_of(self).buffer_bytes
+        buffer = settled(self).buffer_bytes
         if buffer < BUFFER_BYTES_MIN or buffer % BUFFER_BYTES_MIN:
             raise UsageError(
                 "buffer_bytes must be a multiple of 1 MiB", facts={"got": format_bytes(buffer)}
             )
 
 
-def moving_of(io: Io) -> Moving:
+def settled(io: Io) -> Moving:
     """The values of `io`, with the defaults instead of None."""
     buffer = DEFAULTS.buffer_bytes if io.buffer_bytes is None else parse_bytes(io.buffer_bytes)
     return Moving(

@@ -25,7 +25,7 @@ from statehold.io.profile import (
     tuned,
 )
 from statehold.options import Options
-from statehold.options.io import DEFAULTS, Io, Moving, moving_of
+from statehold.options.io import DEFAULTS, Io, Moving, settled
 from statehold.units import MiB
 
 MOVING = Moving(buffer_bytes=4 * MiB, queue_depth=7, backend="threads", copy_threads=3)
@@ -132,7 +132,7 @@ def test_it_fills_what_is_open(home: Path, tmp_path: Path, profile: Profile) -> 
     save(profile, path_for(str(tmp_path)))
     options, note = tuned(Options(), str(tmp_path))
     assert note == ""
-    assert moving_of(options.io) == MOVING
+    assert settled(options.io) == MOVING
 
 
 def test_what_is_given_wins(home: Path, tmp_path: Path, profile: Profile) -> None:
@@ -158,7 +158,7 @@ def test_buffers_that_do_not_fit_are_left_out(tmp_path: Path, profile: Profile) 
     save(replace(profile, moving=replace(MOVING, buffer_bytes=64 * MiB)), file)
     options, note = tuned(Options(io=Io(profile=file), staging_bytes="64MiB"), str(tmp_path))
     assert note == ""
-    assert moving_of(options.io) == replace(MOVING, buffer_bytes=DEFAULTS.buffer_bytes)
+    assert settled(options.io) == replace(MOVING, buffer_bytes=DEFAULTS.buffer_bytes)
 
 
 def test_a_broken_profile_changes_nothing(home: Path, tmp_path: Path) -> None:

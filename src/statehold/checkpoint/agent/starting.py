@@ -40,7 +40,7 @@ from statehold.errors import StateholdError
 from statehold.io.runtime import Runtime
 from statehold.observe.background_log import BackgroundLog, log_once
 from statehold.options import Options
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 
 # -- one agent -------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ def agent_for(
     if not (isinstance(first, Memory) and first.agent and len(levels) > 1):
         return None
 
-    moving = moving_of(options.io)
+    moving = settled(options.io)
 
     def orders(pidfd: int) -> Orders:
         return Orders(

@@ -36,7 +36,7 @@ from statehold.errors import RunBusyError, StateholdError, StorageError
 from statehold.format.entries import Origin
 from statehold.io.runtime import Runtime
 from statehold.observe.background_log import logger
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.ranks.membership import ALONE
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
@@ -292,7 +292,7 @@ def _places(
         specs,
         run,
         runtime.fs,
-        moving_of(options.io).buffer_bytes,
+        settled(options.io).buffer_bytes,
         reuse=options.io.reuse_files,
         membership=peers.membership if peers else ALONE,
         identity=identity,

@@ -50,7 +50,7 @@ from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
 from statehold.layout.share import Part, RankPlan, Share
 from statehold.layout.stored import SUM_BYTES, StoredFile
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
             each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
         ]
 
-    count = min(moving_of(runtime.options.io).copy_threads, len(found))
+    count = min(settled(runtime.options.io).copy_threads, len(found))
     differing = [set[int]() for _ in claims]
     if count:
         with low_priority(count) as threads:

@@ -20,7 +20,7 @@ from statehold.io.profile import tuned
 from statehold.io.staging import chosen
 from statehold.observe.background_log import log_once
 from statehold.options import Options
-from statehold.options.io import moving_of
+from statehold.options.io import settled
 from statehold.process.host_memory import available, ranks_on_host
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Machine:
         if self.borrowed_fs is not None:
             yield self.borrowed_fs
             return
-        moving = moving_of(self.options.io)
+        moving = settled(self.options.io)
         fs = _core.open_fs(moving.backend, moving.queue_depth)
         try:
             yield fs
@@ -64,7 +64,7 @@ class Machine:
     @contextlib.contextmanager
     def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
         """An engine for moving `nbytes`."""
-        moving = moving_of(self.options.io)
+        moving = settled(self.options.io)
         buffer = moving.buffer_bytes
         needed = (max(0, nbytes) // buffer + 2) * buffer
         given = self.options.staging_size
