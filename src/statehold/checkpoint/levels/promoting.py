@@ -8,9 +8,9 @@ Invariants: at most one step is under way to a level. A busy level gets the next
 committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
 announces. So a rank that missed a copy fails that copy and no other. A rank that starts a copy does
 not wait for an earlier one: the copy is queued. A level that fails costs a warning: training
-    continues, the step stays at its source, and the next one is tried again. An older step is never
-    put next to a newer one. Copies on other hosts go with a step to its level, and are complete
-    only when the level has the step. All ranks share out a copy by what they know when it begins.
+continues, the step stays at its source, and the next one is tried again. An older step is never
+put next to a newer one. Copies on other hosts go with a step to its level, and are complete
+only when the level has the step. All ranks share out a copy by what they know when it begins.
 
 The messages of ranks about their parts of a copy, and the end of a failed copy.
 
@@ -35,7 +35,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -64,6 +64,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.options.keep import kept_of
 from statehold.process.warn import let_go
+from statehold.process.worker import Worker
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 
@@ -208,13 +209,15 @@ class LevelStatus:
     interval: Interval | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Order:
     """A copy to make: of a step at `source`, under a number that is the same on all ranks.
 
     carriers, share: who copies which files, as all ranks know it when the copies begin.
     level: for copies on other hosts, the copy of the step to their level, if that has just begun;
         its result says whether the step got there.
+    end: the same of this copy. is_over: for whoever may be interrupted while it asks: a Future has
+        a lock.
     """
 
     step: int
@@ -223,6 +226,8 @@ class _Order:
     carriers: Carriers
     share: Share
     level: Future[bool] | None
+    end: Future[bool] = field(default_factory=Future)
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -259,8 +264,9 @@ class Promoter:
         self._status = LevelStatus(place.name)
         self._look()
         self._cadence = self._cadence_of(spec)
-        self._thread = _started(place.name)
-        self._under_way: Future[bool] | None = None
+        self._thread = Worker(f"statehold-{place.name}_0")  # as its lane in a trace is called
+        self._thread.submit(give_way_to_training)
+        self._under_way: _Order | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
         self._landed = ""  # sha256 of the manifest of the last complete copy
@@ -288,7 +294,7 @@ class Promoter:
 
     @property
     def is_busy(self) -> bool:
-        return self._under_way is not None and not self._under_way.done()
+        return self._under_way is not None and not self._under_way.is_over
 
     def wants(self, step: int, at: DirectoryPlace, tags: Sequence[str] = ()) -> bool:
         """Whether the level should get this step, which was saved `at` a level with `tags`, now.
@@ -336,8 +342,8 @@ class Promoter:
         level: for copies on other hosts, what has just begun to copy the step to their level.
         """
         share = self.place.share(step, self._rank)
-        under_way = level._under_way if level else None
-        order = _Order(step, number, source, carriers, share, under_way)
+        there = level._under_way if level else None
+        order = _Order(step, number, source, carriers, share, there.end if there else None)
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, self._clock())
@@ -346,10 +352,12 @@ class Promoter:
         if not self.is_busy:
             self._set(copying=step, bytes_done=0, bytes_total=0)
         try:
-            self._under_way = self._thread.submit(self._run, order, kept)
-        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            self._thread.submit(partial(self._take, order, kept))
+        except RuntimeError:  # the interpreter ends, and so has the thread
             kept.close()
             self._failed(order, None, ClosedError("the program ends"))
+        else:
+            self._under_way = order
 
     def landed(self, step: int) -> None:
         """`step` was saved into this level itself."""
@@ -359,7 +367,8 @@ class Promoter:
 
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
-        if self._under_way is not None and not wait([self._under_way], timeout_s).done:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self.is_busy and not self._thread.passed(until):
             raise WaitTimeout(
                 f"step {self._status.copying} did not reach level {self.place.name} in time",
                 facts={"waited": f"{timeout_s} s", "copied": f"{self._status.bytes_done} bytes"},
@@ -384,7 +393,7 @@ class Promoter:
     def close(self) -> None:
         """End the copies under way, finished or not."""
         self.stop()
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
     def look(self) -> None:
         """Steps may have come or gone, as by a census: look again which steps the level has."""
@@ -404,6 +413,14 @@ class Promoter:
             self._watch.newest(newest)
 
     # -- on the thread ---------------------------------------------------------------------
+
+    def _take(self, order: _Order, kept: contextlib.ExitStack) -> None:
+        is_there = False
+        try:
+            is_there = self._run(order, kept)
+        finally:
+            order.is_over = True
+            order.end.set_result(is_there)
 
     def _run(self, order: _Order, kept: contextlib.ExitStack) -> bool:
         """Copy a step. Returns whether it is at the level now."""
@@ -683,13 +700,6 @@ class Promotions:
     def _nearest(self, step: int) -> DirectoryPlace:
         having = (place for place in self._sources() if step in _steps(place))
         return next(having, self._first)
-
-
-def _started(name: str) -> ThreadPoolExecutor:
-    """The thread of a level. It starts now, because no thread can start while a program ends."""
-    thread = ThreadPoolExecutor(1, f"statehold-{name}", give_way_to_training)
-    thread.submit(lambda: None)
-    return thread
 
 
 def _check_level(order: _Order) -> None:
