@@ -4,10 +4,10 @@ Owns: the choice of the writer of every box that several ranks hold, the cutting
 the cache that keeps a rank's share with the plan of its data file.
 Invariants: exactly one rank writes every element of a tensor with a layout. Each rank writes its
 tensors without a layout. All ranks of a mesh choose alike: they see the same tensors, and choose
-    only by global shapes and names, never by the size of their own box. If every box counts as the
-    largest of its tensor, no replica writes more than the mean of the replicas and one item (a
-    piece, or a tensor that is not cut). The time depends on a rank's own tensors, and hardly on the
-    number of ranks.
+only by global shapes and names, never by the size of their own box. If every box counts as the
+largest of its tensor, no replica writes more than the mean of the replicas and one item (a
+piece, or a tensor that is not cut). The time depends on a rank's own tensors, and hardly on the
+number of ranks.
 Not here: boxes (layout), the file (plan), the documents on disk (record).
 
 A box that R replicas hold can be cut into P pieces along dim 0, for each P of a ladder of divisors

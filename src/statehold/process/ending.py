@@ -3,7 +3,7 @@
 Invariants: an object that was remembered and not forgotten is ended once, when the main thread has
 ended by itself, by an exception or by sys.exit. The end of a fork ends nothing of its parent. An
 atexit handler would come too late: executors take no work by then, and a step that is committed at
-    the end could not be copied to its other levels.
+the end could not be copied to its other levels.
 """
 
 from __future__ import annotations

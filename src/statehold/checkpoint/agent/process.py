@@ -6,7 +6,7 @@
 
 The trainer is watched through a pidfd that the trainer itself made. So no other process is taken
 for the trainer, and its forks do not hide its death. The end of the pipe says nothing: a fork may
-    hold it, and the trainer may have closed it without a goodbye.
+hold it, and the trainer may have closed it without a goodbye.
 
 Invariants: the log is RUN/.agent.log, or lies in the level in memory if that cannot be written. The
 agent ends in bounded time whatever storage does, except during a call that the kernel does not

@@ -5,8 +5,8 @@
 The agent is a program of its own, started with vfork, so it copies nothing of this process except
 its orders. It has a session of its own, so signals for this process's group or terminal do not
 reach it. It is no child of this process: this process need not wait for it, and a supervisor that
-    ends this process with all its children does not end it. Its standard streams lead nowhere,
-    because a reader of this process's output waits for the end of that output.
+ends this process with all its children does not end it. Its standard streams lead nowhere,
+because a reader of this process's output waits for the end of that output.
 
 Invariants: the orders go through a pipe, not through arguments or the environment. Without an agent
 training continues, and the reason is logged once.

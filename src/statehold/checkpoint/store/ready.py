@@ -13,7 +13,7 @@ The files of a store in memory that this process has mapped, by step.
 
 A mapping is worth keeping, because setting one up costs as much as filling it. It moves with its
 file: from a step in the making to a committed one, to a retired one, and to the save that
-    overwrites it.
+overwrites it.
 Invariants: if a file is deleted, its mapping is closed, too, or its memory would not come back. Not
 synchronised: the caller holds the store's guard. Empty if the store is not in memory, or if several
 ranks write, because then no rank knows which file another rank has retired.

@@ -3,7 +3,7 @@
 Owns: the file of each chunk, and the encoding of values.
 Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for,
 and the files of the failed attempt are removed. Nothing is pickled: a value that no step can hold
-    is UnsupportedValueError with the name that torch gives it.
+is UnsupportedValueError with the name that torch gives it.
 Not here: who writes what (the planner), records and manifest (commit).
 
 A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.

@@ -14,7 +14,7 @@ Errors of an object store, by name and without secrets.
 Owns: the names of `obstore` failures, and the shown parts of their texts.
 Invariants: no text of obstore is passed on, because it quotes URLs with signatures, tokens and
 passwords. A message consists of recognised parts: an HTTP status, the code of the store, an errno,
-    the kind of transport failure. The original error is not chained.
+the kind of transport failure. The original error is not chained.
 
 Not here: which objects make a step (checkpoint/store/objects), addresses and credentials (address).
 """

@@ -7,8 +7,8 @@
 
 The warning itself changes nothing, because the state may be half updated. It makes one of the next
 steps the last, and the save of that step ends the process. Exit codes: LEFT, the last save is
-    committed; LATE, it is not known to be committed, and earlier committed steps are safe. LEFT is
-    the EX_TEMPFAIL of sysexits.h: run it again.
+committed; LATE, it is not known to be committed, and earlier committed steps are safe. LEFT is
+the EX_TEMPFAIL of sysexits.h: run it again.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 Invariants: the process ends in time after the signal, whatever its threads are doing, even if the
 main thread does not come to run Python. Never half a step: the next job clears a step that is not
-    committed by then. A fork of the process takes no part. Nothing here logs, because a log that
-    blocks must not keep the process. `on_asked` is called once the end is set, and must not block
-    either.
+committed by then. A fork of the process takes no part. Nothing here logs, because a log that
+blocks must not keep the process. `on_asked` is called once the end is set, and must not block
+either.
 Not here: which save is the last, the messages of the ranks (exchange).
 """
 

@@ -7,8 +7,8 @@ Owns: for one level, this rank's knowledge of the hosts and the places of files;
 which files from here, or to here. Until the ranks have met (meeting), it knows only its own host.
 Invariants: on one host it is a DirectoryPlace like any other, with the same cost. A step that not
 all hosts have published does not count: no reader sees it, and it is removed when a later one is
-    there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
-    younger one does.
+there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
+younger one does.
 Not here: the meeting (meeting), which steps are whole (census), commits in two rounds.
 """
 
