@@ -216,8 +216,8 @@ class _Order:
     carriers, share: who copies which files, as all ranks know it when the copies begin.
     level: for copies on other hosts, the copy of the step to their level, if that has just begun;
         its result says whether the step got there.
-    end: the same of this copy. is_over: for whoever may be interrupted while it asks: a Future has
-        a lock.
+    end: the same of this copy. is_over: for the thread that trains. A signal may interrupt it, and
+        a Future would keep its lock.
     """
 
     step: int
