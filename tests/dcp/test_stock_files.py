@@ -157,7 +157,7 @@ def test_a_state_without_names_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_dict_or_cut_short(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "one.pt")
-    with pytest.raises(UsageError, match="holds no names") as caught:
+    with pytest.raises(UsageError, match="has no names") as caught:
         restore_stock(tmp_path / "one.pt", {"a": torch.ones(3)}, strict=False)
     assert caught.value.facts["got"] == "Tensor"
     raw = (tmp_path / "one.pt").read_bytes()
@@ -202,7 +202,7 @@ def a_step(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda path: path / "nowhere", "nothing"),
+        (lambda path: path / "nowhere", "no such checkpoint"),
         (a_file, "51 bytes that begins with b'remember the mil'"),
         (an_archive, "readme"),
         (lambda path: path, "nothing in it"),

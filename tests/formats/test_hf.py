@@ -145,7 +145,7 @@ def test_what_is_in_the_way_is_refused(tmp_path: Path) -> None:
         statehold.import_step(tmp_path / "hf", step)
     with pytest.raises(UsageError, match="a run and a number"):
         statehold.import_step(tmp_path / "hf", f"{tmp_path / 'run'}@newest")
-    with pytest.raises(UsageError, match="no checkpoint that can be imported"):
+    with pytest.raises(UsageError, match="not a checkpoint of another library"):
         statehold.import_step(tmp_path / "there", f"{tmp_path / 'run'}@5")
     with pytest.raises(UsageError, match="needs no import"):
         statehold.import_step(tmp_path / "run" / "step-000000000001", f"{tmp_path / 'run'}@5")

@@ -15,6 +15,7 @@ import torch
 import statehold
 from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
 from statehold.integrations.formats import archives
+from statehold.process.host_memory import Room
 from support.transfers import check_equal, saved, tensors
 
 
@@ -66,7 +67,7 @@ def test_what_torch_writes_comes_in(tmp_path: Path) -> None:
     check_equal(found, expected)
 
 
-def test_the_older_format_comes_in_if_it_is_small(
+def test_the_older_format_comes_in_if_there_is_memory_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "old.pt"
@@ -74,8 +75,8 @@ def test_the_older_format_comes_in_if_it_is_small(
     torch.save(expected, file, _use_new_zipfile_serialization=False)
     statehold.import_step(file, f"{tmp_path / 'run'}@1")
     check_equal(statehold.load(tmp_path / "run"), expected)
-    monkeypatch.setattr(archives, "OLD_BYTES_MAX", 10)
-    with pytest.raises(UnsupportedValueError, match=r"before torch 1\.6"):
+    monkeypatch.setattr(archives, "available", lambda: Room(10, "a test"))
+    with pytest.raises(UnsupportedValueError, match=r"(?s)before torch 1\.6.*10 bytes \(a test"):
         statehold.import_step(file, f"{tmp_path / 'run'}@2")
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints of torch or Hugging Face -> a live state: DCP, safetensors, torch.save.
+"""Checkpoints of other libraries -> a live state.
 
-Owns: the names of live parts in such checkpoints, and the report.
+Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
 Invariants: everything is matched before anything changes. A restore that would load nothing, and a
 prefix in `rename` that matches nothing, are errors.
-Not here: the kind of a path, and its bytes (stock_readers); our own steps (Checkpointer.restore,
+Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
 StorageReader); the meaning of `rename` (selection).
 
 If a part can have several names, they are tried in this order, for a module "model" and an
@@ -26,14 +26,34 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
-from statehold.errors import StateMismatchError
+from statehold.errors import CorruptionError, StateMismatchError
 from statehold.format.selection import Answer, Names, Selection, check_answers
-from statehold.integrations.dcp.stock_readers import Planner, open_checkpoint
+from statehold.integrations.formats import untrusted
+from statehold.integrations.formats.recognition import check_names, recognised
+from statehold.integrations.formats.streamed import (
+    Streamed,
+    StreamedChunk,
+    in_memory,
+    part_of,
+    read_now,
+)
+from statehold.integrations.formats.trees import leaves, replaced, storable
+from statehold.layout.layout import Box
+from statehold.options.paths import check_path
 from statehold.tensors import modules, optimizers
 from statehold.tensors.parts import is_stateful
 from statehold.tensors.restoration import places
@@ -65,16 +85,16 @@ def restore_stock(
     strict: bool = True,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
 ) -> StockReport:
-    """Load a checkpoint that torch or Hugging Face wrote into `state`, in place.
+    """Load a checkpoint of another library into `state`, in place.
 
     The state may hold modules, optimizers (also fresh ones), tensors and plain values, plain or
     sharded. All of several ranks call this.
 
     Args:
         state: as for Checkpointer.restore().
-        path: a directory that dcp.FileSystemWriter or dcp.HuggingFaceStorageWriter wrote, a
-            directory of safetensors or of pytorch_model.bin, with or without their index, or one
-            file of safetensors or torch.save.
+        path: a checkpoint that import_step takes: a file of torch.save or safetensors, or a
+            directory of safetensors, of pytorch_model.bin, of torch.distributed.checkpoint, of
+            DeepSpeed's ZeRO or of its universal checkpoints.
         strict: raise StateMismatchError, before anything changes, if the checkpoint lacks an entry
             of the state. Entries that only the checkpoint has are reported, and are no error.
         rename: prefixes of names in the checkpoint and the live prefixes that replace them, as in
@@ -88,25 +108,108 @@ def restore_stock(
         UnsupportedValueError: a pickle holds more than data.
     """
     check_takes_values(state)
-    reader: Any = open_checkpoint(path)
+    reader = _ForeignReader(check_path(path, "the checkpoint"))
     matcher = _StockMatcher(reader.read_metadata(), rename)
     for key, part in state.items():
         matcher.match(state, key, part, str(key))
     matcher.check(os.fspath(path), strict)
-    planner = Planner()
-    _load(dict(matcher.targets), reader, planner)
+    _load(dict(matcher.targets), reader)
     with torch.no_grad():
         for act in matcher.acts:
-            act(planner.objects)
+            act(reader.objects)
     return matcher.report()
 
 
-def _load(targets: dict[str, Any], reader: StorageReader, planner: Planner) -> None:
+def _load(targets: dict[str, Any], reader: StorageReader) -> None:
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         is_alone = not (distributed.is_available() and distributed.is_initialized())
         load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
     except CheckpointException as error:  # a BaseException that wraps the errors of the ranks
         raise next(fault for fault, _ in error.failures.values()) from error
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class _ForeignReader(StorageReader):
+    """Reads a checkpoint of any format, by the names of its tensors and values."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.objects: dict[str, Any] = {}  # the values that were read
+        kind, place = recognised(path)
+        tree = kind.read(place)
+        check_names(tree, path)
+        self._entries: dict[str, Any] = {}
+        for name, value in leaves(tree, lists=(list,)):
+            if name in self._entries:
+                facts = {"name": name, "path": path}
+                raise CorruptionError("a checkpoint has a name twice", facts=facts)
+            self._entries[name] = value
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _described(value) for name, value in self._entries.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:  # before anything is filled
+            if item.type is LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                self.objects[item.dest_index.fqn] = self._value(name, self._entries[name])
+        for item in plan.items:
+            if item.type is not LoadItemType.BYTE_IO:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(_asked(self._entries[item.storage_index.fqn], item))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _value(self, name: str, entry: Any) -> Any:
+        value = read_now(entry)
+        untrusted.check_data(value, name, self._path, "leave this entry out of the state")
+
+        def leaf(each: Any) -> Any:
+            return in_memory(each) if isinstance(each, Streamed) else storable(each, name)
+
+        return replaced(value, leaf)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.exists(checkpoint_id)
+
+
+def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, Streamed):
+        return BytesStorageMetadata()
+    boxes = [chunk.box for chunk in _boxes(value)] or [Box.whole(value.shape)]
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+    size = torch.Size(value.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, chunks)
+
+
+def _boxes(value: Streamed) -> list[StreamedChunk]:
+    """The chunks, if they are boxes of the tensor; none if they are runs of its elements."""
+    chunks = value.chunks
+    return [chunk for chunk in chunks if len(chunk.box.shape) == len(value.shape)]
+
+
+def _asked(value: Streamed, item: ReadItem) -> torch.Tensor:
+    """The part of a chunk that a planner asks for."""
+    at = tuple(item.storage_index.offset or ())
+    found = next((chunk for chunk in _boxes(value) if chunk.box.offsets == at), None)
+    values = in_memory(value) if found is None else found.elements(value.dtype)
+    return part_of(values, Box(tuple(item.storage_offsets), tuple(item.lengths)))
 
 
 # -- matching -----------------------------------------------------------------------------------

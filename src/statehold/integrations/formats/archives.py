@@ -1,9 +1,10 @@
 """Files of torch.save -> trees of streamed tensors, and back, in bounded memory.
 
 Owns: where the bytes of each tensor lie in an archive, and its checksums (CRC-32).
-Invariants: no pickle is trusted: torch reads it with weights_only, and reads no data. An archive is
-verified before its bytes are used. What is written is an archive as torch.save writes it, with all
-checksums. A file of the format before torch 1.6 has to fit into memory, and so has a limit.
+Invariants: no pickle is trusted: torch reads it with weights_only, and reads no data. A record is
+verified before its bytes are used for the first time. What is written is an archive as torch.save
+writes it, with all checksums. A file of the format before torch 1.6 is read as a whole, and has to
+fit into the memory that is available.
 
 Directories of shards with an index, as Hugging Face writes them.
 
@@ -33,19 +34,21 @@ from statehold.errors import (
     MissingFileError,
     StateholdError,
     UnsupportedValueError,
+    UsageError,
 )
-from statehold.integrations.dcp import untrusted
-from statehold.integrations.dcp.torch_save import is_archive
+from statehold.integrations.formats import untrusted
 from statehold.integrations.formats.partial import OutFile, PartialExport
 from statehold.integrations.formats.streamed import (
     PART_BYTES,
     MappedFile,
     Streamed,
+    in_memory,
     memory_of,
     raise_unaligned,
     whole,
 )
 from statehold.integrations.formats.trees import leaves, nbytes_of, replaced
+from statehold.process.host_memory import available
 from statehold.units import MiB
 
 
@@ -69,14 +72,19 @@ def indexed(directory: str, index_name: str, suffix: str) -> tuple[list[str], di
 
 
 SMALL_BYTES = PART_BYTES
-OLD_BYTES_MAX = 256 * MiB
-_READ_BYTES = MiB
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
 _CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
 _CRC_AT = 16  # in an entry of the central directory
 _SIZES_AT = 28  # of the name, the extra field and the comment
 
 
 # -- in ------------------------------------------------------------------------------------------
+
+
+def is_head(head: bytes) -> bool:
+    """Whether a file with this beginning may be of torch.save."""
+    return head.startswith((_ZIP, _LEGACY))
 
 
 class _Slice(io.RawIOBase):
@@ -126,11 +134,14 @@ def read(
     """
     size = os.path.getsize(path) - begin if nbytes is None else nbytes
     is_part = begin > 0 or nbytes is not None
-    if not is_part and not is_archive(path):
-        return _old(path, size)
+    if not is_part:
+        with open(path, "rb") as raw:
+            if raw.read(len(_ZIP)) != _ZIP:
+                return _old(path, size)
+    mapped = MappedFile(path) if file is None else file
     try:
         with contextlib.closing(_Slice(path, begin, size)) as part:
-            _verify(path, part)
+            records = _records(path, part, mapped, begin)
             part.seek(0)
             stream = io.BufferedReader(part)
             found = untrusted.load(stream, path, classes=classes, map_location="meta")
@@ -138,15 +149,17 @@ def read(
         raise
     except Exception as fault:
         raise untrusted.refused(path, fault) from fault
-    mapped = MappedFile(path) if file is None else file
-    return replaced(found, _Placing(mapped, begin))
+    return replaced(found, _Placing(mapped, records))
 
 
 def _old(path: str, size: int) -> Any:
-    if size > OLD_BYTES_MAX:
+    room = available()
+    if size > room.nbytes:
+        facts = {"file": path, "expected": f"at most {room.nbytes} bytes ({room.limit})",
+                 "got": size}  # fmt: skip
         raise UnsupportedValueError(
             "a file of torch.save has the format before torch 1.6, which is read as a whole",
-            facts={"file": path, "expected": f"at most {OLD_BYTES_MAX} bytes", "got": size},
+            facts=facts,
             hint="load it with torch where there is memory for it, and save it again",
         )
     found = untrusted.load(path, path, map_location="cpu")
@@ -161,24 +174,64 @@ def _old(path: str, size: int) -> Any:
     return replaced(found, streamed)
 
 
-def _verify(path: str, part: _Slice) -> None:
-    """Compare every record of an archive with its checksum."""
+class _Record:
+    """The bytes [begin, begin + nbytes) of a file, and their checksum."""
+
+    def __init__(self, file: MappedFile, begin: int, info: zipfile.ZipInfo) -> None:
+        self.begin = begin
+        self._file, self._info = file, info
+        self._is_verified = False
+
+    def verify(self) -> None:
+        if not self._is_verified and self._file.crc32(self.begin, self._info.file_size) != (
+            self._info.CRC
+        ):
+            facts = {"file": self._file.path, "cause": f"bad CRC-32 of {self._info.filename!r}"}
+            raise _damaged(facts)
+        self._is_verified = True
+
+
+def _records(path: str, part: _Slice, file: MappedFile, begin: int) -> dict[int, _Record]:
+    """The records with the bytes of tensors, by their places; all others are verified."""
+    found = {}
     try:
         with zipfile.ZipFile(part) as archive:
+            _check_kind(path, archive.namelist())
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED:
                     facts = {"file": path, "record": info.filename}
                     raise CorruptionError("a record of torch.save is compressed", facts=facts)
-                with archive.open(info) as record:
-                    while record.read(_READ_BYTES):
-                        pass
-                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                at = _data_begin(part, info)
+                if "/data/" in info.filename:
+                    found[at] = _Record(file, begin + at, info)
+                elif archive.read(info) != b"little" and info.filename.endswith("/byteorder"):
                     raise UnsupportedValueError(
                         "a file of torch.save comes from a big-endian machine", facts={"file": path}
                     )
-    except (zipfile.BadZipFile, EOFError) as fault:
-        facts = {"file": path, "cause": str(fault)}
-        raise CorruptionError("a file of torch.save is damaged, or cut", facts=facts) from fault
+    except (zipfile.BadZipFile, EOFError, struct.error) as fault:
+        raise _damaged({"file": path, "cause": str(fault)}) from fault
+    return found
+
+
+def _damaged(facts: dict[str, Any]) -> CorruptionError:
+    return CorruptionError("a file of torch.save is damaged, or cut", facts=facts)
+
+
+def _check_kind(path: str, names: Sequence[str]) -> None:
+    """Raise if an archive is not one that torch.save writes."""
+    if not any(name.endswith("/data.pkl") for name in names):
+        shown = ", ".join(names[:4])
+        facts = {"file": path, "expected": "data.pkl, as torch.save writes it", "there": shown}
+        raise UsageError("this archive is not a file of torch.save", facts=facts)
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise untrusted.untrusted(path, "a TorchScript program")
+
+
+def _data_begin(file: Any, info: zipfile.ZipInfo) -> int:
+    """Where the data of a record begin in its archive."""
+    file.seek(info.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.read(4))
+    return int(info.header_offset + 30 + name + extra)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -189,26 +242,26 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class _Placing:
     """Tensors without memory -> streamed ones, by the place of their storage in the file."""
 
-    def __init__(self, file: MappedFile, begin: int) -> None:
-        self._file, self._begin = file, begin
+    def __init__(self, file: MappedFile, records: dict[int, _Record]) -> None:
+        self._file, self._records = file, records
         self._known: dict[Any, Streamed] = {}
 
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
             return leaf
-        offset = getattr(leaf.untyped_storage(), "_checkpoint_offset", None)
-        if offset is None:
+        record = self._records.get(getattr(leaf.untyped_storage(), "_checkpoint_offset", -1))
+        if record is None:
             facts = {"file": self._file.path, "shape": list(leaf.shape)}
             raise UnsupportedValueError("a tensor of a file has no bytes in it", facts=facts)
         flags = leaf.is_conj(), leaf.is_neg()
-        at = self._begin + int(offset) + int(leaf.storage_offset()) * leaf.dtype.itemsize
+        at = record.begin + int(leaf.storage_offset()) * leaf.dtype.itemsize
         place = at, leaf.dtype, tuple(leaf.shape), leaf.stride(), flags
         if place not in self._known:
-            self._known[place] = self._streamed(leaf, at)
+            self._known[place] = self._streamed(leaf, at, record)
         return self._known[place]
 
-    def _streamed(self, leaf: torch.Tensor, at: int) -> Streamed:
-        found = self._file.streamed(leaf.dtype, leaf.shape, at, leaf.stride())
+    def _streamed(self, leaf: torch.Tensor, at: int, record: _Record) -> Streamed:
+        found = self._file.streamed(leaf.dtype, leaf.shape, at, leaf.stride(), record.verify)
         if not leaf.is_conj() and not leaf.is_neg():
             return found
         [chunk] = found.chunks
@@ -249,13 +302,7 @@ def packed(work: PartialExport, tree: Any) -> bytes:
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Streamed) and leaf not in made:
-            memory = torch.empty(leaf.nbytes, dtype=torch.uint8, device="cpu")
-            at = 0
-            for part in leaf.parts():
-                memory[at : at + part.numel()] = part
-                at += part.numel()
-            work.done(leaf.nbytes)
-            made[leaf] = memory.view(leaf.dtype).view(leaf.shape)
+            made[leaf] = in_memory(leaf, work.done)
         return made[leaf] if isinstance(leaf, Streamed) else leaf
 
     file = io.BytesIO()
@@ -329,9 +376,7 @@ def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         at = archive.start_dir
         for info in archive.infolist():
-            file.seek(info.header_offset + 26)
-            name, extra = struct.unpack("<HH", file.read(4))
-            begin = info.header_offset + 30 + name + extra
+            begin = _data_begin(file, info)
             file.seek(at)
             entry = file.read(46)
             if entry[:4] != _CENTRAL:

@@ -3,7 +3,8 @@
 Invariants: the source is never changed. A destination appears whole or not at all, and a second
 call goes on where the first one was killed. What the format of the destination cannot hold is named
 in a warning, or in an error if it is a tensor.
-Not here: the formats (one module each), which format a path has (recognition).
+Not here: the formats (one module each), which format a path has, and the table of all
+(recognition).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from statehold.encoding.strictjson import show
 from statehold.errors import CorruptionError, UsageError, storage_error
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.dcp import untrusted
-from statehold.integrations.formats import dcp_folders, hf, torch_files, universal
+from statehold.integrations.formats import hf, untrusted
 from statehold.integrations.formats.partial import Done, PartialExport, identity_of, work_on
-from statehold.integrations.formats.recognition import recognised, stamps
+from statehold.integrations.formats.recognition import FORMATS, Format, check_names, recognised
 from statehold.integrations.formats.step_writer import StepTree, engine_for_parts, write_step
-from statehold.integrations.formats.trees import nbytes_of, without
+from statehold.integrations.formats.streamed import read_now
+from statehold.integrations.formats.trees import nbytes_of, replaced, without
 from statehold.observe.progress import Progress
 from statehold.options.paths import absolute
 from statehold.process.warn import warn_caller
@@ -34,25 +35,6 @@ _SHOWN = 12
 # (bytes done, bytes in all) -> nothing.
 Report = Callable[[int, int], None]
 Path = str | os.PathLike[str]
-
-
-class Format(NamedTuple):
-    """How a tree becomes a checkpoint; returns the names of what it cannot hold.
-
-    name: the part of a step that it takes if the caller names none.
-    """
-
-    export: Callable[[Any, PartialExport], list[str]]
-    is_file: bool = False
-    name: str = ""
-
-
-FORMATS: dict[str, Format] = {
-    "hf": Format(hf.export, name="model"),
-    "torch": Format(torch_files.export, is_file=True),
-    "dcp": Format(dcp_folders.export),
-    "deepspeed-universal": Format(universal.export),
-}
 
 
 def export_step(
@@ -83,13 +65,13 @@ def export_step(
         CorruptionError: bytes of the step are damaged.
     """
     kind = FORMATS.get(to)
-    if kind is None:
-        facts = {"expected": ", ".join(FORMATS), "got": show(to)}
-        raise UsageError("no such format", facts=facts)
+    if kind is None or kind.export is None:
+        known = ", ".join(name for name, each in FORMATS.items() if each.export)
+        raise UsageError("no such format", facts={"expected": known, "got": show(to)})
     with contextlib.closing(file_system()) as fs:
         beside = {} if config is None else hf.texts_of(os.fspath(config), to)
         target = absolute(destination, "the destination")
-        call = _Export(fs, target, to, kind, name, beside, report)
+        call = _Export(fs, target, to, kind, kind.export, name, beside, report)
         left_out = at_rest(fs, os.fspath(step), call.run)
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
@@ -103,6 +85,7 @@ class _Export(NamedTuple):
     destination: str
     to: str
     kind: Format
+    export: Callable[[Any, PartialExport], list[str]]
     name: str | None
     beside: Mapping[str, bytes]
     report: Report | None
@@ -128,7 +111,7 @@ class _Export(NamedTuple):
                     for file, text in self.beside.items():
                         with work.file(file) as out:
                             out.write(text, 0)
-                    return [*self.kind.export(found.root, work), *found.arrays]
+                    return [*self.export(found.root, work), *found.arrays]
 
 
 def import_step(
@@ -160,31 +143,50 @@ def import_step(
     """
     path = absolute(source, "the source")
     run, number = step_in(step)
-    before, found = stamps(path), recognised(path)
-    below = found.name if name is None else name
-    with found.opened() as tree:
-        for part in reversed(below.split(".") if below else []):
-            tree = {part: tree}
-        if not isinstance(tree, Mapping):
-            facts = {"source": path, "expected": "a dict", "got": type(tree).__name__}
-            hint = 'name="model" puts it into one'
-            raise UsageError("the source has no names", facts=facts, hint=hint)
-        patterns = list(skip or ())
-        tree = without(tree, patterns)
-        for where, foreign in untrusted.foreign_in(tree):
-            raise untrusted.untrusted(path, foreign, where, f'leave it out with skip=["{where}"]')
-        identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
-        with counted(f"importing {path}", nbytes_of(tree), report) as done:
-            try:
-                check = partial(_check_unchanged, path, before)
-                return write_step(run, number, tree, identity, done, check)
-            except OSError as error:
-                raise storage_error("write a step", error.errno or errno.EIO, run) from error
+    before, (kind, place) = _stamps(path), recognised(path)
+    below = kind.name if name is None else name
+    tree = replaced(kind.read(place), read_now)
+    for part in reversed(below.split(".") if below else []):
+        tree = {part: tree}
+    try:
+        check_names(tree, path)
+    except UsageError as error:
+        error.hint = error.hint or 'name="model" puts it into one'
+        raise
+    patterns = list(skip or ())
+    tree = without(tree, patterns)
+    for where, foreign in untrusted.foreign_in(tree):
+        raise untrusted.untrusted(path, foreign, where, f'leave it out with skip=["{where}"]')
+    identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
+    with counted(f"importing {path}", nbytes_of(tree), report) as done:
+        try:
+            check = partial(_check_unchanged, path, before)
+            return write_step(run, number, tree, identity, done, check)
+        except OSError as error:
+            raise storage_error("write a step", error.errno or errno.EIO, run) from error
+
+
+def _stamps(path: str) -> list[list[Any]]:
+    """The files of a source as they are now: an import goes on only with the same ones."""
+    if not os.path.exists(path):
+        return []
+    if not os.path.isdir(path):
+        return [_stamp(path, os.path.basename(path))]
+    return [
+        _stamp(os.path.join(parent, name), os.path.relpath(os.path.join(parent, name), path))
+        for parent, _, names in sorted(os.walk(path))
+        for name in sorted(names)
+    ]
+
+
+def _stamp(path: str, name: str) -> list[Any]:
+    found = os.stat(path)
+    return [name, found.st_size, found.st_mtime_ns]
 
 
 def _check_unchanged(path: str, before: list[list[Any]]) -> None:
     """Raise if the files of a source are others than before: the step would be a mixture."""
-    if stamps(path) != before:
+    if _stamps(path) != before:
         raise CorruptionError(
             "the source has changed while it was read",
             facts={"source": path},

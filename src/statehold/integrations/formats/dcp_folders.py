@@ -1,7 +1,8 @@
 """Directories of torch.distributed.checkpoint -> trees of streamed tensors, and back.
 
 Invariants: tensors of several chunks, as FSDP and other sharded trainers write them, come in whole.
-Chunks that do not cover a tensor are an error. The metadata is read by a list of classes only. Out
+Chunks that do not cover a tensor are an error. The metadata is read by a list of classes only. A
+chunk and a value are read when they are used. Out
 go one chunk for each tensor: a large one in a file of its own, small ones together.
 The format has keys of str only, and no ties: other keys become str, tied tensors are written twice,
 and both are named.
@@ -15,6 +16,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +32,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statehold.errors import CorruptionError, UnsupportedValueError
-from statehold.integrations.dcp.unpickle import dump_metadata, load_metadata
 from statehold.integrations.formats import archives
 from statehold.integrations.formats.partial import PartialExport
-from statehold.integrations.formats.streamed import MappedFile, Streamed, StreamedChunk, assembled
+from statehold.integrations.formats.streamed import (
+    MappedFile,
+    Streamed,
+    StreamedChunk,
+    StreamedValue,
+    assembled,
+)
 from statehold.integrations.formats.torch_files import plain
 from statehold.integrations.formats.trees import is_entered, nbytes_of, nested
+from statehold.integrations.formats.unpickle import dump_metadata, load_metadata
 from statehold.layout.layout import Box
 
 METADATA = ".metadata"
@@ -67,27 +75,37 @@ class _FolderReader:
             self._places[index.fqn].append((index, place))
 
     def value(self, name: str, entry: Any) -> Any:
-        """The tensor or the value of a name."""
+        """The tensor or the value of a name, which is read later."""
         places = self._places[name]
         if not isinstance(entry, TensorStorageMetadata):
             if len(places) != 1:
                 raise _damaged(name, "one place of its bytes", len(places))
-            return self._archive(name, places[0][1])
+            return StreamedValue(partial(self._archive, name, places[0][1]))
         shape = tuple(entry.size)
-        chunks = [self._chunk(name, index, place) for index, place in places]
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+        chunks = [self._chunk(name, sizes, index, place) for index, place in places]
         chunks = list({chunk.box: chunk for chunk in chunks}.values())  # replicas of a box
         held = sum(chunk.box.numel for chunk in chunks)
         if held != math.prod(shape):
             raise _damaged(name, f"{math.prod(shape)} elements", held)
         return assembled(entry.properties.dtype, shape, chunks)
 
-    def _chunk(self, name: str, index: MetadataIndex, place: Any) -> StreamedChunk:
-        found = self._archive(name, place)
-        if not isinstance(found, Streamed) or not found.chunks:
-            raise _damaged(name, "a tensor", type(found).__name__)
-        offsets = tuple(index.offset) if index.offset is not None else (0,) * len(found.shape)
-        [inner] = found.chunks
-        return StreamedChunk(Box(offsets, found.shape), inner.values, inner.file)
+    def _chunk(
+        self, name: str, sizes: Mapping[Any, Any], index: MetadataIndex, place: Any
+    ) -> StreamedChunk:
+        offsets = min(sizes, default=()) if index.offset is None else tuple(index.offset)
+        if offsets not in sizes:
+            raise _damaged(name, f"a chunk at {list(offsets)}", "none")
+        box = Box(offsets, sizes[offsets])
+
+        def look() -> tuple[torch.Tensor, MappedFile | None]:
+            found = self._archive(name, place)
+            if isinstance(found, Streamed) and found.shape == box.shape:
+                return found.chunks[0].place
+            got = list(found.shape) if isinstance(found, Streamed) else type(found).__name__
+            raise _damaged(name, f"a tensor of shape {list(box.shape)}", got)
+
+        return StreamedChunk(box, look)
 
     def _archive(self, name: str, place: Any) -> Any:
         if getattr(place, "transform_descriptors", None):

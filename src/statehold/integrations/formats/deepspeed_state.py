@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statehold.errors import UnsupportedValueError
-from statehold.integrations.dcp import untrusted
-from statehold.integrations.formats import archives
+from statehold.integrations.formats import archives, untrusted
 from statehold.integrations.formats.streamed import Streamed, converted
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -2,23 +2,28 @@
 
 Invariants: a tied tensor is written once. The header of its file says which other names it has, in
 the way of `safetensors.torch.save_model`: {other name: name}. An import ties these names again.
-The format holds tensors by flat names only: what else a step has is named in a warning.
+The format holds tensors by flat names only: what else a step has is named in a warning. Parts of
+tensors, as ranks write them with torch.distributed.checkpoint or statehold, come in whole.
 Not here: the header of a file (encoding/header), the destination (partial).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 from statehold.encoding import header
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, HeaderError, UnsupportedValueError, UsageError
+from statehold.integrations.formats.archives import indexed
 from statehold.integrations.formats.partial import PartialExport
-from statehold.integrations.formats.streamed import MappedFile, Streamed, memory_of
+from statehold.integrations.formats.streamed import MappedFile, Streamed, assembled, memory_of
 from statehold.integrations.formats.trees import leaves
 from statehold.tensors import dtypes
 from statehold.units import GiB
@@ -28,6 +33,7 @@ INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _TEXT = re.compile(r"(?!.*\.index\.json).*\.(json|txt|model|jinja)")
 _METADATA = {"format": "pt"}
+_OFFSETS, _SHAPES = "DCP_SHARDING_INFO", "statehold.global_shapes"
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -147,33 +153,71 @@ def _write_index(
 # -- in ------------------------------------------------------------------------------------------
 
 
-def read(files: Sequence[str], index: Mapping[str, str]) -> dict[str, Streamed]:
-    """The tensors of safetensors files by name. index: which file has which, as far as it says."""
-    found: dict[str, Streamed] = {}
-    for path in files:
-        for name, tensor in _tensors(path).items():
-            if name in found:
-                raise CorruptionError("a checkpoint has a name twice", facts={"name": name})
-            found[name] = tensor
+def read(path: str) -> dict[str, Streamed]:
+    """The tensors by name of one file, or of a directory; parts of a tensor come in whole."""
+    files, index = indexed(path, INDEX, ".safetensors") if os.path.isdir(path) else ([path], {})
+    parts: defaultdict[str, list[_Shard]] = defaultdict(list)
+    ties: dict[str, str] = {}
+    for file in files:
+        for part in _parts(file, ties):
+            parts[part.name].append(part)
+    found = {name: _joined(name, of_name) for name, of_name in parts.items()}
     for name, file in index.items():
         if name not in found:
             facts = {"tensor": name, "file": file}
             raise CorruptionError("a checkpoint lacks a tensor that its index has", facts=facts)
-    return found
+    tied = {other: found[kept] for other, kept in ties.items() if kept in found}
+    return {**tied, **found}
 
 
-def _tensors(path: str) -> dict[str, Streamed]:
+class _Shard(NamedTuple):
+    """A tensor of a file: a box of the tensor `name`, whose global shape is `shape`, if known."""
+
+    name: str
+    tensor: Streamed
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...] | None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.offsets, self.tensor.shape))
+
+
+def _parts(path: str, ties: dict[str, str]) -> Iterator[_Shard]:
     file = MappedFile(path)
     entries, metadata, data_begin = header.decode(_head(path), file.size, path)
-    if "statehold.step" in metadata and "saved_offsets" in metadata.get("DCP_SHARDING_INFO", ""):
-        _check_whole(path, entries, metadata)
-    found = {}
+    ties |= {other: kept for other, kept in metadata.items() if other not in ties}
+    check = Checker(HeaderError, "the metadata of this file are not valid", path)
+    offsets_of, shape_of = (_told(check, metadata, key) for key in (_OFFSETS, _SHAPES))
     for entry in entries:
         dtype = dtypes.dtype_of(entry.dtype, entry.name)
         shape = dtypes.torch_shape(dtype, entry.shape)
-        found[entry.name] = file.streamed(dtype, shape, data_begin + entry.begin)
-    ties = {other: kept for other, kept in metadata.items() if kept in found}
-    return found | {other: found[kept] for other, kept in ties.items() if other not in found}
+        tensor = file.streamed(dtype, shape, data_begin + entry.begin)
+        offsets = offsets_of.get(entry.name, (0,) * len(shape))
+        of_all = shape_of.get(entry.name)
+        if any(len(each) != len(shape) for each in (offsets, of_all or shape)):
+            check.fail(entry.name, f"{len(shape)} dimensions", "others")
+        yield _Shard(
+            entry.name,
+            tensor,
+            dtypes.torch_shape(dtype, offsets),
+            None if of_all is None else dtypes.torch_shape(dtype, of_all),
+        )
+
+
+def _joined(name: str, parts: Sequence[_Shard]) -> Streamed:
+    """The tensor that parts make. Raises CorruptionError unless they cover it once."""
+    dtype, shape = parts[0].tensor.dtype, parts[0].shape
+    if shape is None:
+        shape = tuple(map(max, zip(*(part.ends for part in parts), strict=True)))
+    held = sum(math.prod(part.tensor.shape) for part in parts)
+    if held != math.prod(shape):
+        facts = {"tensor": name, "shape": list(shape), "elements there": held}
+        hint = "a shard is missing, or the directory has a shard of another checkpoint"
+        raise CorruptionError("the shards do not make a tensor", facts=facts, hint=hint)
+    if len(parts) == 1:
+        return parts[0].tensor
+    return assembled(dtype, shape, [part.tensor.chunks[0].at(part.offsets) for part in parts])
 
 
 def _head(path: str) -> bytes:
@@ -183,12 +227,9 @@ def _head(path: str) -> bytes:
         return file.read(header.LENGTH_BYTES + min(length, header.HEADER_BYTES_MAX))
 
 
-def _check_whole(path: str, entries: Sequence[header.Entry], metadata: Mapping[str, str]) -> None:
-    """A file of a step may have parts of tensors: it is no checkpoint of its own."""
-    check = Checker(HeaderError, "the metadata of this file are not valid", path)
-    where = "statehold.global_shapes"
-    shapes = check.object(check.parse(metadata.get(where, "{}").encode(), where, 2), where)
-    cut = [each.name for each in entries if shapes.get(each.name) != list(each.shape)]
-    if cut:
-        facts = {"file": path, "expected": "whole tensors", "got": f"a part of {cut[0]}"}
-        raise UnsupportedValueError("this file is a part of a step of statehold", facts=facts)
+def _told(check: Checker, metadata: Mapping[str, str], key: str) -> dict[str, tuple[int, ...]]:
+    """The numbers that the header of a file has for each tensor: its offsets, or its shape."""
+    told = check.object(check.parse(metadata.get(key, "{}").encode(), key, 3), key)
+    if key == _OFFSETS:
+        told = {n: check.object(each, key).get("saved_offsets") for n, each in told.items()}
+    return {name: check.shape(each, key) for name, each in told.items()}

@@ -1,21 +1,32 @@
-"""What a path is: the format of a checkpoint, by its files.
+"""The formats of other libraries: which one a path has, how it is read, and how it is written.
 
-Not here: reading a format (one module each).
+Owns: the table of formats. A path is of the first one that finds itself in it.
+Invariants: restore_stock and import_step ask here, so both take the same paths. For a path that is
+no checkpoint, the error says what was expected and what was found. Tensors and values are read when
+they are used.
+Not here: the bytes of a format (one module each).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from statehold.errors import UsageError, storage_error
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.dcp.torch_save import is_head
-from statehold.integrations.formats import archives, dcp_folders, hf, torch_files, universal, zero
-from statehold.integrations.formats.archives import indexed
+from statehold.integrations.formats import (
+    archives,
+    dcp_folders,
+    hf,
+    torch_files,
+    universal,
+    untrusted,
+    zero,
+)
+from statehold.integrations.formats.partial import PartialExport
+from statehold.integrations.formats.streamed import Streamed
 from statehold.reading.places import NotFoundError
 
 _EXPECTED = (
@@ -23,79 +34,126 @@ _EXPECTED = (
     "pytorch_model.bin or its index, .metadata (torch.distributed.checkpoint), zero/ (DeepSpeed "
     "universal), or *_optim_states.pt (DeepSpeed ZeRO)"
 )
+_OURS = (
+    "a step of statehold needs no import: restore it with Checkpointer(RUN).restore(state), or "
+    "with StorageReader"
+)
+_STEP = re.compile(r"step-\d{12}")
 _SHOWN = 12
 
 
-class ImportSource(NamedTuple):
-    """A checkpoint: its tree, and the name below which an import puts it."""
+class PathContent(NamedTuple):
+    """What is at a path: the names in a directory, or the beginning of a file."""
 
-    read: Callable[[], Any]
+    path: str
+    names: frozenset[str]
+    head: bytes
+    nbytes: int
+
+
+class Format(NamedTuple):
+    """How a path shows this format, and how it is read and written.
+
+    find: the path to read, or None. name: the part of a state that a checkpoint of this format is.
+    export: writes a tree, and returns the names of what the format cannot hold; to one file
+    (is_file), or to a directory.
+    """
+
+    find: Callable[[PathContent], str | None]
+    read: Callable[[str], Any]
     name: str = ""
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Any]:
-        yield self.read()
+    export: Callable[[Any, PartialExport], list[str]] | None = None
+    is_file: bool = False
 
 
-def recognised(path: str) -> ImportSource:
-    """The source at a path. Raises NotFoundError if nothing is there, UsageError for the rest."""
+def _with(is_it: Callable[[PathContent], bool]) -> Callable[[PathContent], str | None]:
+    return lambda seen: seen.path if is_it(seen) else None
+
+
+def _is_safetensors(seen: PathContent) -> bool:
+    if seen.names:
+        return hf.INDEX in seen.names or any(n.endswith(".safetensors") for n in seen.names)
+    return seen.head[8:9] == b"{" and int.from_bytes(seen.head[:8], "little") < seen.nbytes
+
+
+FORMATS = {
+    "dcp": Format(
+        _with(lambda seen: dcp_folders.METADATA in seen.names),
+        dcp_folders.read,
+        export=dcp_folders.export,
+    ),
+    "hf": Format(_with(_is_safetensors), hf.read, "model", hf.export),
+    "pytorch_model": Format(
+        _with(lambda seen: not seen.names.isdisjoint((torch_files.WHOLE, torch_files.INDEX))),
+        torch_files.read,
+        "model",
+    ),
+    "torch": Format(
+        _with(lambda seen: archives.is_head(seen.head)),
+        archives.read,
+        export=torch_files.export,
+        is_file=True,
+    ),
+    "deepspeed-universal": Format(
+        lambda seen: universal.directory_of(seen.path, seen.names),
+        universal.read,
+        export=universal.export,
+    ),
+    "deepspeed-zero": Format(
+        lambda seen: zero.directory_of(seen.path, seen.names),
+        zero.read,
+    ),
+}
+
+
+def recognised(path: str) -> tuple[Format, str]:
+    """The format of a path, and the path to read. Raises NotFoundError if nothing is there,
+    UsageError if it is not a checkpoint."""
+    if not os.path.lexists(path):
+        raise NotFoundError("no such checkpoint", facts={"path": path, "expected": _EXPECTED})
     try:
-        if os.path.isdir(path):
-            return _of_directory(path, sorted(os.listdir(path)))
-        if os.path.isfile(path):
-            return _of_file(path)
+        seen = _seen(path)
+        if MANIFEST_NAME not in seen.names:
+            for format_ in FORMATS.values():
+                if found := format_.find(seen):
+                    return format_, found
     except OSError as error:
         raise storage_error("read a checkpoint", error.errno or 0, path) from error
-    if not os.path.lexists(path):
-        raise NotFoundError("no such checkpoint", facts={"path": path})
-    raise no_checkpoint(path, "neither a file nor a directory")
+    raise _no_checkpoint(seen)
 
 
-def _of_file(path: str) -> ImportSource:
+def _seen(path: str) -> PathContent:
+    if os.path.isdir(path):
+        return PathContent(path, frozenset(os.listdir(path)), b"", 0)
+    if not os.path.isfile(path):
+        return PathContent(path, frozenset(), b"", 0)
     with open(path, "rb") as file:
-        head = file.read(16)
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < os.path.getsize(path):
-        return ImportSource(lambda: hf.read([path], {}), "model")
-    if is_head(head):
-        return ImportSource(lambda: archives.read(path))
-    raise no_checkpoint(path, f"a file that begins with {head!r}")
+        return PathContent(path, frozenset(), file.read(16), os.path.getsize(path))
 
 
-def _of_directory(path: str, names: list[str]) -> ImportSource:
-    if MANIFEST_NAME in names:
-        raise no_checkpoint(path, "a step of statehold, which needs no import")
-    if dcp_folders.METADATA in names:
-        return ImportSource(lambda: dcp_folders.read(path))
-    if any(name.endswith(".safetensors") for name in names):
-        return ImportSource(lambda: hf.read(*indexed(path, hf.INDEX, ".safetensors")), "model")
-    if torch_files.WHOLE in names or torch_files.INDEX in names:
-        return ImportSource(lambda: torch_files.read(path), "model")
-    if (directory := universal.directory_of(path, names)) is not None:
-        return ImportSource(partial(universal.read, directory))
-    if (directory := zero.directory_of(path, names)) is not None:
-        return ImportSource(partial(zero.read, directory))
-    more = ", ..." if len(names) > _SHOWN else ""
-    raise no_checkpoint(path, f"a directory with {', '.join(names[:_SHOWN]) or 'nothing'}{more}")
+def _no_checkpoint(seen: PathContent) -> UsageError:
+    names, hint = sorted(seen.names), None
+    if MANIFEST_NAME in names or any(map(_STEP.fullmatch, names)):
+        hint = _OURS
+    elif others := [name for name in names if name.endswith((".pt", ".pth", ".bin"))]:
+        hint = f"name the file that is meant: {', '.join(others[:_SHOWN])}"
+    if os.path.isfile(seen.path):
+        there = f"a file of {seen.nbytes} bytes that begins with {seen.head!r}"
+    elif MANIFEST_NAME in names:
+        there = "a step of statehold"
+    elif os.path.isdir(seen.path):
+        more = ", ..." if len(names) > _SHOWN else ""
+        there = f"a directory with {', '.join(names[:_SHOWN]) or 'nothing in it'}{more}"
+    else:
+        there = "neither a file nor a directory"
+    facts = {"path": seen.path, "expected": _EXPECTED, "there": there}
+    return UsageError("this is not a checkpoint of another library", facts=facts, hint=hint)
 
 
-def no_checkpoint(path: str, there: str) -> UsageError:
-    facts = {"path": path, "expected": _EXPECTED, "there": there}
-    return UsageError("this is no checkpoint that can be imported", facts=facts)
-
-
-def stamps(path: str) -> list[list[Any]]:
-    """The files of a source as they are now: an import goes on only with the same ones."""
-    if not os.path.exists(path):
-        return []
-    if not os.path.isdir(path):
-        return [_stamp(path, os.path.basename(path))]
-    return [
-        _stamp(os.path.join(parent, name), os.path.relpath(os.path.join(parent, name), path))
-        for parent, _, names in sorted(os.walk(path))
-        for name in sorted(names)
-    ]
-
-
-def _stamp(path: str, name: str) -> list[Any]:
-    found = os.stat(path)
-    return [name, found.st_size, found.st_mtime_ns]
+def check_names(tree: Any, path: str) -> None:
+    """Raise UsageError for a tree without names."""
+    if not isinstance(tree, Mapping):
+        untrusted.check_data(tree, "", path, "")
+        got = "Tensor" if isinstance(tree, Streamed) else type(tree).__name__
+        facts = {"source": path, "expected": "a dict", "got": got}
+        raise UsageError("the source has no names", facts=facts)

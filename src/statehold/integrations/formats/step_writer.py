@@ -35,6 +35,7 @@ from statehold.format.manifest import Manifest
 from statehold.integrations.formats.partial import JOURNAL, Done, Journal, OutFile
 from statehold.integrations.formats.streamed import PART_BYTES, Streamed, part_of, runs, whole
 from statehold.integrations.formats.streamed import memory_of as view_of
+from statehold.integrations.formats.trees import storable
 from statehold.io.clients import open_engine
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
@@ -210,12 +211,7 @@ def _encoded(tree: Any) -> tuple[Any, dict[str, Streamed]]:
             name = names.setdefault(value, path)
             is_wide = value.dtype == torch.complex128
             return {"$complex128": {"$tensor": name}} if is_wide else {"$tensor": name}
-        if isinstance(value, torch.Tensor):
-            raise UnsupportedValueError(
-                "a tensor that is not plain and dense cannot be imported",
-                facts={"path": path, "type": type(value).__name__, "layout": str(value.layout)},
-                hint="convert it with torch, and save the checkpoint again",
-            )
+        storable(value, path)
         return foreign.torch_node(value) or foreign.numpy_node(value, path, placed)
 
     def placed(tensor: torch.Tensor, path: str) -> str:

@@ -1,8 +1,9 @@
 """A tensor that is not in memory: its dtype, its shape, and its bytes part by part.
 
-Owns: tensors that lie in files of others, whole, as views, or in boxes.
+Owns: tensors that lie in files of others, whole, as views, or in boxes; the same of values.
 Invariants: parts are bytes in C order, at most PART_BYTES each, and valid until the next one is
 asked for. A tensor of a file takes no memory but one part: what was mapped is forgotten after each.
+A chunk is verified when its bytes are used for the first time.
 Two places of a tree that hold one object hold one tensor.
 Not here: tensors of steps (step_writer), who writes the bytes (partial).
 """
@@ -13,8 +14,11 @@ import ctypes
 import math
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -42,6 +46,18 @@ class Streamed:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedValue:
+    """A value that is no tensor, and is read when somebody asks for it."""
+
+    read: Callable[[], Any]
+
+
+def read_now(leaf: Any) -> Any:
+    """A leaf of a tree; of a value that is not read yet, what it is."""
+    return leaf.read() if isinstance(leaf, StreamedValue) else leaf
 
 
 def memory_of(part: torch.Tensor) -> memoryview:
@@ -81,10 +97,19 @@ class MappedFile:
         shape: Sequence[int],
         begin: int,
         stride: Sequence[int] | None = None,
+        verify: Callable[[], None] = lambda: None,
     ) -> Streamed:
-        """A tensor from byte `begin` on; C order without `stride`, which counts elements."""
+        """A tensor from byte `begin` on; C order without `stride`, which counts elements.
+
+        verify: called before the bytes are used for the first time.
+        """
         values = self._view(dtype, shape, begin, stride)
-        return assembled(dtype, shape, [StreamedChunk(Box.whole(shape), values, self)])
+
+        def look() -> _Place:
+            verify()
+            return values, self
+
+        return assembled(dtype, shape, [StreamedChunk(Box.whole(shape), look)])
 
     def _view(
         self, dtype: torch.dtype, shape: Sequence[int], begin: int, stride: Sequence[int] | None
@@ -104,6 +129,15 @@ class MappedFile:
             return flat.as_strided((*shape, dtype.itemsize), (*strides, 1))
         return flat.view(dtype).as_strided(tuple(shape), tuple(steps))
 
+    def crc32(self, begin: int, nbytes: int) -> int:
+        """The checksum of the bytes [begin, begin + nbytes), as archives have it."""
+        crc = 0
+        for at in range(begin, begin + nbytes, PART_BYTES):
+            part = self._view(torch.uint8, [min(PART_BYTES, begin + nbytes - at)], at, None)
+            crc = zlib.crc32(memory_of(part), crc)
+            self.forget()
+        return crc
+
     def forget(self) -> None:
         """Give the memory of all pages back; they are read again when they are used."""
         if self._map is not None:
@@ -119,20 +153,55 @@ def _dense(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-@dataclass(frozen=True)
+_Place = tuple[torch.Tensor, MappedFile | None]
+
+
 class StreamedChunk:
     """A box of a tensor that lies in a file, or in memory (file: None).
 
-    `values` has its shape, or (raw) one more dimension with the bytes of each element.
+    look: finds the values, and the file that they lie in, when they are used for the first time.
+    The values have the shape of the box, or (raw) one more dimension with the bytes of each
+    element.
     """
 
-    box: Box
-    values: torch.Tensor
-    file: MappedFile | None = None
+    def __init__(self, box: Box, look: Callable[[], _Place]) -> None:
+        self.box = box
+        self._look = look
+
+    @cached_property
+    def place(self) -> _Place:
+        return self._look()
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.place[0]
+
+    @property
+    def file(self) -> MappedFile | None:
+        return self.place[1]
 
     @property
     def is_raw(self) -> bool:
         return self.values.dim() > len(self.box.shape)
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values, which are of `dtype`, in the shape of the box."""
+        if not self.is_raw:
+            return self.values
+        return self.values.contiguous().view(dtype).squeeze(-1)
+
+    def at(self, offsets: tuple[int, ...]) -> StreamedChunk:
+        """The same values as a box at `offsets`."""
+        return StreamedChunk(Box(offsets, self.box.shape), self._look)
+
+    def run(self, begin: int, end: int, at: int) -> StreamedChunk:
+        """The elements [begin, end) of a chunk of one dimension, as a chunk from `at` on."""
+
+        def look() -> _Place:
+            values, file = self.place
+            return values[begin:end], file
+
+        return StreamedChunk(Box((at,), (end - begin,)), look)
 
 
 def assembled(
@@ -188,9 +257,19 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def whole(values: torch.Tensor, file: MappedFile | None = None) -> Streamed:
     """A tensor in one piece, in a file or in memory."""
-    return assembled(
-        values.dtype, values.shape, [StreamedChunk(Box.whole(values.shape), values, file)]
-    )
+    chunk = StreamedChunk(Box.whole(values.shape), lambda: (values, file))
+    return assembled(values.dtype, values.shape, [chunk])
+
+
+def in_memory(tensor: Streamed, done: Callable[[int], None] = lambda nbytes: None) -> torch.Tensor:
+    """The tensor itself."""
+    memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+    at = 0
+    for part in tensor.parts():
+        memory[at : at + part.numel()] = part
+        at += part.numel()
+    done(tensor.nbytes)
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def converted(tensor: Streamed, dtype: torch.dtype) -> Streamed:

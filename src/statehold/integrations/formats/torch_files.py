@@ -46,22 +46,18 @@ def _below(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def read(directory: str) -> dict[str, Any]:
-    """The tensors of pytorch_model.bin, or of its shards."""
+def read(path: str) -> dict[str, Any]:
+    """The tensors of pytorch_model.bin in a directory, or of its shards."""
     found: dict[str, Any] = {}
-    for path in _files(directory):
-        shard = archives.read(path)
+    has_index = os.path.exists(os.path.join(path, INDEX))
+    files = indexed(path, INDEX, ".bin")[0] if has_index else [os.path.join(path, WHOLE)]
+    for file in files:
+        shard = archives.read(file)
         if not isinstance(shard, Mapping):
-            facts = {"file": path, "expected": "a dict of names", "got": type(shard).__name__}
+            facts = {"file": file, "expected": "a dict of names", "got": type(shard).__name__}
             raise UsageError("a file of torch.save holds no names", facts=facts)
         for name, value in shard.items():
             if name in found:
                 raise CorruptionError("a checkpoint has a name twice", facts={"name": name})
             found[name] = value
     return found
-
-
-def _files(directory: str) -> list[str]:
-    if os.path.exists(os.path.join(directory, INDEX)):
-        return indexed(directory, INDEX, ".bin")[0]
-    return [os.path.join(directory, WHOLE)]

@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 
+from statehold.errors import UnsupportedValueError
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.formats.streamed import Streamed
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf by its name. An empty container is a leaf."""
-    members = dict(enumerate(tree)) if is_entered(tree) else tree
+def leaves(
+    tree: Any, path: str = "", lists: tuple[type, ...] = (list, tuple)
+) -> Iterator[tuple[str, Any]]:
+    """Every leaf by its name. An empty container is a leaf. lists: the kinds that are entered."""
+    members = dict(enumerate(tree)) if is_entered(tree, lists) else tree
     if not isinstance(members, Mapping) or (not members and path):
         yield path, tree
         return
     for key, item in members.items():
-        yield from leaves(item, f"{path}.{key}" if path else str(key))
+        yield from leaves(item, f"{path}.{key}" if path else str(key), lists)
 
 
 def without(tree: Mapping[Any, Any], skip: Sequence[str]) -> Any:
@@ -80,8 +83,21 @@ def _closed(tree: Any) -> Any:
     return made
 
 
-def is_entered(value: Any) -> bool:
+def is_entered(value: Any, lists: tuple[type, ...] = (list, tuple)) -> bool:
     """Whether a list or tuple holds tensors or dicts."""
-    return isinstance(value, list | tuple) and any(
-        isinstance(item, Mapping | Streamed | torch.Tensor) or is_entered(item) for item in value
+    members: Any = value if isinstance(value, lists) else ()
+    return any(
+        isinstance(item, Mapping | Streamed | torch.Tensor) or is_entered(item, lists)
+        for item in members
     )
+
+
+def storable(value: Any, path: str) -> Any:
+    """The same leaf. Raises UnsupportedValueError for a tensor whose bytes nobody has read."""
+    if isinstance(value, torch.Tensor):
+        raise UnsupportedValueError(
+            "a tensor that is not plain and dense cannot be read",
+            facts={"path": path, "type": type(value).__name__, "layout": str(value.layout)},
+            hint="convert it with torch, and save the checkpoint again",
+        )
+    return value

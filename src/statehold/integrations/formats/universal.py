@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ _OTHER = ("optimizer_state_dict", "fp32_flat_groups")  # partitions of the job t
 # -- in ------------------------------------------------------------------------------------------
 
 
-def directory_of(path: str, names: list[str]) -> str | None:
+def directory_of(path: str, names: Collection[str]) -> str | None:
     """The directory with zero/: `path`, or the one that its file `latest_universal` names."""
     if ZERO in names:
         return path

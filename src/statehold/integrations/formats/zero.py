@@ -14,16 +14,13 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
 from statehold.integrations.formats import deepspeed_state as common
-from statehold.integrations.formats.streamed import Streamed, StreamedChunk, assembled
-from statehold.layout.layout import Box
+from statehold.integrations.formats.streamed import Streamed, assembled
 
 LATEST = "latest"
 OPTIMIZER_STATES = re.compile(r"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -36,7 +33,7 @@ _FROZEN = "frozen_param_fragments"
 _TAKEN = {common.MODULE, _SHAPES, _FROZEN, _STATES, _BASE, _SLICES, _PARTITIONS, _FLAT}
 
 
-def directory_of(path: str, names: Sequence[str]) -> str | None:
+def directory_of(path: str, names: Collection[str]) -> str | None:
     """The directory with the files: `path`, or the one that its file `latest` names."""
     if any(map(OPTIMIZER_STATES.fullmatch, names)):
         return path
@@ -69,7 +66,7 @@ def read(directory: str) -> dict[str, Any]:
     whole = {name: shape for group in shapes for name, shape in group.items()}
     states: dict[str, dict[str, Any]] = {}
     for (name, key), found in pieces.items():
-        states.setdefault(name, {})[key] = _joined(name, key, tuple(whole[name]), found)
+        states.setdefault(name, {})[key] = _joined(f"{name}.{key}", tuple(whole[name]), found)
     order = [[name for name in group if name in states] for group in shapes]
     named = common.named_groups(groups, order)
     rest = {key: value for key, value in models[0].items() if key not in _TAKEN}
@@ -90,7 +87,7 @@ def _optimizer_files(directory: str) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-# A run of a parameter: flat values, and the first one's index in the parameter.
+# Of each rank, flat tensors of parts of a parameter, or a value.
 _Pieces = dict[tuple[str, str], list[Any]]
 
 
@@ -133,7 +130,7 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Streamed]:
             _cut(model[_FROZEN][name], 0, _part_of(math.prod(shape), rank, len(models))[1])
             for rank, model in enumerate(models)
         ]
-        found[name] = _joined(name, "frozen", tuple(shape), pieces)
+        found[name] = _joined(f"{name}.frozen", tuple(shape), pieces)
     return found
 
 
@@ -145,28 +142,20 @@ def _cut(values: Any, begin: int, count: int) -> Any:
     if begin + count > values.shape[0]:
         facts = {"expected": f"at most {values.shape[0]} elements", "got": begin + count}
         raise CorruptionError("a partition of ZeRO is too small for its parameters", facts=facts)
-    return StreamedChunk(Box((begin,), (count,)), chunk.values[begin : begin + count], chunk.file)
+    return assembled(values.dtype, (count,), [chunk.run(begin, begin + count, 0)])
 
 
-def _joined(name: str, key: str, shape: tuple[int, ...], pieces: Sequence[Any]) -> Any:
-    if isinstance(pieces[0], Streamed):  # each parameter counts its own steps
-        return replace(pieces[0])
-    if not isinstance(pieces[0], StreamedChunk):
-        return pieces[0]
-    chunks = list(_in_order(pieces))
-    held = sum(chunk.box.numel for chunk in chunks)
-    if held != math.prod(shape):
-        facts = {"name": f"{name}.{key}", "expected": list(shape), "got": f"{held} elements"}
+def _joined(name: str, shape: tuple[int, ...], pieces: Sequence[Any]) -> Any:
+    first = pieces[0]
+    if not isinstance(first, Streamed):
+        return first
+    if first.shape == ():
+        return replace(first)  # each parameter counts its own steps
+    chunks, at = [], 0
+    for piece in filter(lambda each: each.shape[0], pieces):
+        chunks.append(piece.chunks[0].run(0, piece.shape[0], at))
+        at += piece.shape[0]
+    if at != math.prod(shape):
+        facts = {"name": name, "expected": list(shape), "got": f"{at} elements"}
         raise CorruptionError("the ranks of ZeRO do not have all of a parameter", facts=facts)
-    dtype: torch.dtype = pieces[0].values.dtype
-    return assembled(dtype, shape, chunks)
-
-
-def _in_order(pieces: Sequence[StreamedChunk]) -> Iterator[StreamedChunk]:
-    """The same runs, one after the other."""
-    at = 0
-    for piece in pieces:
-        count = piece.box.numel
-        if count:
-            yield StreamedChunk(Box((at,), (count,)), piece.values, piece.file)
-        at += count
+    return assembled(first.dtype, shape, chunks)

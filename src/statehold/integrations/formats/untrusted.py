@@ -4,7 +4,7 @@ Owns: the one call of torch.load() for what others have written; the error for a
 Invariants: weights_only is on, so no code of a file runs. What torch does not know becomes a
 Foreign, which does nothing, unless the user has named it with torch.serialization.add_safe_globals.
 So an entry that nobody takes does no harm, and one that is taken is refused with its place.
-Not here: which file, and where in it (torch_save, formats/archives).
+Not here: which file, and where in it (archives).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
-from statehold.integrations.dcp.unpickle import UnpicklingError
+from statehold.integrations.formats.unpickle import UnpicklingError
 
 _GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")
 _UNKNOWN = re.compile(r"Unsupported global: GLOBAL (\S+) was not")
