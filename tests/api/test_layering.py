@@ -188,7 +188,7 @@ def test_pure_modules_do_no_input_or_output() -> None:
 
 def test_nothing_can_unpickle_or_evaluate() -> None:
     for name, path in MODULES.items():
-        if name == "statehold.integrations.formats.unpickle":
+        if name == "statehold.integrations.formats.untrusted":
             continue  # reads the metadata of stock checkpoints, and admits a list of classes only
         assert not roots(name, path, types=True) & {"pickle", "marshal", "shelve", "dill"}, name
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

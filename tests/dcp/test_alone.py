@@ -9,7 +9,7 @@ import pytest
 
 from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StorageError
 from statehold.format.manifest import RecordEntry
-from statehold.integrations.dcp import alone
+from statehold.integrations.dcp import writer
 from statehold.integrations.dcp.commit import Sent
 from statehold.integrations.dcp.writing import SaveDestination
 from statehold.ranks.membership import Membership
@@ -21,7 +21,7 @@ SIZE = 2
 DEADLINE_S = 60.0
 
 
-class SaveRound(alone.SaveRound):
+class SaveRound(writer.SaveRound):
     """Of ranks that are threads."""
 
     def __init__(self, board: MemoryBoard, rank: int) -> None:

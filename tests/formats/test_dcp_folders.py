@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import statehold
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
 from statehold.integrations.formats import archives
-from statehold.integrations.formats.unpickle import dump_metadata, load_metadata
+from statehold.integrations.formats.untrusted import dump_metadata, load_metadata
 from support.faults import SMALL
 from support.transfers import check_equal, saved, tensors
 

@@ -48,10 +48,12 @@ from statehold.integrations.formats.streamed import (
     Streamed,
     StreamedChunk,
     in_memory,
+    leaves,
     part_of,
     read_now,
+    replaced,
+    storable,
 )
-from statehold.integrations.formats.trees import leaves, replaced, storable
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.tensors import modules, optimizers

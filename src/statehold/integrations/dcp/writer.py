@@ -10,7 +10,25 @@ Invariants: an error on any rank reaches the caller of save through torch. Nothi
 writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
 runs each save on one thread. A writer may run several saves at once, each into its own directory.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
-ranks without collectives (alone), the renames (publish).
+renames (publish).
+
+Saves with use_collectives=False: the ranks meet in the store of the process group instead.
+
+torch then runs the whole save on each rank by itself. Every planner makes a "global" plan of its
+own rank, and every rank calls finish(). The ranks have not shared out the writing. So a plain
+tensor or a value belongs to the rank that saved it, as with the stock writer, and a box of a
+DTensor to the lowest rank that wrote it.
+
+Invariants: there is one attempt, made by rank 0 before any rank writes. The step is published once
+every rank has written all of its part, or not at all. If a rank fails, or does not come within
+`timeout_s`, the save fails on all ranks, with the number of that rank.
+
+Copies of a state for dcp.async_save, in host memory that is reused.
+
+torch's default makes a new copy for every save, whose pages have to be faulted in each time. Here a
+copy goes back to a pool once torch has dropped its state dict. A save that begins earlier gets
+memory of its own. So memory is never written while a save still reads it, and nothing depends on
+the order in which saves end, or on whether they fail.
 """
 
 from __future__ import annotations
@@ -18,43 +36,215 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import re
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
 from statehold.checkpoint.store.directories import delete, make_directories, parent_of
 from statehold.checkpoint.store.publish import Replaced, publish, settle
-from statehold.errors import StateholdError, StorageError, UsageError
+from statehold.errors import (
+    InvariantError,
+    PeerFailedError,
+    StateholdError,
+    StorageError,
+    UsageError,
+    named,
+)
 from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import RecordEntry
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.dcp.alone import SaveRound
-from statehold.integrations.dcp.among import rank_and_world
 from statehold.integrations.dcp.commit import Sent, complete, hand_over, is_published
-from statehold.integrations.dcp.endpoint import StepEndpoint
-from statehold.integrations.dcp.staging import StagingPool
-from statehold.integrations.dcp.telemetry import SaveWatch
+from statehold.integrations.dcp.machine import SaveWatch, StepEndpoint, rank_and_world
 from statehold.integrations.dcp.tree import Path
-from statehold.integrations.dcp.writing import SaveDestination, write_items
+from statehold.integrations.dcp.writing import SaveDestination, WrittenBox, write_items
+from statehold.layout.layout import Box
 from statehold.layout.plan import STEP_MAX
 from statehold.options import Options
 from statehold.options.io import Io
 from statehold.options.keywords import answering
+from statehold.ranks.board import StoreBoard
+from statehold.ranks.membership import Membership
+from statehold.ranks.peers import Peers
 from statehold.tensors.devices.graphs import refuse_in_capture
 
 if TYPE_CHECKING:
     from statehold._core import Fs
+
+
+class Staged(dict[str, Any]):
+    """A state dict in staging memory; a subclass, because a dict cannot be watched."""
+
+    __slots__ = ("__weakref__",)
+
+    # for the process checkpointer, which needs only a dict
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class StagingPool:
+    """Stagers of torch, each with the memory of one copy."""
+
+    def __init__(self) -> None:
+        self._idle: list[DefaultStager] = []
+        self._guard = threading.Lock()
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy that no later change of `state` reaches; complete when this returns."""
+        with self._guard:
+            stager = self._idle.pop() if self._idle else _new_stager()
+        copied = stager.stage(state)
+        assert isinstance(copied, dict)  # a Future only if it were asynchronous
+        staged = Staged(copied)
+        weakref.finalize(staged, self._give_back, stager).atexit = False
+        return staged
+
+    def _give_back(self, stager: DefaultStager) -> None:
+        with self._guard:
+            self._idle.append(stager)
+
+    def close(self) -> None:
+        """Free the memory of unused copies."""
+        with self._guard:
+            idle, self._idle = self._idle, []
+        for stager in idle:
+            stager.close()
+
+
+def _new_stager() -> DefaultStager:
+    """Each copy waits for its own device. After non-blocking copies torch waits only for the
+    current device, and tensors of another one might not be complete."""
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+# -- ranks without collectives ---------------------------------------------------------------------
+
+
+_SAVE = 1  # the only round of its Peers
+
+
+class SaveRound:
+    """The ranks of one save, from its begin to its end."""
+
+    def __init__(self, final: str, timeout_s: float) -> None:
+        self.rank, self.world_size = rank_and_world()
+        self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
+        self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
+
+    def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
+        """The result of `make` on rank 0, on every rank."""
+        raw = self._peers.agree("begin", b"", lambda _: json.dumps(_place_to(make())).encode())
+        return _place_from(json.loads(raw), self.rank)
+
+    def failed(self, error: BaseException) -> None:
+        """Report to the others that this rank will not come."""
+        known = error if isinstance(error, StateholdError) else InvariantError(repr(error))
+        self._peers.fail(_SAVE, known)
+
+    def end(
+        self, sent: Sent, publish: Callable[[list[Sent]], None], is_there: Callable[[], bool]
+    ) -> None:
+        """Hand over the files of this rank; returns once rank 0 has published them with the rest.
+
+        is_there: whether the checkpoint is published, for a rank that gets no outcome from rank 0.
+        """
+        try:
+            self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
+            if self.rank:
+                self._wait(is_there)
+            else:
+                self._conclude(sent, publish)
+        finally:
+            self._board.close()
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        try:
+            self._peers.outcome(_SAVE)
+        except PeerFailedError:
+            raise
+        except StateholdError:
+            # Rank 0 may have been lost after it committed, before it could announce the outcome.
+            if not is_there():
+                raise
+
+    def _conclude(self, own: Sent, publish: Callable[[list[Sent]], None]) -> None:
+        try:
+            others = self._peers.gather(_SAVE)[1:]
+            publish([own, *(_sent_from(own.place, raw) for raw in others)])
+        except BaseException as error:
+            self._peers.conclude(_SAVE, named(error, "while publishing a checkpoint"))
+            raise
+        try:
+            self._peers.conclude(_SAVE, b"")
+        except StateholdError as error:  # the others check for themselves
+            logger.warning("the checkpoint is committed; could not tell the other ranks\n%s", error)
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def _place_to(place: SaveDestination) -> list[Any]:
+    return [place.final, place.partial, place.step, place.world_size, place.attempt]
+
+
+def _place_from(note: list[Any], rank: int) -> SaveDestination:
+    final, partial, step, world_size, attempt = note
+    return SaveDestination(final, partial, step, rank, world_size, attempt)
+
+
+def _sent_to(sent: Sent) -> dict[str, Any]:
+    """The part without files and values, which a rank leaves in its own record."""
+    entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
+    pieces = [
+        [piece.name, piece.dtype, piece.shape, piece.box.offsets, piece.box.shape]
+        for piece in sent.pieces
+        if not piece.local
+    ]
+    return {
+        "rank": sent.place.rank,
+        "pieces": pieces,
+        "entry": entry,
+        "digests": dict(sent.digests),
+    }
+
+
+def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
+    note = json.loads(raw)
+    pieces = tuple(
+        WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
+        for name, dtype, shape, offsets, sizes in note["pieces"]
+    )
+    own = SaveDestination(
+        place.final, place.partial, place.step, note["rank"], place.world_size, place.attempt
+    )
+    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)
+
+
+# -- the writer ------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger("statehold")
 

@@ -12,6 +12,12 @@ Invariants: a file that the index names is there, and no name of the index leads
 directory.
 
 Not here: which file holds what (one module for each format).
+
+Files of torch.save: one for a whole step, and shards of pytorch_model.bin for imports.
+
+Invariants: what is written can be read with torch.load(weights_only=True). Values that this refuses
+become the nearest ones that it takes, and are named: NumPy scalars become numbers, a deque becomes
+a list, a frozenset a set.
 """
 
 from __future__ import annotations
@@ -23,7 +29,8 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +50,13 @@ from statehold.integrations.formats.streamed import (
     MappedFile,
     Streamed,
     in_memory,
+    leaves,
     memory_of,
+    nbytes_of,
     raise_unaligned,
+    replaced,
     whole,
 )
-from statehold.integrations.formats.trees import leaves, nbytes_of, replaced
 from statehold.process.host_memory import available
 from statehold.units import MiB
 
@@ -388,3 +397,51 @@ def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
                 if file.read(4) == _DESCRIPTOR:
                     yield crc, begin + info.file_size + 4
             at += 46 + sum(struct.unpack("<HHH", entry[_SIZES_AT : _SIZES_AT + 6]))
+
+
+# -- whole steps, and shards of pytorch_model.bin --------------------------------------------------
+
+
+WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def export(tree: Any, work: PartialExport) -> list[str]:
+    """Write a tree as one file; returns the names of what became something else."""
+    changed: list[str] = []
+    write(work, os.path.basename(work.path), plain(tree, "", changed))
+    return changed
+
+
+def plain(tree: Any, path: str, changed: list[str]) -> Any:
+    """The same tree of values that torch.load(weights_only=True) takes."""
+    kind: Any = type(tree)
+    if kind in (deque, frozenset) or kind.__module__ == "numpy":
+        changed.append(path)
+        nearest: Any = {deque: list, frozenset: set}.get(kind, lambda scalar: scalar.item())
+        return plain(nearest(tree), path, changed)
+    if isinstance(tree, Mapping):
+        return kind({key: plain(item, _below(path, key), changed) for key, item in tree.items()})
+    if kind in (list, tuple):
+        return kind(plain(item, _below(path, i), changed) for i, item in enumerate(tree))
+    return tree
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def read_shards(path: str) -> dict[str, Any]:
+    """The tensors of pytorch_model.bin in a directory, or of its shards."""
+    found: dict[str, Any] = {}
+    has_index = os.path.exists(os.path.join(path, INDEX))
+    files = indexed(path, INDEX, ".bin")[0] if has_index else [os.path.join(path, WHOLE)]
+    for file in files:
+        shard = read(file)
+        if not isinstance(shard, Mapping):
+            facts = {"file": file, "expected": "a dict of names", "got": type(shard).__name__}
+            raise UsageError("a file of torch.save holds no names", facts=facts)
+        for name, value in shard.items():
+            if name in found:
+                raise CorruptionError("a checkpoint has a name twice", facts={"name": name})
+            found[name] = value
+    return found

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from statehold.errors import CorruptionError, UnsupportedValueError
 from statehold.integrations.formats import archives
+from statehold.integrations.formats.archives import plain
 from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import (
     MappedFile,
@@ -40,10 +41,11 @@ from statehold.integrations.formats.streamed import (
     StreamedChunk,
     StreamedValue,
     assembled,
+    is_entered,
+    nbytes_of,
+    nested,
 )
-from statehold.integrations.formats.torch_files import plain
-from statehold.integrations.formats.trees import is_entered, nbytes_of, nested
-from statehold.integrations.formats.unpickle import dump_metadata, load_metadata
+from statehold.integrations.formats.untrusted import dump_metadata, load_metadata
 from statehold.layout.layout import Box
 
 METADATA = ".metadata"

@@ -23,8 +23,13 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, HeaderError, UnsupportedValueError, UsageError
 from statehold.integrations.formats.archives import indexed
 from statehold.integrations.formats.partial import PartialExport
-from statehold.integrations.formats.streamed import MappedFile, Streamed, assembled, memory_of
-from statehold.integrations.formats.trees import leaves
+from statehold.integrations.formats.streamed import (
+    MappedFile,
+    Streamed,
+    assembled,
+    leaves,
+    memory_of,
+)
 from statehold.tensors import dtypes
 from statehold.units import GiB
 

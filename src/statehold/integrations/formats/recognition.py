@@ -16,15 +16,7 @@ from typing import Any, NamedTuple
 
 from statehold.errors import UsageError, storage_error
 from statehold.format.saved import MANIFEST_NAME
-from statehold.integrations.formats import (
-    archives,
-    dcp_folders,
-    hf,
-    torch_files,
-    universal,
-    untrusted,
-    zero,
-)
+from statehold.integrations.formats import archives, dcp_folders, deepspeed, hf, untrusted
 from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import Streamed
 from statehold.reading.places import NotFoundError
@@ -84,24 +76,24 @@ FORMATS = {
     ),
     "hf": Format(_with(_is_safetensors), hf.read, "model", hf.export),
     "pytorch_model": Format(
-        _with(lambda seen: not seen.names.isdisjoint((torch_files.WHOLE, torch_files.INDEX))),
-        torch_files.read,
+        _with(lambda seen: not seen.names.isdisjoint((archives.WHOLE, archives.INDEX))),
+        archives.read_shards,
         "model",
     ),
     "torch": Format(
         _with(lambda seen: archives.is_head(seen.head)),
         archives.read,
-        export=torch_files.export,
+        export=archives.export,
         is_file=True,
     ),
     "deepspeed-universal": Format(
-        lambda seen: universal.directory_of(seen.path, seen.names),
-        universal.read,
-        export=universal.export,
+        lambda seen: deepspeed.universal_directory(seen.path, seen.names),
+        deepspeed.read_universal,
+        export=deepspeed.export,
     ),
     "deepspeed-zero": Format(
-        lambda seen: zero.directory_of(seen.path, seen.names),
-        zero.read,
+        lambda seen: deepspeed.zero_directory(seen.path, seen.names),
+        deepspeed.read_zero,
     ),
 }
 
