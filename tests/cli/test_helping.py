@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from statehold.cli import _INTENTS, _parser, arguments, main
-from statehold.cli.helping import Parser
+from statehold.cli import _INTENTS, Parser, _parser, arguments, main
 
 Say = Callable[..., tuple[int, str]]
 Ended = Callable[..., tuple[object, str, str]]

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import statehold.cli
-from statehold.cli import main, output, progress, tables, terminal
+from statehold.cli import main, output, tables, terminal
 from statehold.units import format_age
 from support.faults import must
 from support.runs import write_step
@@ -138,7 +138,7 @@ def test_without_rich_nothing_has_colour(
 def test_commands_print_through_one_module() -> None:
     folder = Path(statehold.cli.__file__).parent
     for path in folder.rglob("*.py"):
-        if path.name in ("output.py", "progress.py"):
+        if path.name in ("output.py",):
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
@@ -260,11 +260,11 @@ def test_numbers_are_never_shortened() -> None:
 @pytest.mark.parametrize("has_rich", [pytest.param(True, marks=needs_rich), False])
 def test_progress_is_for_terminals(has_rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "has_rich", lambda: has_rich)
-    monkeypatch.setattr(progress, "FIRST_S", 0)
-    monkeypatch.setattr(progress, "REDRAW_S", 0)
+    monkeypatch.setattr(output, "FIRST_S", 0)
+    monkeypatch.setattr(output, "REDRAW_S", 0)
     for stream, expected in ((io.StringIO(), ""), (Window(), "1 KiB of 2 KiB (50%)")):
         monkeypatch.setattr(sys, "stderr", stream)
-        shown = progress.ProgressBar("step 1", 2048)
+        shown = output.ProgressBar("step 1", 2048)
         shown.advance(1024)
         shown.close()
         assert expected in stream.getvalue()
@@ -273,8 +273,8 @@ def test_progress_is_for_terminals(has_rich: bool, monkeypatch: pytest.MonkeyPat
 
 def test_short_work_shows_no_progress(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Window()
-    monkeypatch.setattr(progress, "FIRST_S", 3600)
-    monkeypatch.setattr(progress, "REDRAW_S", 0)
+    monkeypatch.setattr(output, "FIRST_S", 3600)
+    monkeypatch.setattr(output, "REDRAW_S", 0)
     monkeypatch.setattr(sys, "stderr", stream)
     main(["verify", str(run)])
     assert stream.getvalue() == ""
@@ -286,11 +286,11 @@ def test_an_answer_removes_the_line_first(
     """Both streams are one window: text must not be printed behind the progress."""
     stream = Window()
     monkeypatch.setattr(terminal, "has_rich", lambda: False)
-    monkeypatch.setattr(progress, "FIRST_S", 0)
-    monkeypatch.setattr(progress, "REDRAW_S", 0)
+    monkeypatch.setattr(output, "FIRST_S", 0)
+    monkeypatch.setattr(output, "REDRAW_S", 0)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
-    shown = progress.ProgressBar("step 1", 2048)
+    shown = output.ProgressBar("step 1", 2048)
     shown.advance(1024)
     output.say("answer")
     shown.advance(1024)
@@ -303,11 +303,11 @@ def test_an_answer_removes_the_line_first(
 def test_an_answer_ends_what_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """`coordinate` prints lines for hours, and nothing may turn beside them."""
     stream = Window()
-    monkeypatch.setattr(progress, "FIRST_S", 3600)
+    monkeypatch.setattr(output, "FIRST_S", 3600)
     monkeypatch.setattr(terminal, "has_rich", lambda: False)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    shown = progress.ProgressBar("work")
+    shown = output.ProgressBar("work")
     shown._draw()  # as its timer does
     assert "work" in stream.getvalue()
     output.say("answer")

@@ -23,7 +23,7 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import ProgressBar, emit, sections, table
-from statehold.cli.study import report, study
+from statehold.cli.study import study
 from statehold.cli.study.choose import StudyFigures, moving_of, rates_of, top
 from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
@@ -64,10 +64,10 @@ def study_at(
     file = None if args.no_profile else Path(args.profile or profile.path_for(path))
     _check_outputs(file, args.out)
     found = _measured(path, size, args, bench, more)
-    document = {**_facts(path, size), **report.document(found)}
+    document = {**_facts(path, size), **study.document(found)}
     document["profile"] = None if file is None else str(file)
     if file is not None:
-        moving, why = moving_of(found.chosen), tuple(report.reasons(found))
+        moving, why = moving_of(found.chosen), tuple(study.reasons(found))
         rates = rates_of(found.figures)
         profile.save(
             profile.Profile(mount_of(path), moving, document["measured"], why, rates), file

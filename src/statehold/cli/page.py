@@ -34,11 +34,11 @@ from statehold.cli.blocks import (
     table,
     tag,
     tile,
+    timeline,
 )
 from statehold.cli.ls import KINDS
 from statehold.cli.output import counted, to_the_second
 from statehold.cli.said import LEGEND, METRICS_SHOWN, columns_of, metrics_of
-from statehold.cli.timeline import timeline
 from statehold.cli.traces import Traces
 from statehold.units import format_bytes, format_seconds
 

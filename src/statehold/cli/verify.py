@@ -2,18 +2,26 @@
 
 Invariants: for every bad piece it shows the file, bytes, tensor and rank. Files that no document
 names are listed. They are not damage, because a restore does not look at them.
+
+A damaged file that several steps hold: named once, with all of them.
+
+Invariants: only names and inodes are looked at. Steps are those of the run that has the file;
+other runs, forked from it, may hold it, too, and are only counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.store.directories import REPLACED
+from statehold.checkpoint.store.directories import REPLACED, step_of
+from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.publish import LOOKS_MAX, directory_id, where
 from statehold.checkpoint.store.store import Store
 from statehold.cli import codes, levels
@@ -31,14 +39,12 @@ from statehold.cli.output import (
     weak,
 )
 from statehold.cli.places import tree_bytes
-from statehold.cli.shared_damage import DamagedFile, SharedDamage
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.reading.places import StepPlace, asked_of, file_system, find, run_at
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
 
 _SHOWN = 20  # findings of a step
 
@@ -228,3 +234,72 @@ def _row(finding: Finding) -> tuple[object, ...]:
         finding.pieces or "-",
         detail,
     )
+
+
+# -- shared damage ---------------------------------------------------------------------------------
+
+
+Inode = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedFile:
+    """file: its name in the first of the steps of `run`. elsewhere: how many names it has outside
+    of the run."""
+
+    run: str
+    file: str
+    steps: tuple[int, ...]
+    elsewhere: int
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class SharedDamage:
+    """The damaged files with several names that were found in steps."""
+
+    def __init__(self) -> None:
+        self.files: dict[Inode, DamagedFile] = {}
+
+    def add(self, report: CheckReport) -> set[str]:
+        """Take the files of another step. Returns the names of those that were there already."""
+        known = set()
+        for name in {each.file for each in report.findings if each.file is not None}:
+            path = f"{report.place.directory}/{name}"
+            with contextlib.suppress(OSError):  # it is missing
+                found = os.lstat(path)
+                key = found.st_dev, found.st_ino
+                if key in self.files:
+                    known.add(name)
+                elif found.st_nlink > 1:
+                    self.files[key] = _held(os.path.dirname(report.place.directory), name, found)
+        return known
+
+
+def _held(run: str, name: str, found: os.stat_result) -> DamagedFile:
+    steps, names = [], 0
+    for folder in _folders(run):
+        count = sum(1 for each in _files(folder) if os.path.samestat(each, found))
+        step = step_of(os.path.basename(folder))
+        if count and step is not None:
+            steps.append(step)
+        names += count
+    return DamagedFile(run, name, tuple(sorted(steps)), max(0, found.st_nlink - names))
+
+
+def _folders(run: str) -> Iterable[str]:
+    with contextlib.suppress(OSError), os.scandir(run) as entries:
+        return [
+            each.path
+            for each in entries
+            if each.is_dir() and (each.name == POOL_NAME or each.name.startswith("step-"))
+        ]
+    return []
+
+
+def _files(folder: str) -> Iterator[os.stat_result]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for each in entries:
+            with contextlib.suppress(OSError):
+                yield each.stat(follow_symlinks=False)

@@ -9,7 +9,6 @@ A step of ZeRO restores on any number of ranks as it is. See docs/integrations.m
 
 from __future__ import annotations
 
-from statehold.integrations.deepspeed.methods import save_into_steps
-from statehold.integrations.deepspeed.state import engine_state, load_weights
+from statehold.integrations.deepspeed.state import engine_state, load_weights, save_into_steps
 
 __all__ = ["engine_state", "load_weights", "save_into_steps"]

@@ -23,30 +23,57 @@ names. A moment is a run of the flattened parameter; what is one number, such as
 on all ranks.
 Invariants: what the optimizer already has in memory is filled there. What it has not made yet is
 made for the restore, and put in once all bytes have arrived.
+
+How ZeRO cuts the parameters over the ranks, as runs of flat tensors.
+
+Facts about DeepSpeed (0.19.8):
+- In stages 1 and 2 the parameters of a group are views of one flat buffer, which is padded at its
+  end. It is cut into equal partitions, so the cuts lie anywhere in a parameter. Each rank has a
+  flat master of its partition. The order in the buffer may depend on the number of ranks.
+- In stage 3 each parameter is flattened and cut into equal parts, the last one padded. That is how
+  torch.chunk cuts. A rank has the parts of several parameters one after the other in a flat master.
+  How many of them share one depends on the number of ranks.
+- If the master weights have the dtype of the model, stage 3 has them once.
+
+Invariants: the runs of all ranks cover each parameter once, and no padding is in a run. Every rank
+lists every parameter, with an empty run where it has nothing. A run says where the memory is only
+when it is asked, since DeepSpeed may move it.
+
+save_checkpoint() and load_checkpoint() of an engine, with steps of statehold.
+
+    engine = save_into_steps(engine)      # one line; the rest of the script stays
+
+Invariants: the directory is a run. A checkpoint counts once it is committed on all ranks, so no
+file `latest` is needed: the newest step is the latest. What DeepSpeed itself has saved there loads
+as before, until the first step is committed.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 import statehold
-from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
-from statehold.integrations.comparing import check_names
-from statehold.integrations.deepspeed.partitions import (
-    Partition,
-    mesh_of,
-    partitions_of,
-    rank_here,
-    split_piece,
+from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import (
+    StateMismatchError,
+    StepNotFoundError,
+    UnsupportedValueError,
+    UsageError,
 )
+from statehold.integrations.comparing import check_names
 from statehold.integrations.trained import persistent_buffers
-from statehold.layout.layout import Layout
+from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.marks import Volatile
 from statehold.tensors.pieces import Piece
 from statehold.tensors.rng import Rng
@@ -372,3 +399,269 @@ def _refusals(engine: Any) -> Any:
     for name, each in engine.module.named_modules():
         if type(each).get_extra_state is not nn.Module.get_extra_state:
             yield f"a module has a state of its own (get_extra_state): {name or 'the model'}", ""
+
+
+# -- how ZeRO cuts the parameters ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartitionRun:
+    """This rank's part of the flattened parameter `name`: `count` elements of a partition."""
+
+    name: str
+    numel: int
+    layout: AnyLayout
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A flat master of this rank, which the base optimizer updates.
+
+    weights: gives the flat tensor of the same runs that the model computes with; None where each
+        rank has the whole parameters. group: the index of the optimizer's parameter group.
+    """
+
+    master: torch.Tensor
+    weights: Callable[[], torch.Tensor] | None
+    group: int
+    runs: tuple[PartitionRun, ...]
+
+    def piece(self, run: PartitionRun, flat: Callable[[], torch.Tensor]) -> Piece:
+        """The run in a flat tensor that is laid out as the master is."""
+        return Piece(
+            lambda: _run_of(flat(), run, self.master.numel()), (run.numel,), run.layout, rank_here()
+        )
+
+
+def partitions_of(optimizer: Any, names: dict[int, str]) -> list[Partition]:
+    """The partitions of this rank. names: those of the parameters by their ids."""
+    if hasattr(optimizer, "bit16_groups_flat"):
+        return [_cut_anywhere(optimizer, index, names) for index in _groups(optimizer)]
+    return [_cut_equally(optimizer, index, names) for index in range(len(optimizer.fp16_groups))]
+
+
+def split_piece(memory: Callable[[], torch.Tensor], numel: int, mesh: Mesh) -> Piece:
+    """A parameter of stage 3 by itself: `memory` gives this rank's part, with its padding."""
+    layout = _split(mesh)
+    count = layout.box((numel,), rank_here()).shape[0]
+    return Piece(lambda: memory().view(-1)[:count], (numel,), layout, rank_here())
+
+
+def name_of(parameter: Any, names: dict[int, str]) -> str:
+    """The name of a parameter that the optimizer updates."""
+    name = names.get(id(parameter))
+    if name is None:
+        raise UnsupportedValueError(
+            "the optimizer of an engine updates a parameter that its module does not have",
+            facts={"shape": list(getattr(parameter, "ds_shape", parameter.shape))},
+            hint="initialize the engine with the parameters of its model",
+        )
+    return name
+
+
+def mesh_of(group: Any) -> Mesh:
+    """The ranks over which ZeRO cuts."""
+    ranks = tuple(distributed.get_process_group_ranks(group))
+    return Mesh((len(ranks),), ranks)
+
+
+def rank_here() -> int:
+    return distributed.get_rank()
+
+
+def _groups(optimizer: Any) -> range:
+    return range(len(optimizer.bit16_groups_flat))
+
+
+def _run_of(flat: torch.Tensor, run: PartitionRun, numel: int) -> torch.Tensor:
+    if flat.numel() != numel:
+        raise UnsupportedValueError(
+            "a partition of the engine is not in memory",
+            facts={"parameter": run.name, "elements": numel, "in memory": flat.numel()},
+            hint="call engine.reload_states() before a save or a restore",
+        )
+    return flat.narrow(0, run.begin, run.count)
+
+
+# -- stages 1 and 2 ------------------------------------------------------------------------------
+
+
+def _cut_anywhere(optimizer: Any, index: int, names: dict[int, str]) -> Partition:
+    flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups
+    mesh = mesh_of(optimizer.real_dp_process_group[index])
+    size = flat.numel() // len(mesh.ranks)
+    runs = [
+        _run(name_of(each, names), _place_in(flat, each), each.numel(), size, mesh)
+        for each in optimizer.bit16_groups[index]
+    ]
+    return Partition(master[index], None, index, tuple(runs))
+
+
+def _place_in(flat: torch.Tensor, parameter: torch.Tensor) -> int:
+    """Where in the flat buffer a parameter begins."""
+    at, odd = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
+    if odd or at < 0 or at + parameter.numel() > flat.numel():
+        raise UnsupportedValueError(
+            "a parameter of the engine does not lie in its flat buffer",
+            facts={"shape": list(parameter.shape), "elements of the buffer": flat.numel()},
+            hint="call engine.reload_states() before engine_state(engine)",
+        )
+    return at
+
+
+def _run(name: str, at: int, numel: int, size: int, mesh: Mesh) -> PartitionRun:
+    """The part of elements [at, at + numel) in this rank's partition; all have `size` elements."""
+    boxes, own = [], (0, 0)
+    for index in range(at // size, -(-(at + numel) // size)):
+        begin, end = max(at, index * size), min(at + numel, (index + 1) * size)
+        boxes.append((Box((begin - at,), (end - begin,)), mesh.ranks[index]))
+        if mesh.ranks[index] == rank_here():
+            own = begin - index * size, end - begin
+    return PartitionRun(name, numel, ExplicitLayout(tuple(boxes)), *own)
+
+
+# -- stage 3 -------------------------------------------------------------------------------------
+
+
+def _cut_equally(optimizer: Any, index: int, names: dict[int, str]) -> Partition:
+    layout, runs, at = _split(mesh_of(optimizer.dp_process_group)), [], 0
+    for parameter in optimizer.fp16_groups[index]:
+        name, numel, size = (
+            name_of(parameter, names),
+            parameter.ds_numel,
+            parameter.partition_numel(),
+        )
+        if size != math.ceil(numel / len(layout.mesh.ranks)):
+            raise UnsupportedValueError(
+                "ZeRO-3 cuts a parameter in a way that is not known",
+                facts={"parameter": name, "elements": numel, "elements of a part": size},
+            )
+        count = layout.box((numel,), rank_here()).shape[0]
+        runs.append(PartitionRun(name, numel, layout, at, count))
+        at += size
+    group = optimizer.sub_group_to_group_id[index]
+    master = optimizer.fp32_partitioned_groups_flat[index]
+    weights = optimizer.fp16_partitioned_groups_flat
+    return Partition(master, lambda: weights[index], group, tuple(runs))
+
+
+def _split(mesh: Mesh) -> Layout:
+    return Layout(mesh, ((0, 0),))
+
+
+# -- save_checkpoint() and load_checkpoint() -------------------------------------------------------
+
+
+log = logging.getLogger("statehold")
+
+CLIENT, TAG = "client", "tag"
+_USUAL_TAG = re.compile(r"global_step(\d+)")
+
+
+def save_into_steps(engine: Any, **options: Any) -> Any:
+    """Let engine.save_checkpoint() and load_checkpoint() use steps; returns the engine.
+
+    The number of a step is engine.global_steps. Saves return at once; the error of one is raised by
+    the next. A save after the load of an older step discards the newer ones.
+
+    Args:
+        engine: what deepspeed.initialize() returns.
+        options: those of the Checkpointer of each directory, such as keep=3.
+
+    Raises:
+        UsageError: engine_state() refuses the engine.
+    """
+    methods = _Methods(engine, options)
+    engine.save_checkpoint, engine.load_checkpoint = methods.save, methods.load
+    return engine
+
+
+class _Methods:
+    def __init__(self, engine: Any, options: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._options = options
+        self._state = engine_state(engine)
+        self._stock_load = engine.load_checkpoint
+        # By directory: its run, the last save, and the step that was loaded since.
+        self._open: dict[str, Checkpointer] = {}
+        self._last: dict[str, Save] = {}
+        self._loaded: dict[str, int] = {}
+
+    def save(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeedEngine.save_checkpoint(), in the background."""
+        if not save_latest or exclude_frozen_parameters:
+            raise UsageError(
+                "a step is always the latest, and holds all parameters",
+                facts={"save_latest": save_latest, "exclude_frozen": exclude_frozen_parameters},
+                hint="leave both arguments out",
+            )
+        key, step = str(save_dir), self._engine.global_steps
+        ckpt = self._opened(key)
+        if (loaded := self._loaded.pop(key, None)) is not None and ckpt.steps()[-1] > loaded:
+            log.warning("training goes on from step %d: the newer steps are discarded", loaded)
+            ckpt.rewind(loaded)
+        name = f"global_step{step}" if tag is None else str(tag)
+        state = {**self._state, CLIENT: dict(client_state or {}), TAG: name}
+        self._last[key] = ckpt.save(step, state, force=True)
+        return True
+
+    def load(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeedEngine.load_checkpoint(). Without a tag: the newest intact step."""
+        key = str(load_dir)
+        ckpt = self._opened(key)
+        if (last := self._last.pop(key, None)) is not None:  # its error is raised once
+            last.wait("committed")
+        if not ckpt.steps():
+            found: tuple[str | None, dict[str, Any] | None] = self._stock_load(
+                load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only, custom_load_fn,
+            )  # fmt: skip
+            return found
+        client: dict[str, Any] = {}
+        state = {**self._state, CLIENT: client, TAG: ""}
+        skip = [] if load_optimizer_states else ["optimizer"]
+        if not load_lr_scheduler_states and "scheduler" in state:
+            skip.append("scheduler")
+        only = ["model", "fp32", CLIENT] if load_module_only else None
+        chosen = None if tag is None else self._step_of(ckpt, str(tag), load_dir)
+        step = ckpt.restore(state, chosen, only=only, skip=skip or None)
+        if step is not None:
+            self._loaded[key] = step
+        return f"{load_dir}/{step}", client
+
+    def _step_of(self, ckpt: Checkpointer, tag: str, directory: str) -> int:
+        usual, steps = _USUAL_TAG.fullmatch(tag), ckpt.steps()
+        if usual and int(usual[1]) in steps:
+            return int(usual[1])
+        for step in reversed(steps):
+            found = {TAG: ""}
+            ckpt.restore(found, step, only=[TAG])
+            if found[TAG] == tag:
+                return step
+        raise StepNotFoundError(
+            "no committed step has this tag",
+            facts={"tag": tag, "run": directory, "steps": ", ".join(map(str, steps))},
+        )
+
+    def _opened(self, key: str) -> Checkpointer:
+        if key not in self._open:
+            self._open[key] = Checkpointer(key, **self._options)
+        return self._open[key]

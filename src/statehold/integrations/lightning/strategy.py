@@ -28,6 +28,25 @@ the loops go on from the moment of the save (moments).
 
 Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
 that rank 0 has found. With another number of ranks, a warning names what is not restored.
+
+Where a loader of the training goes on, and what is known to go wrong.
+
+A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
+the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch in
+its turn (moments), with the generators of the step.
+
+What a step holds of a Lightning Trainer, made from the checkpoint that Lightning has dumped.
+
+    model, optimizer, optimizer_1, ...   the objects themselves, so that they are copied lazily
+    lightning                            everything else of the checkpoint, by rank 0
+    logged                               what was logged in the epoch, by each rank
+    data                                 positions of the loaders, and the rest of each rank
+    rng                                  the generators of each rank
+
+So the hooks on_save_checkpoint decide what is saved, as ever. Weights or optimizer states that a
+hook has replaced are saved as it left them.
+
+Invariants: the names are those of a state written by hand, so a step restores without Lightning.
 """
 
 from __future__ import annotations
@@ -42,21 +61,123 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import SequentialSampler
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.integrations.lightning import moments
 from statehold.integrations.lightning.checkpoints import Checkpoint, FoundStep, settle
-from statehold.integrations.lightning.logged import finish_epoch, give_back
-from statehold.integrations.lightning.moments import go_on, put_back_reloaded
-from statehold.integrations.lightning.positions import doubts, goes_on, shuffle_once
-from statehold.integrations.lightning.state import LiveOptimizers, optimizers_of, taken, values
+from statehold.integrations.lightning.moments import (
+    finish_epoch,
+    give_back,
+    go_on,
+    put_back_reloaded,
+    results_of,
+    shown,
+)
+from statehold.integrations.trained import persistent_buffers
 from statehold.reading.load import load
+from statehold.tensors import loaders
 from statehold.tensors.marks import Volatile
 from statehold.tensors.rng import Rng
+
+
+class LiveOptimizers(list[Any]):
+    """Stands for optimizer states in a checkpoint, where the optimizers themselves are meant."""
+
+
+def live(module: nn.Module, wrapped: nn.Module, weights: Any) -> Any:
+    """The module, if `weights` is its state dict; else the weights, which a hook has replaced."""
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)),
+               **persistent_buffers(module)}  # fmt: skip
+    is_whole = weights.keys() == tensors.keys()
+    if is_whole and all(_place(weights[name]) == _place(each) for name, each in tensors.items()):
+        return wrapped
+    return Volatile(dict(weights))
+
+
+def _place(value: Any) -> Any:
+    """Equal for two tensors only if they are the same memory in the same form."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def optimizers_of(trainer: Any) -> dict[str, Any]:
+    return {f"optimizer_{i}" if i else "optimizer": each
+            for i, each in enumerate(trainer.optimizers)}  # fmt: skip
+
+
+def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The state to save for a checkpoint; all ranks call this."""
+    rest = dict(checkpoint)
+    weights = rest.pop("state_dict")
+    model = live(trainer.lightning_module, trainer.strategy.model, weights)
+    state = {"model": model}
+    if isinstance(rest.get("optimizer_states"), LiveOptimizers):
+        del rest["optimizer_states"]
+        state.update(optimizers_of(trainer))
+    _without_loaders(rest)
+    data = stateful(trainer.train_dataloader)
+    own = {
+        "checkpoint": rest,
+        "world": trainer.world_size,
+        "optimizers": len(trainer.optimizers) if "optimizer" in state else 0,
+        "is_module": not isinstance(model, Volatile),
+        "reloaded": moments.reloaded(trainer),
+    }
+    # Any number of ranks may resume, so what is the same for all is saved by one.
+    own = own if trainer.is_global_zero else {}
+    logged = {"shown": shown(trainer), "results": results_of(trainer)}
+    return {**state, "lightning": own, "logged": logged, "data": data, "rng": Rng()}
+
+
+def stateful(loaders: Any) -> list[Any]:
+    """The loaders in a collection that know their position."""
+    return [each for each in tree_leaves(loaders) if hasattr(each, "load_state_dict")]
+
+
+def _without_loaders(rest: dict[str, Any]) -> None:
+    """Take the positions of the loaders out of a checkpoint: each rank saves its own."""
+    rest["loops"] = loops = dict(rest["loops"])
+    fit = loops["fit_loop"] = dict(loops["fit_loop"])
+    inner = fit["state_dict"] = dict(fit["state_dict"])
+    inner.pop("combined_loader", None)
+
+
+def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint of a step without weights and optimizer states, and what is known of it.
+
+    The latter has "world", "optimizers", "is_module", "epoch", "moment" and what was "shown". If as
+    many ranks saved the step, it also has "results", "data" and "rng" of this rank.
+    """
+    known = load(run, "lightning", step=step, rank=0)
+    checkpoint = known.pop("checkpoint")
+    fit = checkpoint["loops"]["fit_loop"]
+    known["epoch"] = max(fit["epoch_progress"]["current"]["ready"] - 1, 0)
+    known["moment"] = moments.moment_of(fit)
+    moments.adjust(fit, known["moment"])
+    is_same_world = known["world"] == world
+    logged = load(run, "logged", step=step, rank=rank if is_same_world else 0)
+    known["shown"] = logged["shown"]
+    if is_same_world:
+        known["results"] = logged["results"]
+        known["data"] = load(run, "data", step=step, rank=rank)
+        known["rng"] = load(run, "rng", step=step, rank=rank)
+    return checkpoint, known
+
+
+# -- the strategy ----------------------------------------------------------------------------------
+
 
 # -- what comes back from a step -------------------------------------------------------------------
 
@@ -531,3 +652,66 @@ def _export(checkpoint: Checkpoint) -> None:
     if found is not None and not checkpoint.has_weights():
         saved = load(found.run, "lightning", step=found.step, rank=0)["checkpoint"]
         checkpoint.write({**saved, "state_dict": load(found.run, "model", step=found.step)})
+
+
+# -- where a loader goes on ------------------------------------------------------------------------
+
+
+_IS_USED_UP = "_iterator_finished"
+
+
+def goes_on(loader: Any, position: Any, epoch: int) -> None:
+    """Give a loader its position in an epoch."""
+    _set_epoch(loader, epoch)
+    if isinstance(position, dict) and position.get(_IS_USED_UP):
+        # torchdata would make the iterator of the next epoch at once, too.
+        position = {**position, _IS_USED_UP: False}
+    loaders.load(loader, position)
+
+
+def doubts(loader: Any) -> str | None:
+    """Why a training does not go on with the same batches after all, and what to do; or None."""
+    if not hasattr(loader, "load_state_dict"):
+        return _FORGETS
+    if not hasattr(loader, "__len__") or sized_len(loader) is None:
+        return _AHEAD
+    generator = getattr(loader, "generator", None)
+    is_own = generator is not None and generator is not torch.default_generator
+    if is_own or getattr(loader, "persistent_workers", False):
+        return _NEXT_EPOCH
+    return None
+
+
+_FORGETS = (
+    "it does not know its position, so a checkpoint inside an epoch resumes with other batches. "
+    "Pass StatefulDataLoader of torchdata, or save at the end of epochs"
+)
+_AHEAD = (
+    "it has no length, so Lightning fetches a batch ahead, and a checkpoint inside an epoch loses "
+    "that batch. Give the dataset a __len__"
+)
+_NEXT_EPOCH = (
+    "it has a generator of its own or persistent workers, so the epochs after a resume may have "
+    "another order. Leave out generator= and persistent_workers=; seed_everything() is enough"
+)
+
+
+def shuffle_once(loader: Any) -> None:
+    """Let the order of an epoch depend on the seed and the epoch alone, on several ranks.
+
+    Lightning puts a shuffling DistributedSampler around the sampler of a StatefulDataLoader. That
+    one shuffles, too, and its generator is then in no state, and may differ between ranks.
+    """
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    inner = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+    # torchdata's, which need not be installed
+    if inner is not None and sampler.shuffle and type(inner._sampler).__name__ == "RandomSampler":
+        inner._sampler = SequentialSampler(inner._sampler)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Lightning does this only after it has made the iterator."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)

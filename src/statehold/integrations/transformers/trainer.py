@@ -56,8 +56,7 @@ from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
 from statehold.integrations.trained import trained_part
-from statehold.integrations.transformers.beside import Beside
-from statehold.integrations.transformers.folders import Folders, step_named
+from statehold.integrations.transformers.folders import Beside, Folders, step_named
 from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.rng import Rng
