@@ -68,13 +68,13 @@ def test_cases_on_a_device(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     from bench.offload import cases
     from bench.offload.on_device import run_on_device
 
-    from statehold.offload import alternation
+    from statehold.offload import on_device
     from statehold.planners.interleaving import Device
     from support.cuda import install
 
     case = cases.device(cases.Setup(10**6, (), 0))[index]
     rates = (1e9, Device.full_duplex(6e9, 1e12))
-    monkeypatch.setattr(alternation, "measure", lambda *_: rates)
+    monkeypatch.setattr(on_device, "measure", lambda *_: rates)
     machine, ready = install(monkeypatch), []
     with machine.in_use():
         [record] = run_on_device(

@@ -18,7 +18,7 @@ import torch
 import statehold
 from statehold import offload
 from statehold.errors import ChecksumError, DeviceError, StorageError, UsageError
-from statehold.offload import alternation, on_device
+from statehold.offload import on_device
 from statehold.offload.lanes import Lanes
 from statehold.offload.mirror import Mirror
 from statehold.offload.on_device import OnDevice
@@ -339,7 +339,7 @@ def test_the_share_comes_from_rates(
 ) -> None:
     """1 + 12 / (B / U - 2), if the device is fast enough."""
     rates = (host, Device.full_duplex(8e9 if host == 2e9 else 6e9, 1e12))
-    monkeypatch.setattr(alternation, "measure", lambda *_: rates)
+    monkeypatch.setattr(on_device, "measure", lambda *_: rates)
     with caplog.at_level(logging.INFO, "statehold"):
         twins = DeviceTwins(machine, [BF16], device_every="auto")
     (record,) = caplog.records
@@ -357,9 +357,9 @@ def test_the_share_comes_from_rates(
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_rates_are_measured(machine: Machine, kind: str) -> None:
     found = []
-    measure = alternation.measure
+    measure = on_device.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alternation, "measure", lambda *a: found.append(measure(*a)) or found[0])
+        patch.setattr(on_device, "measure", lambda *a: found.append(measure(*a)) or found[0])
         options = {"momentum": 0.9} if kind == "SGD" else {}
         twins = DeviceTwins(machine, [BF16], kind=kind, options=options, device_every="auto")
     rate, device = found[0]

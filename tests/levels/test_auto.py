@@ -11,8 +11,7 @@ from statehold import Directory, Memory, ObjectStore
 from statehold.checkpoint.levels.specs import Level
 from statehold.errors import UsageError
 from statehold.options import Options
-from statehold.planners.failures import rates_by_level, rates_of
-from statehold.planners.intervals import LevelCost, loss, young_s
+from statehold.planners.intervals import LevelCost, loss, rates_by_level, rates_of, young_s
 from support.simulated_run import Costs, SimulatedRun
 
 OFTEN = Options(nodes=512, node_mtbf="20d")

@@ -15,9 +15,9 @@ import pytest
 import statehold
 from observe.exposition import Samples, samples_of
 from statehold import metrics
+from statehold import metrics as endpoint_module
 from statehold.errors import PortInUseError, StorageError, UsageError
 from statehold.observe import counters
-from statehold.observe import endpoint as endpoint_module
 from statehold.observe.counters import Figures, exposition, figures_of
 from statehold.process import reception
 from statehold.testing import SimFs, checkpointer_on

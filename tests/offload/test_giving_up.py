@@ -24,7 +24,7 @@ from statehold import offload
 from statehold._core import open_fs
 from statehold.errors import MissingFileError, NoSpaceError, StorageError, UsageError
 from statehold.offload import pipeline
-from statehold.offload.files import StateFiles
+from statehold.offload.store import StateFiles
 from statehold.planners import placement
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must

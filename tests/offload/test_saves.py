@@ -24,9 +24,8 @@ from statehold.errors import (
     TruncatedFileError,
     UsageError,
 )
-from statehold.offload.files import StateFiles
 from statehold.offload.pipeline import Held
-from statehold.offload.store import Stored, SubgroupStore
+from statehold.offload.store import StateFiles, Stored, SubgroupStore
 from statehold.tensors.placements import OWN
 from statehold.tensors.stored import Role, SavedParameter, StoredState
 from support import scripts
@@ -459,7 +458,7 @@ def test_files_of_removed_steps_are_written_again(folders: Callable[[str], Path]
 def test_few_files_wait_for_their_steps(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statehold.offload.files.LINKED_MAX", 3)
+    monkeypatch.setattr("statehold.offload.store.LINKED_MAX", 3)
     twins, opt = twins_at(folders("opt")), folders("opt")
     with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
         for step in range(1, 6):

@@ -27,8 +27,7 @@ from statehold.errors import RunBusyError, StorageError
 from statehold.integrations.formats.partial import Journal
 from statehold.lineage import Catalog
 from statehold.offload import store
-from statehold.offload.files import claim_folder
-from statehold.offload.store import PathTurns
+from statehold.offload.store import PathTurns, claim_folder
 from statehold.process import file_locks
 from statehold.process.file_locks import LockFile
 from support.contents import THREADS, committed

@@ -15,7 +15,7 @@ from statehold import _core
 from statehold.checkpoint.store.pool import linked
 from statehold.cli import main
 from statehold.errors import StorageError
-from statehold.offload.files import claim_folder
+from statehold.offload.store import claim_folder
 from statehold.process.ownership import is_own, make_own_directory
 from support.faults import DEADLINE_S, SMALL
 

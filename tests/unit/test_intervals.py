@@ -8,8 +8,19 @@ import random
 
 import pytest
 
-from statehold.planners.failures import DAY_S, NODE_MTBF_S, Loss, rates_by_level, rates_of
-from statehold.planners.intervals import INTERVAL_S_MAX, LevelCost, best_s, choose, waste, young_s
+from statehold.planners.intervals import (
+    DAY_S,
+    INTERVAL_S_MAX,
+    NODE_MTBF_S,
+    LevelCost,
+    Loss,
+    best_s,
+    choose,
+    rates_by_level,
+    rates_of,
+    waste,
+    young_s,
+)
 
 HOUR = 3600.0
 

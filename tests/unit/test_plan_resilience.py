@@ -15,8 +15,7 @@ import pytest
 from statehold.errors import UsageError
 from statehold.planners import redundancy, traces
 from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, replicated, stacked
-from statehold.planners.resilience import Rates, plan, settings, spares_for
-from statehold.planners.simulation import Outcome, simulate
+from statehold.planners.resilience import Outcome, Rates, plan, settings, simulate, spares_for
 from statehold.planners.traces import WEIBULL, DrawnTrace, Failure, Given
 from support import restarts
 

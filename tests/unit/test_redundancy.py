@@ -13,8 +13,7 @@ import pytest
 
 from statehold.errors import UsageError
 from statehold.planners import redundancy
-from statehold.planners.redundancy import Costs
-from statehold.planners.stacks import Stacks, spread
+from statehold.planners.redundancy import Costs, Stacks, spread
 
 RUNS = int(os.environ.get("STATEHOLD_PLANNER_RUNS", "200"))
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners import failures, intervals
+from statehold.planners import intervals
 from statehold.planners.intervals import LevelCost
 from support import restarts
 
@@ -21,8 +21,8 @@ def expected_s(period_s: float) -> float:
 
 def test_llama_3_fails_every_three_hours() -> None:
     nodes = 16_384 / 8
-    node_s = failures.NODE_MTBF_S
-    per_thousand_days = 1000 * failures.DAY_S / node_s
+    node_s = intervals.NODE_MTBF_S
+    per_thousand_days = 1000 * intervals.DAY_S / node_s
     gpu_hours = 8 * node_s / 3600
     assert node_s / nodes == pytest.approx(3.09 * 3600, rel=0.002)
     assert per_thousand_days == pytest.approx(3.79, rel=0.002)

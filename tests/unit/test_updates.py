@@ -8,8 +8,7 @@ import pytest
 
 from statehold.errors import UsageError
 from statehold.planners import placement
-from statehold.planners.interleaving import Device, best_period
-from statehold.planners.updates import PathRates, UpdateWork, plan
+from statehold.planners.interleaving import Device, PathRates, UpdateWork, best_period, plan
 from statehold.units import GiB, MiB
 
 GB = 1e9

@@ -2,7 +2,7 @@
 
 Invariants: it measures nothing. The rates of a path come from its argument, or from the profile of
 its storage (`statehold bench io`).
-Not here: the model (planners/updates).
+Not here: the model (planners/interleaving).
 """
 
 from __future__ import annotations
@@ -18,29 +18,37 @@ from statehold.cli.output import emit, sections, table
 from statehold.cli.tables import Table
 from statehold.errors import UsageError
 from statehold.io import profile
-from statehold.planners import interleaving, updates
+from statehold.planners.interleaving import (
+    FIELD_BYTES,
+    Device,
+    PathRates,
+    Period,
+    UpdatePlan,
+    UpdateWork,
+    plan,
+)
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
 
 # Fields of a parameter on the tiers, by the type of the parameter: the master if it has 16 bits,
 # and two moments. And the bytes of its gradient.
 _TYPES = {"bf16": (3, 2), "fp16": (3, 2), "fp32": (2, 4)}
 _PER_S = '"3 GB" and the like, a second'
-DEEPSPEED_BYTES = 32  # of a parameter and step: planners/updates
+DEEPSPEED_BYTES = 32  # of a parameter and step: planners/interleaving
 
 
 def run(args: argparse.Namespace) -> int:
     fields, gradient_bytes = _TYPES[args.dtype]
     parameters, rate = _number(args.parameters, "--parameters"), _number(args.rate, "--rate")
-    work = updates.UpdateWork(math.ceil(parameters), fields, gradient_bytes, rate)
+    work = UpdateWork(math.ceil(parameters), fields, gradient_bytes, rate)
     paths = [_path(text, is_full_duplex=args.full_duplex) for text in args.path]
     size = None if args.subgroup is None else parse_bytes(args.subgroup)
-    found = updates.plan(work, parse_bytes(args.memory), paths, _device(args), size)
+    found = plan(work, parse_bytes(args.memory), paths, _device(args), size)
     document = _document(work, paths, found)
     emit(document) if args.json else sections(*_parts(args, work, paths, found, document))
     return codes.YES
 
 
-def _path(text: str, *, is_full_duplex: bool) -> updates.PathRates:
+def _path(text: str, *, is_full_duplex: bool) -> PathRates:
     """DIR=READ,WRITE, or a DIR whose storage has a profile with rates."""
     name, _, given = text.rpartition("=") if "=" in text else (text, "", "")
     if given:
@@ -49,7 +57,7 @@ def _path(text: str, *, is_full_duplex: bool) -> updates.PathRates:
             raise UsageError(
                 "a path has two rates", facts={"expected": f"DIR=READ,WRITE: {_PER_S}", "got": text}
             )
-        return updates.PathRates(name, float(sizes[0]), float(sizes[1]), is_full_duplex)
+        return PathRates(name, float(sizes[0]), float(sizes[1]), is_full_duplex)
     rates = profile.rates_of(name)
     if rates is None:
         raise UsageError(
@@ -58,10 +66,10 @@ def _path(text: str, *, is_full_duplex: bool) -> updates.PathRates:
             hint=f"measure them: statehold bench io {name}",
         )
     read, write = float(rates.read_bytes_per_s), float(rates.write_bytes_per_s)
-    return updates.PathRates(name, read, write, is_full_duplex)
+    return PathRates(name, read, write, is_full_duplex)
 
 
-def _device(args: argparse.Namespace) -> interleaving.Device | None:
+def _device(args: argparse.Namespace) -> Device | None:
     if (args.device_link is None) is not (args.device_rate is None):
         raise UsageError("a device needs both --device-link and --device-rate")
     if args.device_link is None:
@@ -69,7 +77,7 @@ def _device(args: argparse.Namespace) -> interleaving.Device | None:
     link = parse_bytes(args.device_link)
     if not link:
         raise UsageError("--device-link must be at least one byte a second")
-    return interleaving.Device.full_duplex(float(link), _number(args.device_rate, "--device-rate"))
+    return Device.full_duplex(float(link), _number(args.device_rate, "--device-rate"))
 
 
 def _number(text: str, option: str) -> float:
@@ -84,9 +92,11 @@ def _number(text: str, option: str) -> float:
 
 
 def _document(
-    work: updates.UpdateWork, paths: list[updates.PathRates], found: updates.UpdatePlan
+    work: UpdateWork,
+    paths: list[PathRates],
+    found: UpdatePlan,
 ) -> dict[str, Any]:
-    each_way = work.fields * updates.FIELD_BYTES * (1 - found.cached) if paths else 0.0
+    each_way = work.fields * FIELD_BYTES * (1 - found.cached) if paths else 0.0
     return {
         "parameters": work.parameters,
         "state_bytes": work.state_bytes,
@@ -101,7 +111,7 @@ def _document(
     }
 
 
-def _use(paths: list[updates.PathRates], found: updates.UpdatePlan) -> str:
+def _use(paths: list[PathRates], found: UpdatePlan) -> str:
     whole = found.host_bytes // MiB if paths else -(-found.host_bytes // MiB)  # all of it, if alone
     tiers = [f'Host("{whole}MiB")'] if whole else []
     tiers += [f'Path("{path.name}")' for path in paths]
@@ -111,9 +121,9 @@ def _use(paths: list[updates.PathRates], found: updates.UpdatePlan) -> str:
 
 def _parts(
     args: argparse.Namespace,
-    work: updates.UpdateWork,
-    paths: list[updates.PathRates],
-    found: updates.UpdatePlan,
+    work: UpdateWork,
+    paths: list[PathRates],
+    found: UpdatePlan,
     document: dict[str, Any],
 ) -> Iterator[str | Table]:
     yield (
@@ -127,7 +137,7 @@ def _parts(
     yield f"Use: {document['use']}"
 
 
-def _path_table(paths: list[updates.PathRates], found: updates.UpdatePlan) -> Table:
+def _path_table(paths: list[PathRates], found: UpdatePlan) -> Table:
     rows = [
         (path.name, *(f"{rate / 1e9:.2f}" for rate in (path.read, path.write, path.bandwidth)),
          count, format_bytes(count * found.subgroup_bytes))
@@ -137,7 +147,7 @@ def _path_table(paths: list[updates.PathRates], found: updates.UpdatePlan) -> Ta
     return table(header, rows, right=" ".join(header[1:]), foot="(GB/s)")
 
 
-def _times(work: updates.UpdateWork, found: updates.UpdatePlan, document: dict[str, Any]) -> str:
+def _times(work: UpdateWork, found: UpdatePlan, document: dict[str, Any]) -> str:
     moved = 2 * document["bytes_per_parameter"]["read"]
     lines = [
         f"An update takes {format_seconds(found.update_s)}. It is bounded by the {found.bound}: "
@@ -152,7 +162,7 @@ def _times(work: updates.UpdateWork, found: updates.UpdatePlan, document: dict[s
     return "\n".join(lines)
 
 
-def _lanes(period: interleaving.Period) -> str:
+def _lanes(period: Period) -> str:
     billion = {
         "host": period.host_s, "device": period.device_s, "to the device": period.to_device_s,
         "from the device": period.from_device_s,

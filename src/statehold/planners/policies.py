@@ -21,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
-from statehold.planners.redundancy import stack_depth
-from statehold.planners.stacks import Stacks, spread
+from statehold.planners.redundancy import Stacks, spread, stack_depth
 
 
 @dataclass(frozen=True, slots=True)

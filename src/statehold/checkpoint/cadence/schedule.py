@@ -44,7 +44,7 @@ from statehold.checkpoint.cadence.costs import Interval, MeasuredCosts
 from statehold.checkpoint.cadence.every import Cadence, Every, parse_every
 from statehold.checkpoint.telemetry.watch import LevelWatch
 from statehold.options import Options
-from statehold.planners.failures import Loss, rates_by_level, rates_of
+from statehold.planners.intervals import Loss, rates_by_level, rates_of
 from statehold.ranks.membership import Membership
 
 # -- which calls of save() save --------------------------------------------------------------------

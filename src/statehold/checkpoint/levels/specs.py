@@ -29,7 +29,7 @@ from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering
 from statehold.options.paths import check_path
-from statehold.planners.failures import Loss
+from statehold.planners.intervals import Loss
 from statehold.units import parse_bytes
 
 KEEP_IN_MEMORY = 2

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import InvariantError
-from statehold.planners import stacks
+from statehold.planners.redundancy import spread as stacks_of
 from statehold.resilience.protocol.messages import View
 
 Share = tuple[int, ...]
@@ -55,7 +55,7 @@ def stack_of(member: str, shares: Mapping[str, Share], redundancy: int) -> Stack
     if redundancy == 1:
         return ()
     names = list(shares)
-    held = stacks.spread(len(names), min(redundancy, len(names))).held(names.index(member))
+    held = stacks_of(len(names), min(redundancy, len(names))).held(names.index(member))
     return tuple(shares[names[place]] for place in held)
 
 
