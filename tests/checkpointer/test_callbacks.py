@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import statehold
 from statehold import Checkpointer, Save
 from statehold.checkpoint.save import handle
 from statehold.errors import StateholdError, UsageError
+from statehold.observe.background_log import BackgroundLog
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must, spy_on
+from support.interrupts import interrupt_everywhere
 from support.levels import settle
 from support.ranks import Ranks
 
@@ -145,3 +148,14 @@ def test_without_callbacks_there_is_no_thread(run: Path) -> None:
 def test_what_cannot_be_called_is_refused(run: Path, bad: Any) -> None:
     with pytest.raises(UsageError, match="on_commit must be a function"):
         Checkpointer(run, on_commit=bad)
+
+
+def test_ctrl_c_while_the_checkpointer_waits_for_callbacks_hangs_no_commit() -> None:
+    log, save = BackgroundLog(), SimpleNamespace(step=1)
+    places = interrupt_everywhere(
+        [handle.Callbacks.close],
+        lambda: handle.Callbacks([lambda _: None], log),
+        handle.Callbacks.close,
+        lambda callbacks: (callbacks.committed(save), callbacks.close()),
+    )
+    assert "close" in places

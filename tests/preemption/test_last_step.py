@@ -15,6 +15,7 @@ from statehold.ranks.preemption.preemption import Preemption
 from statehold.testing import MemoryBoard
 from support.boards import peers_of
 from support.faults import DEADLINE_S, must
+from support.interrupts import interrupt_everywhere
 
 SIZE = 3
 
@@ -154,3 +155,17 @@ def test_ranks_whose_store_is_gone_leave_by_themselves(monkeypatch: pytest.Monke
     assert before == [False] * SIZE
     assert [hearing.is_deaf for hearing in hearings] == [True] * SIZE
     assert after == [False, True, False]
+
+
+def test_ctrl_c_in_the_trainer_does_not_keep_the_ranks_from_deciding() -> None:
+    def call(last: LastStep) -> None:
+        last.is_last(3)
+        last.begin_again()
+
+    places = interrupt_everywhere(
+        [LastStep.is_last, LastStep.begin_again],
+        LastStep,
+        call,
+        lambda last: (last.decide(last.freeze()), last.is_last(9)),
+    )
+    assert {"is_last", "begin_again"} <= places

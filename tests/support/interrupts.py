@@ -1,20 +1,43 @@
-"""Ctrl-C at every bytecode of chosen functions, one at a time."""
+"""Ctrl-C at every bytecode of chosen functions, one at a time, and what still has to end then."""
 
 from __future__ import annotations
 
+import dis
+import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any
 
+from support.faults import DEADLINE_S, must
+
+# The locks of the standard library that Python code takes: what comes inside leaves them taken.
+LOCKS: list[Callable[..., Any]] = [
+    threading.Condition.__enter__,
+    threading.Condition.notify,
+    threading.Semaphore.acquire,
+]
+
+
+# After these the interpreter looks for signals. At the end of a `with` it does not.
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
+
 
 class Interrupts:
-    """Raises KeyboardInterrupt before the `at`-th bytecode of `functions`, in this thread."""
+    """Raises KeyboardInterrupt before the `at`-th bytecode of `functions`, in this thread.
 
-    def __init__(self, functions: list[Callable[..., Any]], at: int) -> None:
+    only_signals: count only the bytecodes before which a signal's handler may run.
+    """
+
+    def __init__(
+        self, functions: list[Callable[..., Any]], at: int, *, only_signals: bool = False
+    ) -> None:
         self._codes: set[CodeType] = {function.__code__ for function in functions}
         self._left = at
+        self._only_signals = only_signals
+        self._before: dict[FrameType, str] = {}
         self.fired: str | None = None
 
     @contextmanager
@@ -33,9 +56,42 @@ class Interrupts:
         return self._passed
 
     def _passed(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "opcode" and self.fired is None:
+        if event == "opcode" and self.fired is None and self._counts(frame):
             if self._left == 0:
                 self.fired = f"{frame.f_code.co_name}, line {frame.f_lineno}"
                 raise KeyboardInterrupt
             self._left -= 1
         return self._passed
+
+    def _counts(self, frame: FrameType) -> bool:
+        before = self._before.get(frame, "")
+        self._before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return not self._only_signals or before.startswith(LOOKS)
+
+
+def ends(action: Callable[[], object]) -> bool:
+    """Whether a call on another thread returns."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    return not thread.is_alive()
+
+
+def interrupt_everywhere(
+    functions: list[Callable[..., Any]],
+    make: Callable[[], Any],
+    call: Callable[[Any], object],
+    after: Callable[[Any], object],
+) -> set[str]:
+    """Interrupt `call` of what `make` has made wherever a signal may come in `functions` and LOCKS,
+    and check that `after` returns on another thread. Returns what was interrupted."""
+    places = set()
+    for at in itertools.count():
+        made, interrupts = make(), Interrupts([*functions, *LOCKS], at, only_signals=True)
+        with interrupts.armed(), suppress(KeyboardInterrupt):
+            call(made)
+        if interrupts.fired is None:
+            return places
+        places.add(interrupts.fired.partition(",")[0])
+        must(ends(lambda made=made: after(made)), f"a hang after Ctrl-C in {interrupts.fired}")
+    raise AssertionError

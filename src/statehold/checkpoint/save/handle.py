@@ -287,7 +287,8 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callable[[Save], object]], log: BackgroundLog) -> None:
         self._callbacks = tuple(callbacks)
         self._log = log
-        self._committed: queue.Queue[Save | None] = queue.Queue(QUEUED_MAX)
+        # Written in C: no exception in close(), as after Ctrl-C, leaves a lock of it taken.
+        self._committed: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._at: int | None = None  # the step whose callbacks run
         self._thread = threading.Thread(target=self._serve, name="statehold-callbacks", daemon=True)
         if self._callbacks:
@@ -297,9 +298,9 @@ class Callbacks:
         """A step is committed. Returns at once."""
         if not self._callbacks:
             return
-        try:
-            self._committed.put_nowait(save)
-        except queue.Full:
+        if self._committed.qsize() < QUEUED_MAX:
+            self._committed.put(save)
+        else:
             self._log.warning(
                 "a callback of on_commit has not returned since step %s was committed; step %d is "
                 "committed, and no callback is called for it", self._at, save.step,
@@ -309,7 +310,7 @@ class Callbacks:
         """Wait for the callbacks of what is committed, but no longer than that."""
         if not self._callbacks:
             return
-        if self._committed.full():  # it hangs; if it ever returns, the thread ends
+        if self._committed.qsize() >= QUEUED_MAX:  # it hangs; if it ever returns, the thread ends
             timeout_s = 0.0
             with contextlib.suppress(queue.Empty):
                 while True:

@@ -51,6 +51,7 @@ Invariants: the names are those of a state written by hand, so a step restores w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
@@ -58,6 +59,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import lightning
@@ -326,79 +328,77 @@ _OTHER_RANKS = (
 
 
 REST = 9
-Job = tuple[Save | None, Checkpoint]
+# Its lock is free once it is done.
+Job = tuple[Save | None, Checkpoint, threading.Lock]
 
 
 class Finisher:
-    """write: fills the file of a checkpoint from its step."""
+    """write: fills the file of a checkpoint from its step.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: what it calls there is written in C.
+    """
 
     def __init__(self, write: Callable[[Checkpoint], None]) -> None:
         self._write = write
-        self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
+        self._woken: SimpleQueue[None] = SimpleQueue()
         self._unwritten: dict[str, Checkpoint] = {}
         self._rested_at = 0.0
-        self._has_failed = False
-        self._is_ending = False
+        self._has_failed = self._is_ending = False
         self._thread: threading.Thread | None = None
 
-    def hold(self, save: Save, checkpoint: Checkpoint) -> None:
+    def hold(self, save: Save | None, checkpoint: Checkpoint) -> None:
         """Give the path its step once it is committed."""
-        self._add((save, checkpoint))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
+            self._thread.start()
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.append((save, checkpoint, done))
+        self._woken.put(None)
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Remove the path once all saves so far are committed."""
-        self._add((None, checkpoint))
+        self.hold(None, checkpoint)
 
     def wait(self, left: int = 0) -> None:
         """Return once at most so many saves wait for their turn."""
-        with self._changed:
-            self._changed.wait_for(lambda: sum(save is not None for save, _ in self._jobs) <= left)
+        self._woken.put(None)  # a job whose caller was interrupted may have woken nobody
+        saves = [done for save, _, done in tuple(self._jobs) if save is not None]
+        for done in saves[: max(0, len(saves) - left)]:
+            with done:
+                pass
 
     def finish(self, *, write: bool) -> None:
         """Do everything, and write every file if `write`. All saves have ended."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify_all()
+        self._is_ending = True
+        self._woken.put(None)
         if self._thread is not None:
             self._thread.join()
         if write:
             for checkpoint in reversed(self._unwritten.values()):
                 self._try(checkpoint)
 
-    def _add(self, job: Job) -> None:
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
-            self._thread.start()
-
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            if isinstance(job, Checkpoint):
-                begun = time.monotonic()
-                self._try(job)
-                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
-                continue
-            try:
-                self._do(*job)
-            except OSError as error:
-                self._has_failed = True
-                log.warning("%s was not finished: %s", job[1].path, error)
-            with self._changed:
+        while self._jobs or not self._is_ending:
+            rest = max(0.0, self._rested_at - time.monotonic()) if self._unwritten else None
+            if self._jobs:
+                save, checkpoint, done = self._jobs[0]
+                try:
+                    self._do(save, checkpoint)
+                except OSError as error:
+                    self._has_failed = True
+                    log.warning("%s was not finished: %s", checkpoint.path, error)
                 self._jobs.popleft()
-                self._changed.notify_all()
-
-    def _next(self) -> Job | Checkpoint | None:
-        """The next job, or a file to write when there is none; None at the end."""
-        with self._changed:
-            while not self._jobs and not self._is_ending:
-                rest = self._rested_at - time.monotonic()
-                if self._unwritten and rest <= 0:
-                    return self._unwritten.popitem()[1]
-                self._changed.wait(rest if self._unwritten else None)
-            return self._jobs[0] if self._jobs else None
+                done.release()
+            elif rest == 0.0:
+                begun = time.monotonic()
+                self._try(self._unwritten.popitem()[1])
+                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
+            else:
+                with contextlib.suppress(Empty):
+                    self._woken.get(timeout=rest)
 
     def _do(self, save: Save | None, checkpoint: Checkpoint) -> None:
         key = str(checkpoint.path)
@@ -418,9 +418,8 @@ class Finisher:
 
     def _is_saved_again(self, checkpoint: Checkpoint) -> bool:
         """Whether a later save has the path that Lightning had removed before."""
-        with self._changed:
-            later = list(self._jobs)[1:]
-        return any(save and each.path == checkpoint.path for save, each in later)
+        later = tuple(self._jobs)[1:]
+        return any(save and each.path == checkpoint.path for save, each, _ in later)
 
     def _try(self, checkpoint: Checkpoint) -> None:
         try:

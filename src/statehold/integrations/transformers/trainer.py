@@ -43,6 +43,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -88,27 +89,26 @@ REST = 9
 
 
 class Exporter:
-    """export(step): writes the weights of a committed step into its folder."""
+    """export(step): writes the weights of a committed step into its folder.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: a SimpleQueue is written in C.
+    """
 
     def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
         self._folders = folders
         self._export = export
-        self._changed = threading.Condition()
-        self._next: Save | None = None
-        self._surplus: list[int] = []
-        self._rested_at = 0.0
+        self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
     def offer(self, save: Save, surplus: list[int]) -> None:
         """Export this step once it is committed, instead of one that was offered before; remove the
         folders of the steps in `surplus`."""
-        with self._changed:
-            self._next, self._surplus = save, surplus
-            self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
             self._thread.start()
+        self._offers.put((save, surplus))
 
     def write(self, step: int, surplus: list[int]) -> None:
         """Export a committed step now."""
@@ -124,36 +124,27 @@ class Exporter:
 
     def stop(self) -> None:
         """End the thread after the step that it is writing."""
-        with self._changed:
-            self._is_ending = True
-            self._changed.notify()
+        self._is_ending = True
+        self._offers.put((None, []))
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
+        """Remove at once. Export the newest offer, after a rest."""
+        save: Save | None = None
+        rested_at = 0.0
         while not self._is_ending:
-            save, surplus = self._taken()
-            self._remove(surplus)
-            if save is not None:
+            rest = None if save is None else max(0.0, rested_at - time.monotonic())
+            try:
+                save, surplus = self._offers.get(timeout=rest)
+                self._remove(surplus)
+            except Empty:
+                assert save is not None  # otherwise the wait has no end
                 begun = time.monotonic()
                 with contextlib.suppress(StateholdError):  # the next save() raises it
                     save.wait("committed")
                     self._try(save.step, logging.DEBUG)  # finish() tries again
-                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
-
-    def _taken(self) -> tuple[Save | None, list[int]]:
-        """What is to be done, once there is something; a save only after the rest."""
-        with self._changed:
-            left = self._rested_at - time.monotonic()
-            self._changed.wait_for(
-                lambda: self._is_ending or self._surplus or (left <= 0 and self._next is not None),
-                left if left > 0 else None,
-            )
-            surplus, self._surplus = self._surplus, []
-            if self._is_ending or time.monotonic() < self._rested_at:
-                return None, surplus
-            save, self._next = self._next, None
-            return save, surplus
+                save, rested_at = None, begun + (1 + REST) * (time.monotonic() - begun)
 
     def _remove(self, surplus: list[int]) -> None:
         for step in surplus:

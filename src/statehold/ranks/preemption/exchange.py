@@ -57,10 +57,16 @@ Position = tuple[int, int]
 
 
 class LastStep:
-    """The knowledge of one rank about the last step. Thread-safe."""
+    """The knowledge of one rank about the last step. Thread-safe.
+
+    An exception may come between any two instructions of the trainer, as after Ctrl-C. So its locks
+    are written in C: those of a Condition would stay taken, and the thread of Hearing would hang.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._guard = threading.RLock()  # a signal's handler may save inside
+        self._decided = threading.Lock()  # free once that is decided
+        self._decided.acquire()
         self._era = 0
         self._seen: Position = (0, -1)
         self._is_frozen = False
@@ -73,32 +79,33 @@ class LastStep:
 
     def begin_again(self) -> None:
         """The run is restored or rewound, on all ranks."""
-        with self._changed:
+        with self._guard:
             self._era += 1
 
     def is_last(self, step: int) -> bool:
         """Whether the save of `step` is the last one; waits while that is being decided."""
-        with self._changed:
+        with self._guard:
             here = self._era, step
             if not self._is_frozen:
                 self._seen = max(self._seen, here)
                 return False
             if here <= self._seen:
                 return False
-            self._changed.wait_for(lambda: self._passed is not None)
-            return self._passed is not None and here > self._passed
+        with self._decided:
+            pass
+        return self._passed is not None and here > self._passed
 
     def freeze(self) -> Position:
         """The newest step that was asked for here; newer ones wait from now on."""
-        with self._changed:
+        with self._guard:
             self._is_frozen = True
             return self._seen
 
     def decide(self, passed: Position) -> None:
         """The newest step that was asked for on any rank; the first decision counts."""
-        with self._changed:
-            self._passed = self._passed or passed
-            self._changed.notify_all()
+        if self._passed is None:
+            self._passed = passed
+            self._decided.release()
 
 
 # -- the messages ----------------------------------------------------------------------------------
