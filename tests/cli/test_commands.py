@@ -430,6 +430,29 @@ def test_torch_is_asked_for(run: Path, words: str) -> None:
     assert "pip install torch" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("export {run} {run}-out --to jpeg", 2),
+        ("export {run}/nowhere {run}-out --to hf", 3),
+        ("export {run}@77 {run}-out --to hf", 3),
+        ("export {run} {run} --to hf", 2),
+        ("import {run}/nowhere {run}-in@1", 3),
+        ("import {run} {run}-in", 2),
+    ],
+)
+def test_a_refusal_loads_no_torch(run: Path, words: str, code: int) -> None:
+    ask = (
+        "import sys; from statehold.cli import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as left: code = left.code\n"
+        "print(code, len([name for name in sys.modules if name.split('.')[0] == 'torch']))"
+    )
+    command = [sys.executable, "-c", ask, *words.format(run=run).split()]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == [str(code), "0"], ended.stderr
+
+
 def test_names_cannot_move_the_cursor(run: Path, say: Say) -> None:
     write_step(run, 3, {"a\x1b[2Jb": ("U8", np.zeros(1, "u1"))})
     _, text = say("show", run)

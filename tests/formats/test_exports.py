@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import statehold
-from statehold import _core
+from statehold import _core, cli
 from statehold.cli import main
 from statehold.errors import (
     CorruptionError,
@@ -21,6 +21,7 @@ from statehold.errors import (
     StorageError,
     UnsupportedValueError,
 )
+from statehold.integrations.formats import convert
 from statehold.integrations.formats.partial import OutFile
 from support.disks import no_file_larger_than
 from support.records import example
@@ -160,3 +161,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert asked(capsys, "export", step, out, "--to", "hf")[0] == 2
     assert asked(capsys, "export", f"{tmp_path / 'run'}@9", "x", "--to", "hf")[0] == 3
     assert asked(capsys, "import", tmp_path / "nothing", f"{tmp_path / 'new'}@8")[0] == 3
+
+
+def test_the_command_offers_every_format() -> None:
+    assert set(cli.FORMATS) == {name for name, each in convert.FORMATS.items() if each.export}

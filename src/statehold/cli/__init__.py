@@ -138,6 +138,7 @@ _STEP_HELP = (
     "RUN, RUN@STEP (a number or 'newest', the default), RUN@best:METRIC, RUN@tag:TAG, or the "
     "directory of a step"
 )
+FORMATS = ("hf", "torch", "dcp", "deepspeed-universal")
 _INTENTS = {
     "look at runs": "ls show tree du catalog report",
     "check and compare": "verify diff doctor",
@@ -380,8 +381,8 @@ def _add_transfers(commands: Any) -> None:
     out.set_defaults(module="transfer", is_export=True)
     out.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     out.add_argument("destination", metavar="DST", help="a path that does not exist")
-    out.add_argument("--to", metavar="FORMAT", required=True,
-                     help="hf, torch, dcp or deepspeed-universal")  # fmt: skip
+    out.add_argument("--to", metavar="FORMAT", required=True, help=" or ".join(FORMATS),
+                     choices=FORMATS)  # fmt: skip
     out.add_argument("--name", metavar="NAME",
                      help="the part of the state, such as model (hf: model; else all)")  # fmt: skip
     out.add_argument("--config", metavar="DIR",

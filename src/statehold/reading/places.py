@@ -105,6 +105,12 @@ def step_in(text: str) -> tuple[str, int]:
     return check_run(named.run), named.step
 
 
+def check_source(path: str) -> None:
+    """Raises NotFoundError if there is no file or directory that can be imported."""
+    if not os.path.lexists(path):
+        raise NotFoundError("no such checkpoint", facts={"path": path})
+
+
 def find(fs: Fs, text: str) -> StepPlace:
     """The step that an argument means. Raises StepNotFoundError."""
     ask_server(text)

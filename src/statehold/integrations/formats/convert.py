@@ -263,12 +263,8 @@ def counted(what: str, total: int, report: Report | None) -> Iterator[Done]:
         if report is not None:
             report(min(so_far[0], total), total)
 
-    with Progress(what, partial(_counts, so_far, total)):
+    with Progress(what, lambda: (so_far[0], total)):
         yield done
-
-
-def _counts(so_far: list[int], total: int) -> tuple[int, int]:
-    return so_far[0], total
 
 
 # -- the tensors of a step -------------------------------------------------------------------------

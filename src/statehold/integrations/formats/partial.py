@@ -134,6 +134,14 @@ class OutFile:
         os.close(self._fd)
 
 
+def check_free(path: str) -> None:
+    """Raises UsageError if the destination of an export exists."""
+    if os.path.lexists(path):
+        facts = {"path": path, "expected": "nothing there"}
+        hint = "name another place, or remove it"
+        raise UsageError("the destination of an export exists", facts=facts, hint=hint)
+
+
 class PartialExport:
     """The destination of an export: a directory, or (is_file) one file."""
 
@@ -142,17 +150,11 @@ class PartialExport:
         self.directory = f"{self.path}.partial"
         self._is_file = is_file
         self.done = done
-        self._check_free()
+        check_free(self.path)
         make_own_directory(self.directory, "of an unfinished export", 0o775)
         self.journal = Journal(self.directory, identity)
         if self.journal.is_fresh:
             self._clear()
-
-    def _check_free(self) -> None:
-        if os.path.lexists(self.path):
-            facts = {"path": self.path, "expected": "nothing there"}
-            hint = "name another place, or remove it"
-            raise UsageError("the destination of an export exists", facts=facts, hint=hint)
 
     def _clear(self) -> None:
         for name in os.listdir(self.directory):
@@ -189,7 +191,7 @@ class PartialExport:
 
     def commit(self) -> None:
         """Make the destination appear."""
-        self._check_free()
+        check_free(self.path)
         if self._is_file:
             [name] = [name for name in os.listdir(self.directory) if name != JOURNAL]
             os.rename(f"{self.directory}/{name}", self.path)
