@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -79,21 +80,22 @@ def mute(meetings: list[SaveRound], monkeypatch: pytest.MonkeyPatch) -> list[obj
 
 def test_a_rank_that_is_not_told_looks_for_the_checkpoint(meetings, monkeypatch, caplog) -> None:
     fired, published = mute(meetings, monkeypatch), []
-    assert ends(meetings, published.append, lambda: bool(published)) == [None, None]
-    assert (len(fired), len(published)) == (1, 1)
+    assert ends(meetings, published.extend, lambda: bool(published)) == [None, None]
+    assert (len(fired), len(published)) == (1, SIZE)
     assert "the checkpoint is committed; could not tell the other ranks" in caplog.text
 
 
 def test_a_rank_that_is_not_told_and_finds_none_raises(meetings, monkeypatch) -> None:
     fired = mute(meetings, monkeypatch)
-    own, other = ends(meetings, lambda _: None, lambda: False)
+    own, other = ends(meetings, list, lambda: False)
     assert own is None
     assert isinstance(other, PeerLostError)
     assert len(fired) == 1
 
 
 def test_an_unforeseen_error_is_told_at_once(meetings) -> None:
-    def publish(_: object) -> None:
+    def publish(sents: Iterator[Sent]) -> None:
+        assert next(sents)
         raise ZeroDivisionError
 
     own, other = ends(meetings, publish, lambda: False)

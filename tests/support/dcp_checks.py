@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from statehold.errors import MissingFileError, PeerFailedError
-from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock
+from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock, writer
 from support.faults import must
 
 
@@ -398,13 +399,14 @@ def check_failed_rank(rank: int, world_size: int, directory: Path) -> None:
             dcp.save(
                 newer, checkpoint_id=where, storage_writer=StorageWriter(), planner=FailsOn(culprit)
             )
-        must(isinstance(caught[1], OSError))
+        must(any(isinstance(each, OSError) for each in caught))
+        dist.barrier()
+        must(os.listdir(directory) == ["step-7"], "a rank that fails gives back all room")
+        dist.barrier()
     other = state_of(*trained(3, world_size, "fsdp"), step=0)
     dcp.load(other, storage_reader=StorageReader(where))
     assert_same(state, other)
     dcp.save(newer, checkpoint_id=where, storage_writer=StorageWriter())
-    dist.barrier()
-    must(os.listdir(directory) == ["step-7"], "a failed attempt is cleared by the next save")
     dcp.load(other, storage_reader=StorageReader(where))
     assert_same(newer, other)
 
@@ -519,8 +521,8 @@ def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> N
         dcp.load(loaded, storage_reader=StorageReader(directory / "step-7"))
         expected = 1 if culprit is not None else value
         assert_same(loaded, state(expected))
+        must(os.listdir(directory) == ["step-7"])
         dist.barrier()
-    must(os.listdir(directory) == ["step-7"])
 
 
 def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> None:
@@ -544,4 +546,25 @@ def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> 
         raise AssertionError("this must fail")
     must(rank == last or "injected" in said)
     dist.barrier()
-    must(not (directory / "step-7").exists())
+    must(not os.listdir(directory))
+
+
+def check_no_collectives_without_a_record(rank: int, world_size: int, directory: Path) -> None:
+    """A rank that cannot leave its record, after its files, fails the save on all ranks at once."""
+
+    def boom(*_: Any) -> Any:
+        raise OSError(28, "injected: no space")
+
+    last = world_size - 1
+    patched = mock.patch.object(writer, "hand_over", boom if rank == last else writer.hand_over)
+    with patched, failing() as caught:
+        dcp.save(
+            {"n": rank, "w": torch.ones(8)},
+            checkpoint_id=directory / "step-7",
+            storage_writer=StorageWriter(timeout_s=60.0),
+            use_collectives=False,
+        )
+    must(isinstance(caught[0], OSError if rank == last else PeerFailedError), caught)
+    must("injected" in str(caught[0]), caught)
+    dist.barrier()
+    must(not os.listdir(directory))

@@ -4,7 +4,8 @@ The path of a save: when the coordinator has every plan, it makes the directory
 `<checkpoint_id>.<attempt>.partial` (prepare_global_plan). The name travels to the ranks in their
 plans. Every rank writes its files there (write_data). The coordinator writes the manifest and
 renames the directory (finish). If a save fails or dies on any rank, the checkpoint at checkpoint_id
-stays as it was.
+stays as it was. A rank that fails removes the directory with the files of all ranks at once: then
+nobody publishes it. What other ranks write from then on fails, or goes when they close it.
 
 Invariants: an error on any rank reaches the caller of save through torch. Nothing is pickled. A
 writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
@@ -43,9 +44,8 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -56,10 +56,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
-from statehold.checkpoint.store.directories import delete, make_directories, parent_of
+from statehold.checkpoint.store.directories import delete, make_directories, parent_of, unless
 from statehold.checkpoint.store.publish import Replaced, publish, settle
 from statehold.errors import (
-    InvariantError,
     PeerFailedError,
     StateholdError,
     StorageError,
@@ -146,6 +145,11 @@ def _new_stager() -> DefaultStager:
 _SAVE = 1  # the only round of its Peers
 
 
+def is_missing(error: BaseException) -> TypeGuard[StorageError]:
+    """Whether a file or the directory that it is in does not exist."""
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
 class SaveRound:
     """The ranks of one save, from its begin to its end."""
 
@@ -156,16 +160,21 @@ class SaveRound:
 
     def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
         """The result of `make` on rank 0, on every rank."""
-        raw = self._peers.agree("begin", b"", lambda _: json.dumps(_place_to(make())).encode())
-        return _place_from(json.loads(raw), self.rank)
+        raw = self._peers.agree(
+            "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
+        )
+        return dataclasses.replace(SaveDestination(**json.loads(raw)), rank=self.rank)
 
-    def failed(self, error: BaseException) -> None:
-        """Report to the others that this rank will not come."""
-        known = error if isinstance(error, StateholdError) else InvariantError(repr(error))
-        self._peers.fail(_SAVE, known)
+    def failed(self, error: BaseException) -> BaseException:
+        """Report to the others that this rank will not come. Returns the error that ends the save:
+        a rank that fails removes the files of the others, who then miss them."""
+        first = self._peers.failure(_SAVE) if is_missing(error) else None
+        if first is None:
+            self._peers.fail(_SAVE, named(error, "while saving a checkpoint"))
+        return first or error
 
     def end(
-        self, sent: Sent, publish: Callable[[list[Sent]], None], is_there: Callable[[], bool]
+        self, sent: Sent, publish: Callable[[Iterator[Sent]], None], is_there: Callable[[], bool]
     ) -> None:
         """Hand over the files of this rank; returns once rank 0 has published them with the rest.
 
@@ -183,17 +192,20 @@ class SaveRound:
     def _wait(self, is_there: Callable[[], bool]) -> None:
         try:
             self._peers.outcome(_SAVE)
-        except PeerFailedError:
-            raise
-        except StateholdError:
+        except StateholdError as error:
             # Rank 0 may have been lost after it committed, before it could announce the outcome.
-            if not is_there():
+            if isinstance(error, PeerFailedError) or not is_there():
                 raise
 
-    def _conclude(self, own: Sent, publish: Callable[[list[Sent]], None]) -> None:
+    def _sents(self, own: Sent) -> Iterator[Sent]:
+        """Of all ranks, once all have arrived. Raises if one does not."""
+        others = self._peers.gather(_SAVE)[1:]
+        yield own
+        yield from (_sent_from(own.place, raw) for raw in others)
+
+    def _conclude(self, own: Sent, publish: Callable[[Iterator[Sent]], None]) -> None:
         try:
-            others = self._peers.gather(_SAVE)[1:]
-            publish([own, *(_sent_from(own.place, raw) for raw in others)])
+            publish(self._sents(own))
         except BaseException as error:
             self._peers.conclude(_SAVE, named(error, "while publishing a checkpoint"))
             raise
@@ -206,15 +218,6 @@ class SaveRound:
 # -- notes -----------------------------------------------------------------------------------------
 
 
-def _place_to(place: SaveDestination) -> list[Any]:
-    return [place.final, place.partial, place.step, place.world_size, place.attempt]
-
-
-def _place_from(note: list[Any], rank: int) -> SaveDestination:
-    final, partial, step, world_size, attempt = note
-    return SaveDestination(final, partial, step, rank, world_size, attempt)
-
-
 def _sent_to(sent: Sent) -> dict[str, Any]:
     """The part without files and values, which a rank leaves in its own record."""
     entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
@@ -223,12 +226,8 @@ def _sent_to(sent: Sent) -> dict[str, Any]:
         for piece in sent.pieces
         if not piece.local
     ]
-    return {
-        "rank": sent.place.rank,
-        "pieces": pieces,
-        "entry": entry,
-        "digests": dict(sent.digests),
-    }
+    digests = dict(sent.digests)
+    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "digests": digests}
 
 
 def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
@@ -237,9 +236,7 @@ def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
         WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
         for name, dtype, shape, offsets, sizes in note["pieces"]
     )
-    own = SaveDestination(
-        place.final, place.partial, place.step, note["rank"], place.world_size, place.attempt
-    )
+    own = dataclasses.replace(place, rank=note["rank"])
     return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)
 
 
@@ -341,14 +338,9 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        save_round = self._save.save_round
-        try:
+        with self._reported():
             refuse_in_capture("dcp.save()")
-            result = self._write(plan, planner, alone=save_round is not None)
-        except BaseException as error:
-            if save_round is not None:
-                save_round.failed(error)
-            raise
+            result = self._write(plan, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
@@ -363,23 +355,23 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         with commit, machine.storage() as fs:
             save_round = self._save.save_round
             if save_round is None:
-                self._publish(fs, found, paths, alone=False)
+                self._publish(fs, found[0].place, found, paths, alone=False)
                 return
             place, written = found[0]
-            sent = hand_over(fs, place, written, paths)
+            with self._given_back(fs, place):
+                sent = hand_over(fs, place, written, paths)
             save_round.end(
                 sent,
-                publish=lambda sents: self._publish(fs, sents, paths, alone=True),
+                publish=lambda sents: self._publish(fs, place, sents, paths, alone=True),
                 is_there=lambda: is_published(fs, place),
             )
 
-    def _write(self, plan: SavePlan, planner: SavePlanner, *, alone: bool) -> WriteResult:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> WriteResult:
         """The files of this rank. Without collectives, a rank learns its tree only in finish()."""
-        place = self._place_of(plan)
+        place, alone = self._place_of(plan), self._save.save_round is not None
         machine, watch = self._machine.at(place.final), self._watch()
         write = watch.stage(machine.watch, "write", place.step, is_last=False)
-        given_back = partial(_given_back, is_needed=lambda: place.world_size > 1)  # by other ranks
-        with write, machine.storage() as fs, given_back(fs, place):
+        with write, machine.storage() as fs, self._given_back(fs, place):
             written = write_items(machine, fs, place, plan, planner, alone)
             nbytes = sum(file.bytes for file in written.files)
             watch.wrote(nbytes, len(written.chunks))
@@ -387,15 +379,21 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         return WriteResult(_RESULT, nbytes, sent)
 
     def _publish(
-        self, fs: Fs, sents: list[Sent], paths: Mapping[str, Path], *, alone: bool
-    ) -> None:
-        place = sents[0].place
+        self, fs: Fs, place: SaveDestination, sents: Iterable[Sent], paths: Mapping[str, Path],
+        *, alone: bool,
+    ) -> None:  # fmt: skip
         manifest = b""
-        with _given_back(fs, place, lambda: _is_at(fs, place.final, manifest)):
-            manifest = complete(fs, sents, paths, alone=alone)
+        with self._given_back(fs, place, lambda: _is_at(fs, place.final, manifest)):
+            manifest = complete(fs, [*sents], paths, alone=alone)
             replaced = publish(fs, place.partial, place.final, manifest)
         if replaced is Replaced.HIDDEN:
-            _drop_replaced(fs, place)
+            try:
+                delete(fs, place.partial)
+            except StateholdError as error:  # it may stay until the next save
+                logger.warning(
+                    "the checkpoint at %s is committed; what it replaced was not removed\n%s",
+                    place.final, error,
+                )  # fmt: skip
 
     def _watch(self) -> SaveWatch:
         """The watch of this thread's save; without a reset() it begins now."""
@@ -470,6 +468,34 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
                 "there is a checkpoint already, and overwrite is False", facts={"directory": final}
             )
 
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Tell the ranks that meet without collectives that this one fails."""
+        try:
+            yield
+        except BaseException as error:
+            if self._save.save_round is not None:
+                raise self._save.save_round.failed(error) from None
+            raise
+
+    @contextlib.contextmanager
+    def _given_back(
+        self, fs: Fs, place: SaveDestination, is_needed: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Remove the directory of an attempt that fails, with the files of all ranks, unless it is
+        needed: nobody publishes it, and the next attempt may be at another directory."""
+        try:
+            with self._reported():
+                yield
+        except BaseException as error:
+            with contextlib.suppress(StateholdError):
+                if is_missing(error) and not fs.is_dir(place.partial):
+                    error.with_fact("removed", "by another rank that failed, or by a person")
+                while not is_needed() and fs.is_dir(place.partial):
+                    with unless(errno.ENOTEMPTY):  # another rank has made a file meanwhile
+                        delete(fs, place.partial)
+            raise
+
     def _place_of(self, plan: SavePlan) -> SaveDestination:
         """The directory for this rank's files. A plan that the planner cached names an earlier
         attempt."""
@@ -495,19 +521,6 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
         )
 
 
-@contextlib.contextmanager
-def _given_back(fs: Fs, place: SaveDestination, is_needed: Callable[[], bool]) -> Iterator[None]:
-    """Remove the files of an attempt that fails, unless somebody needs them: the next attempt may
-    be at another directory."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StateholdError):
-            if not is_needed():
-                delete(fs, place.partial)
-        raise
-
-
 def _is_at(fs: Fs, final: str, manifest: bytes) -> bool:
     """Whether the checkpoint at `final` has this manifest. A power cut may undo its exchange until
     it is durable, so what it has replaced is needed."""
@@ -515,15 +528,6 @@ def _is_at(fs: Fs, final: str, manifest: bytes) -> bool:
         return fs.read_file(f"{final}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX) == manifest
     except StorageError as error:
         return error.errno != errno.ENOENT
-
-
-def _drop_replaced(fs: Fs, place: SaveDestination) -> None:
-    """The checkpoint is committed, so the replaced one may stay until the next save."""
-    try:
-        delete(fs, place.partial)
-    except StateholdError as error:
-        logger.warning("the checkpoint at %s is committed; what it replaced was not removed\n%s",
-                       place.final, error)  # fmt: skip
 
 
 def _step(path: str) -> int:

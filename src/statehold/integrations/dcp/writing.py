@@ -1,10 +1,11 @@
 """One rank's part of a save: the planner's items -> data files, and the facts for the commit.
 
 Owns: the file of each chunk, and the encoding of values.
-Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for,
-and the files of the failed attempt are removed. Nothing is pickled: a value that no step can hold
-is UnsupportedValueError with the name that torch gives it.
-Not here: who writes what (the planner), records and manifest (commit).
+Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for.
+Nothing is pickled: a value that no step can hold is UnsupportedValueError with the name that torch
+gives it.
+Not here: who writes what (the planner), records and manifest (commit), what becomes of the files
+of an attempt that fails (writer).
 
 A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.
 Tensors are copied from the places that the planner shows, device memory in pieces through the
@@ -25,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from statehold.checkpoint.save.writes import Ordered, Segments, start_write
-from statehold.errors import StorageError, UnsupportedValueError, UsageError
+from statehold.errors import UnsupportedValueError, UsageError
 from statehold.format.entries import Chunk, FileEntry, record_file
 from statehold.integrations.dcp.machine import Machine
 from statehold.io.memory_room import open_file
@@ -99,24 +100,34 @@ def write_items(
     between them.
     """
     items = _resolve(plan, planner, alone)
-    written: list[str] = []
-    try:
-        return _write_files(machine, fs, place, items, written)
-    except BaseException:
-        # a file that cannot be removed now is removed with the attempt's directory
-        for path in written:
-            with contextlib.suppress(StorageError):
-                fs.unlink(path)
-        raise
+    nbytes = sum(tensor.spec.nbytes for tensor in items.tensors)
+    files: list[FileEntry] = []
+    chunks: dict[str, tuple[Chunk, ...]] = {}
+    with machine.engine(fs, nbytes) as engine, contextlib.closing(Devices()) as devices:
+        # With several ranks, a rank with an empty box of a tensor does not have it in its files.
+        kept = [each for each in items.tensors if each.spec.nbytes or place.world_size == 1]
+        for index, tensors in enumerate(_by_file(kept)):
+            file_plan = plan_save(
+                [tensor.spec for tensor in tensors],
+                step=place.step,
+                world_size=place.world_size,
+                rank=place.rank,
+                part=index,
+            )
+            path = f"{place.partial}/{file_plan.file_name}"
+            sums = _write_file(machine, engine, devices, fs, path, file_plan, tensors)
+            file, entries = record_file(file_plan, sums, index=index)
+            files.append(file)
+            for name, entry in entries.items():
+                chunks[name] = (*chunks.get(name, ()), *entry.chunks)
+    return Written(tuple(files), chunks, tuple(items.pieces), items.values)
 
 
 def _resolve(plan: SavePlan, planner: SavePlanner, alone: bool) -> _PlanItems:
     found = _PlanItems([], [], {})
     for item in plan.items:
-        if item.type == WriteItemType.BYTE_IO:
-            _add_value(found, item, planner, alone)
-        else:
-            _add_tensor(found, item, planner, alone)
+        add = _add_value if item.type == WriteItemType.BYTE_IO else _add_tensor
+        add(found, item, planner, alone)
     return found
 
 
@@ -209,32 +220,6 @@ def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
             facts={"path": item.index.fqn, "cause": str(fault).splitlines()[0]},
             hint="give the planner a lookup_object(index), or store plain values",
         ) from fault
-
-
-def _write_files(
-    machine: Machine, fs: Fs, place: SaveDestination, items: _PlanItems, written: list[str]
-) -> Written:
-    nbytes = sum(tensor.spec.nbytes for tensor in items.tensors)
-    files: list[FileEntry] = []
-    chunks: dict[str, tuple[Chunk, ...]] = {}
-    with machine.engine(fs, nbytes) as engine, contextlib.closing(Devices()) as devices:
-        # With several ranks, a rank with an empty box of a tensor does not have it in its files.
-        kept = [each for each in items.tensors if each.spec.nbytes or place.world_size == 1]
-        for index, tensors in enumerate(_by_file(kept)):
-            plan = plan_save(
-                [tensor.spec for tensor in tensors],
-                step=place.step,
-                world_size=place.world_size,
-                rank=place.rank,
-                part=index,
-            )
-            written.append(f"{place.partial}/{plan.file_name}")
-            sums = _write_file(machine, engine, devices, fs, written[-1], plan, tensors)
-            file, entries = record_file(plan, sums, index=index)
-            files.append(file)
-            for name, entry in entries.items():
-                chunks[name] = (*chunks.get(name, ()), *entry.chunks)
-    return Written(tuple(files), chunks, tuple(items.pieces), items.values)
 
 
 def _by_file(tensors: Iterable[CapturedTensor]) -> list[list[CapturedTensor]]:
