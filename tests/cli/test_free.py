@@ -84,6 +84,33 @@ def test_memory_is_shown_and_then_freed(run: Path, capsys: pytest.CaptureFixture
     assert "no memory on this host" in capsys.readouterr().out
 
 
+def test_a_run_whose_directory_was_renamed_keeps_its_steps_in_memory(
+    run: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels, before = [Memory(), Directory(every=100)], memory_path(str(run))
+    with Checkpointer(run, levels=levels, **SMALL) as ckpt:
+        for step in (6, 7):
+            ckpt.save(step, {"w": step}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+        shutil.copytree(run, run.parent / "copy")  # as if killed now: step 7 is only in memory
+    copy, moved = run.parent / "copy", run.parent / "moved"
+    shutil.rmtree(run)
+    copy.rename(run)
+    assert statehold.open(run).steps() == [6]
+    run.rename(moved)
+    live = {"w": 0}
+    with Checkpointer(moved, levels=levels, **SMALL) as ckpt:
+        assert ckpt.restore(live) == 7
+        assert f"{moved} was {run} before. Its memory level stays in {before}" in caplog.text
+        ckpt.save(8, live).wait("committed", DEADLINE_S)
+    shutil.copytree(moved, run.parent / "child")
+    with Checkpointer(run.parent / "child", levels=levels, **SMALL) as ckpt:
+        assert ckpt.steps() == [6, 8]  # those of its directory: the memory is that of the other run
+    found = answer(capsys, "free", moved, "--yes")["memory"]
+    assert [each["path"] for each in found] == [before]
+    assert not Path(before).exists()
+
+
 @pytest.mark.usefixtures("small_shared_files")
 def test_files_that_steps_share_are_freed_once(
     run: Path, memory: Path, capsys: pytest.CaptureFixture[str]
