@@ -128,6 +128,27 @@ def test_a_run_that_went_on_elsewhere_saves_no_more_in_the_store(
     assert runs.at_far() == [1, 2]
 
 
+def test_a_note_that_expires_while_the_run_saves_is_written_again(runs: Runs) -> None:
+    """A rule of the store, or a person, deletes it, and no other run has come meanwhile."""
+    note = runs.folder / "bucket" / "llama" / FILE_NAME
+    with runs.opened("a") as ckpt:
+        save(ckpt, 1, content(1))
+        ckpt.flush(DEADLINE_S)
+        ours = note.read_bytes()
+        note.unlink()
+        save(ckpt, 2, content(2))
+        ckpt.flush(DEADLINE_S)
+        assert status(ckpt, "far").error is None
+        assert runs.at_far() == [1, 2]
+        if runs.kind == "objects":  # one asks before each copy
+            assert note.read_bytes() == ours
+            note.unlink()
+    assert runs.restored("a") == 2
+    runs.saved("a", 3)
+    assert note.read_bytes() == ours
+    assert runs.at_far() == [1, 2, 3]
+
+
 def test_a_copy_of_a_run_directory_is_another_run(runs: Runs, tmp_path: Path) -> None:
     runs.saved("a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -225,7 +225,8 @@ class OwnedSteps:
         """Before the first copy, and before each one to an object store: take the level for this
         run. Raises RunBusyError if another run owns it.
 
-        is_empty: there are no steps; then it is taken from whatever run it was.
+        is_empty: there are no steps; then it is taken from whatever run it was. A note that a rule
+            of the store has deleted is written again: another run would have left its own.
         """
         own = self._own()
         if not self._leads or own is None:
@@ -233,7 +234,7 @@ class OwnedSteps:
         owner = self.owner()
         if self._yields and owner is not None and owner.id == own.id:
             return
-        if not self._is_claimed and (owner is None or is_empty or self._identity.owns(owner)):
+        if owner is None or (not self._is_claimed and (is_empty or self._identity.owns(owner))):
             if owner != own:
                 self._notes.put_note(FILE_NAME, own.encode())
                 owner = self.owner()
