@@ -16,7 +16,7 @@ import pytest
 import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
-from support.faults import DEADLINE_S, SMALL, small
+from support.faults import DEADLINE_S, SMALL, must, small
 from support.inside import inside
 from support.victims import Victims
 
@@ -134,6 +134,47 @@ def check_efbig(ckpt: statehold.Checkpointer, step: int, state: dict[str, Any]) 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_files(victims: Victims, tmp_path: Path, backend: str) -> None:
     victims.run(small_files, tmp_path, backend)
+
+
+def limits_at_levels(folder: Path, memory_path: str, which: int) -> None:
+    """Of the saves into memory and of the copies on: no step is lost, and all room comes back."""
+    memory = Path(memory_path)
+    levels = [
+        statehold.Memory(keep=2, path=memory),
+        statehold.Directory(keep=2),
+        statehold.Directory(folder / "far", name="far", keep=2),
+    ]
+    with statehold.Checkpointer(folder / "run", levels=levels, **SMALL) as ckpt:
+        for newest in (1, 2, 3):
+            committed(ckpt, newest, FITS)
+            ckpt.flush(DEADLINE_S)
+        first, most = 0, [0, 4 * FITS]  # then saves pass, and copies fail
+        if which == resource.RLIMIT_NOFILE:
+            first, most = fill_gaps(folder), [0, 1, 2]
+        open_before, failed = len(os.listdir("/proc/self/fd")), set()
+        for more in most:
+            with limited(which, first + more):
+                try:
+                    ckpt.save(newest + 1, content(newest + 1, FITS)).wait("committed", DEADLINE_S)
+                    newest += 1
+                except errors.StorageError as error:
+                    must("(ulimit" in str(error), error)
+                    failed.add(more)
+                inside(ckpt).pipeline.drain()
+                ckpt.flush(DEADLINE_S)
+            check_restored(ckpt, newest, FITS)
+            newest += 2
+            committed(ckpt, newest, FITS)
+            ckpt.flush(DEADLINE_S)
+            assert [(each.newest, each.error) for each in ckpt.levels()] == [(newest, None)] * 3
+            assert len(os.listdir("/proc/self/fd")) == open_before
+            assert not [*memory.glob("*.partial"), *folder.glob("*/*.partial")]
+        assert {0} <= failed < {*most}
+
+
+@pytest.mark.parametrize("which", [resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE])
+def test_limits_at_levels(victims: Victims, tmp_path: Path, memory: Path, which: int) -> None:
+    victims.run(limits_at_levels, tmp_path, str(memory), which)
 
 
 def little_address_space(folder: Path) -> None:

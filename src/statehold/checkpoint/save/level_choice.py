@@ -112,7 +112,7 @@ class LevelChoice:
             try:
                 verdict = self._judged(work, at, failure)
                 if verdict.taken and opened is not None:
-                    self._note(work, causes)
+                    self.took(work, causes)
                     return opened
             except BaseException:
                 _close(opened)
@@ -253,8 +253,9 @@ class LevelChoice:
         except StorageError:
             return True
 
-    def _note(self, work: Work, causes: Sequence[StateholdError]) -> None:
-        """Log when the first level begins to fail, and when it works again."""
+    def took(self, work: Work, causes: Sequence[StateholdError] = ()) -> None:
+        """`work.place` takes the save. Log when the first level begins to fail, and when it works
+        again."""
         first, step = self._places[0].name, work.save.step
         if self._rank == 0 and causes and not self._was_logged:
             self._log.warning(

@@ -308,6 +308,7 @@ class Pipeline:
 
     def _write(self, work: Work) -> None:
         if work.is_attached:
+            self._level_choice.took(work)
             work.shared.open(work.place.store, work.attempt)  # for links that are not proven
             self._write_out(work)
             return

@@ -249,6 +249,7 @@ class Store:
         self._is_pool_due = False  # what dead jobs have left there is not cleared yet
         self._spare: str | None = None
         self._is_unsettled = False  # a replaced step's name may come back
+        self._abandoned: int | None = None  # what could not be removed, of one rank
         self._mapped = mapped
         self._mappings = Mappings()
         self._newest = Newest(self.newest)
@@ -466,6 +467,8 @@ class Store:
         partial = self.partial(step, attempt)
         with self._guard:
             if attempt is None:
+                if self._abandoned is not None:
+                    self.abandon(self._abandoned)
                 if self.fs.is_dir(partial):
                     self._settle_names()
                     self._discard(partial)
@@ -563,12 +566,13 @@ class Store:
         it may have made them after that.
         """
         with self._guard, contextlib.suppress(StorageError):
-            partial = self.partial(step, attempt)
+            partial, self._abandoned = self.partial(step, attempt), step
             self._mappings.abandoned(step)
             if self.fs.is_dir(partial):
                 if self._leads:
                     self._settle_names()
                 delete(self.fs, partial, "" if self._leads else self._own)
+            self._abandoned = None
 
     def _clear_attempts(self, under_way: str) -> None:
         """Delete attempts that have ended: those of other jobs, and older ones of this job."""

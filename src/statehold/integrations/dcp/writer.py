@@ -221,20 +221,15 @@ class SaveRound:
 def _sent_to(sent: Sent) -> dict[str, Any]:
     """The part without files and values, which a rank leaves in its own record."""
     entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
-    pieces = [
-        [piece.name, piece.dtype, piece.shape, piece.box.offsets, piece.box.shape]
-        for piece in sent.pieces
-        if not piece.local
-    ]
-    digests = dict(sent.digests)
-    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "digests": digests}
+    pieces = [dataclasses.astuple(piece) for piece in sent.pieces if not piece.local]
+    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "digests": {**sent.digests}}
 
 
 def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
     note = json.loads(raw)
     pieces = tuple(
         WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
-        for name, dtype, shape, offsets, sizes in note["pieces"]
+        for name, dtype, shape, (offsets, sizes), _ in note["pieces"]
     )
     own = dataclasses.replace(place, rank=note["rank"])
     return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)
