@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from statehold.tensors.devices.mover import PATIENCE_MAX_S, PATIENCE_S
 from statehold.tensors.devices.relay import AT_ONCE, relay
 
 __all__ = ["BEFORE", "NOW", "Costs", "Plan", "Saved", "saved"]
@@ -92,6 +93,7 @@ class _World:
     to_hash: deque[float] = field(default_factory=deque)
     returning: list[float] = field(default_factory=list)
     workers: list[float] = field(default_factory=list)
+    waits_since: float | None = None  # relay() notes it for the end of a Checkpointer
 
     def __post_init__(self) -> None:
         self.workers = [0.0] * self.costs.threads
@@ -156,9 +158,14 @@ class _World:
     def is_complete(self, event: float) -> bool:
         return event <= self.now
 
-    def synchronize(self, event: float) -> None:
+    def wait_for(self, event: float) -> None:
+        """As Mover.wait_for() on the stage thread."""
+        patience = PATIENCE_S
+        while not self.is_complete(event):
+            self.takes += 1
+            self.advance(self.now + patience)
+            patience = min(2 * patience, PATIENCE_MAX_S)
         self.takes += 1
-        self.advance(max(self.now, event))
 
     @contextmanager
     def using(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ def test_a_save_that_waits_for_long_says_for_what() -> None:
     try:
         with checkpointer_on(SimFs(seed=1), "/runs/x", **SMALL) as ckpt:
             ckpt.save(1, state).wait("committed", DEADLINE_S)
-            inside(ckpt).pipeline._stalls._after_s = 0.01
+            inside(ckpt).pipeline.stalls.after_s = 0.01
             holdup = Holdup(ckpt)
             save = ckpt.save(2, state)
             must(holdup.waiting.wait(DEADLINE_S))

@@ -313,6 +313,7 @@ def _no_order(patch: pytest.MonkeyPatch) -> None:
 
 def _early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda.CudaBackend, "synchronize", lambda *_: None)
+    patch.setattr(cuda.CudaBackend, "is_complete", lambda *_: True)
 
 
 def _on_current_stream(patch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ class Checkpointer:
             number of ranks that torchrun, srun or mpirun has put into the environment. With "none"
             this process saves alone, even if others run beside it. "auto" uses the store if
             torch.distributed is initialized with more than one rank.
-        peer_timeout_s: how many seconds to wait for another rank before it counts as lost.
+        peer_timeout_s: how many seconds to wait for another rank before it counts as lost. At the
+            end also for a device that does nothing: it may wait for another rank, too.
         node_mtbf: for levels with every="auto", the mean time between failures of one node, such
             as "250d". None: a published figure (264 days).
         nodes: for levels with every="auto", the number of nodes of the job. None: the number of
@@ -402,6 +403,7 @@ class Checkpointer:
         """Wait until every save has ended, copy the newest step to all levels if any was saved,
         and release everything. Safe to call twice.
 
+        A save is given up with a DeviceError if its device does nothing for `peer_timeout_s`.
         Raises the error of a save that failed since the last call.
         """
         enter("close()")

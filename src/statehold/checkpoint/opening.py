@@ -73,7 +73,10 @@ def open_saving(
     schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
-    return Saving(claims, schedule, choice, Pipeline(choice, publisher, promotions, log, callbacks))
+    # A collective that waits longer than that for a rank fails the save anyway, as does its commit.
+    device_s = options.peer_timeout_s
+    pipeline = Pipeline(choice, publisher, promotions, log, callbacks, device_s)
+    return Saving(claims, schedule, choice, pipeline)
 
 
 # -- the session -----------------------------------------------------------------------------------

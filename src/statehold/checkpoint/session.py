@@ -351,6 +351,7 @@ class Session:
         # All of several ranks flush, even if one of them could not prepare to save.
         has_saved = self._is_prepared if self.peers is None else self._has_saved
         try:
+            self.pipeline.finish_staging()
             if flush and has_saved and self.levels.has_copies:
                 self.flush(None, None if alike else STRAGGLERS_S)
         except StateholdError as error:  # at the end no caller is left to get the error

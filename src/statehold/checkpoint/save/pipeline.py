@@ -13,6 +13,11 @@ it fails the handle. A committed step stays committed: later errors are only log
 interpreter joins the threads at exit (process/worker), so saves under way are committed even if a
 script ends without close(). Neither thread writes its log lines itself, because a log that blocks
 must not delay a commit (observe/background_log).
+
+A device may hang: behind a collective, say, whose other ranks are gone. While the program trains,
+its saves wait with it. At the end the stage thread is left alone with such a device. It holds the
+memory that the device may write into, until the process ends or the device is done. The saves that
+wait for the device fail, and those of host memory are staged without that thread.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from statehold.checkpoint.save.writes import give_back
 from statehold.errors import (
     PUBLISHED,
     ChecksumError,
+    DeviceError,
     StateholdError,
     TornSnapshot,
     WaitTimeout,
@@ -63,16 +69,16 @@ class Stalls:
 
     A call that hangs in the kernel, because a server is gone, cannot be cancelled, and it may still
     use its memory. So a save stays with the level that has taken it, and later saves wait. The
-    warning comes from a thread that waits for nobody.
+    warning comes from a thread that waits for nobody. It does not blame the storage for a device.
     """
 
     def __init__(self, log: BackgroundLog, after_s: float = STALL_S) -> None:
         self._log = log
-        self._after_s = after_s
+        self.after_s = after_s
 
     @contextlib.contextmanager
     def watching(self, work: Work) -> Iterator[None]:
-        timer = threading.Timer(self._after_s, self._warn, (work,))
+        timer = threading.Timer(self.after_s, self.warn, (work,))
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
             timer.start()
@@ -81,16 +87,21 @@ class Stalls:
         finally:
             timer.cancel()
 
-    def _warn(self, work: Work) -> None:
+    def warn(self, work: Work) -> None:
+        since = work.copies.waits_since if work.copies else None
+        blamed = f"{work.place.store.root} is slow or does not answer, here or on a rank that this "
+        blamed += "one waits for"
+        if since is not None and time.monotonic() - since > self.after_s / 2:
+            blamed = "a device is busy, or hangs"
         self._log.warning(
-            "step %d is not written at level %s after %g s: %s is slow or does not answer, here "
-            "or on a rank that this one waits for. Later saves wait, too",
-            work.save.step, work.place.name, self._after_s, work.place.store.root,
+            "step %d is not written at level %s after %g s: %s. Later saves wait, too",
+            work.save.step, work.place.name, self.after_s, blamed,
         )  # fmt: skip
 
 
 class Pipeline:
-    """Takes saves from captured to committed, in order."""
+    """Takes saves from captured to committed, in order. device_s: how long finish_staging() waits
+    for a device that does nothing."""
 
     def __init__(
         self,
@@ -99,10 +110,12 @@ class Pipeline:
         promotions: Promotions,
         log: BackgroundLog,
         callbacks: Callbacks,
+        device_s: float,
     ) -> None:
         self._callbacks = callbacks
+        self.device_s = device_s
         self._level_choice = level_choice
-        self._stalls = Stalls(log)
+        self.stalls = Stalls(log)
         self._promotions = promotions
         self._log = log
         self._publisher = publisher
@@ -112,6 +125,7 @@ class Pipeline:
         except RuntimeError as error:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[tuple[int, Passage]] = []
+        self.to_stage: dict[int, Work] = {}  # by number, in order; the stage thread has the first
         self._guard = threading.Lock()
         self._unsettled: list[int] = []  # steps whose directory in the making may be in use
         self._newest = -1  # the newest save that the commit thread has taken, or given up
@@ -125,6 +139,7 @@ class Pipeline:
         self._unsettled.append(work.save.step)
         self._saves.append((work.number, work.save))
         self._committer.submit(partial(self._guarded, self._write_and_commit, work))
+        self.to_stage[work.number] = work
         self._stager.submit(partial(self._guarded, self._stage, work))
 
     def take_back(self, work: Work, error: BaseException) -> None:
@@ -205,11 +220,48 @@ class Pipeline:
             raise WaitTimeout("saves did not end in time", facts={"waited": f"{timeout_s} s"})
         self._log.flush()
 
+    def finish_staging(self) -> None:
+        """Return once no save waits for the stage thread. The Checkpointer ends: a save whose
+        device does nothing for `device_s` from now on is given up."""
+        begin, since = time.monotonic(), None
+        while not self._stager.passed(self.device_s + max(begin, since or time.monotonic())):
+            before, since = since, self._waits_since()
+            if since is not None and since == before:
+                self._leave_device()
+
     def close(self) -> None:
         """Finish the saves under way, and end the threads."""
+        self.finish_staging()
         self._stager.close()
         self._committer.close()
         self._log.flush()
+
+    def _waits_since(self) -> float | None:
+        """Since when the stage thread waits for a device that does nothing. None: it does not."""
+        works = list(self.to_stage.values())
+        return works[0].copies.waits_since if works and works[0].copies else None
+
+    def _leave_device(self) -> None:
+        """Give up the saves that wait for a device, and stage the others on this thread."""
+        self._stager.leave()
+        works = list(self.to_stage.values())
+        self.to_stage.clear()
+        for work in works:
+            if not work.save.has_ended("staged"):
+                self._guarded(self._stage_without_device, work)
+
+    def _stage_without_device(self, work: Work) -> None:
+        """The device keeps its staging memory. What needs more than is left is given up, too."""
+        needs_more = work.copies is not None or work.has_more_files
+        if needs_more or not work.job.wait_copied(self.device_s):
+            raise DeviceError(
+                "a device does not finish its work, so a save behind that work was given up",
+                facts={"waited": f"{self.device_s:g} s for the next copy"},
+                hint="a collective whose other ranks are gone hangs like this. The memory of the "
+                "copies stays until the device is done, or the process ends: start the process "
+                "again and restore",
+            )
+        self._stage(work, is_left=True)
 
     # -- the two threads -------------------------------------------------------------------
 
@@ -222,21 +274,27 @@ class Pipeline:
         finally:
             del work  # the handle keeps the error, which keeps the variables of this function
 
-    def _stage(self, work: Work) -> None:
-        assert work.capture is not None
-        with work.save.stage("stage"):
-            if work.copies is not None:
-                work.copies.run()
-            work.shared.prove()
-            work.job.wait_copied(None)
-            work.shared.wait_copied()
-            work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
-            if work.copies is not None:
-                work.fingerprints |= work.copies.fingerprints
-            _check_unmoved(work.capture.settle(eager=True))  # save() may not have asked yet
-            _check_unmoved(work.capture.settle())
-            work.let_go()
-        work.save.reach("staged")
+    def _stage(self, work: Work, *, is_left: bool = False) -> None:
+        """is_left: the stage thread hangs. It finds the save in to_stage no more."""
+        if not is_left and work.number not in self.to_stage:
+            return
+        try:
+            assert work.capture is not None
+            with work.save.stage("stage"):
+                if work.copies is not None:
+                    work.copies.run()
+                work.shared.prove()
+                work.job.wait_copied(None)
+                work.shared.wait_copied()
+                work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
+                if work.copies is not None:
+                    work.fingerprints |= work.copies.fingerprints
+                _check_unmoved(work.capture.settle(eager=True))  # save() may not have asked yet
+                _check_unmoved(work.capture.settle())
+                work.let_go()
+            work.save.reach("staged")
+        finally:
+            self.to_stage.pop(work.number, None)
 
     def _write_and_commit(self, work: Work) -> None:
         self._newest = work.number
@@ -290,7 +348,7 @@ class Pipeline:
 
     def _publish(self, work: Work) -> None:
         save = work.save
-        with self._stalls.watching(work):
+        with self.stalls.watching(work):
             self._write(work)
             if work.has_more_files:
                 with save.stage("take in"):

@@ -70,7 +70,7 @@ class DeviceCopies:
             self._note_progress(compared)
             return events
 
-        with named_failures(), mover.using(), mover.finishing():
+        with named_failures(), mover.pinned(), mover.using(), mover.finishing():
             self._note_eager((), compared)
             self._note_progress(compared)
             relay(mover, job.next_fills, fill, job.filled_all, lambda: job.fills_left)
@@ -78,6 +78,11 @@ class DeviceCopies:
             if captured is not None:
                 mover.read(captured.numbers)
             self.fingerprints = self._fingerprinting.read()
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when run() waits for a device that does nothing, on the monotonic clock."""
+        return self._mover.waits_since
 
     def let_go(self) -> None:
         """Keep no tensor alive: all are copied, or the save has failed. From any thread."""

@@ -1,7 +1,13 @@
-"""The side streams of one save or restore, and the newest work on each."""
+"""The side streams of one save or restore, and the newest work on each.
+
+Invariants: no wait of a save's thread is inside the driver. A process can end beside a thread that
+sleeps between two questions, and a device that hangs must not keep it from that.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -12,6 +18,10 @@ from statehold.tensors.devices.jobs import CallCopies, Lent, Piece
 from statehold.tensors.devices.pinning import Pinning
 from statehold.tensors.scalers import Number
 from statehold.tensors.storable import device_of
+
+# Before a device is asked again: at first, and after some vain questions. Each question takes the
+# interpreter lock from a program that launches kernels.
+PATIENCE_S, PATIENCE_MAX_S = 0.001, 0.016
 
 # Enqueues the work between buffers and tensors of one device, on its stream.
 Enqueue = Callable[[Stream, Sequence[tuple[torch.Tensor, Sequence[Piece]]]], object]
@@ -37,10 +47,16 @@ class Mover:
         with self.using():
             self._streams = {device: backend.fork(device) for device in self._streams}
         self._newest: dict[torch.device, Event] = {}
+        # Since when there is work that a device has done none of, on the monotonic clock.
+        self.waits_since: float | None = None
 
     def using(self) -> AbstractContextManager[None]:
         """Inside, the calling thread works for these devices; see StreamBackend."""
         return self.backend.using(next(iter(self._streams)))
+
+    def pinned(self) -> AbstractContextManager[None]:
+        """Inside, what is pinned stays pinned."""
+        return self._pinning.used()
 
     def newest(self) -> list[Event]:
         """The events that complete with all that was enqueued so far."""
@@ -53,7 +69,20 @@ class Mover:
             self._wait_for(stream)
 
     def _wait_for(self, stream: Stream) -> None:
-        self.backend.synchronize(self.backend.record(stream))
+        self.wait_for(self.backend.record(stream))
+
+    def wait_for(self, event: Event) -> None:
+        """Return once the event has completed. Inside using()."""
+        if threading.current_thread() is threading.main_thread():
+            # No signal's handler may end this wait: the memory that the device uses would be freed.
+            self.backend.synchronize(event)
+            return
+        self.waits_since = self.waits_since or time.monotonic()
+        patience_s = PATIENCE_S
+        while not self.backend.is_complete(event):
+            time.sleep(patience_s)
+            patience_s = min(2 * patience_s, PATIENCE_MAX_S)
+        self.waits_since = None
 
     @contextmanager
     def finishing(self) -> Iterator[None]:

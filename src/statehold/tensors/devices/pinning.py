@@ -3,7 +3,8 @@
 Invariants: a buffer is pinned when it is lent for the first time, in a call of its own. Pinning
 makes memory present, and takes 0.2 s a gigabyte (H200), in which other threads launch nothing. A
 pause after each buffer lets them; otherwise they wait for many buffers in a row. What is pinned is
-unpinned before the engine gives the memory back.
+unpinned before the engine gives the memory back. While a device may still write, nothing is: that
+user holds the memory, and unpins it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import logging
 import mmap
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -40,6 +42,20 @@ class Pinning:
         self._guard = threading.Lock()
         self._pinned: set[int] = set()  # the addresses of buffers
         self._may_pin = True
+        # No lock: close() must not wait for a call of a driver that hangs.
+        self._users: list[None] = []
+        self._is_closed = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, close() unpins nothing. The end of the last use makes up for that."""
+        self._users.append(None)
+        try:
+            yield
+        finally:
+            self._users.pop()
+            if self._is_closed:
+                self.close()
 
     def pin(self, buffer: torch.Tensor) -> None:
         """Pin a whole buffer, unless it is."""
@@ -56,9 +72,11 @@ class Pinning:
                 logger.warning("staging memory could not be pinned: device copies are slower")
 
     def close(self) -> None:
-        """Unpin; every job has ended. On any thread. A device that has failed reaches no memory any
-        more, and may refuse to be entered: then there is nothing to undo."""
-        if not self._pinned:
+        """Unpin; every job has ended, but for those that use this. On any thread. A device that has
+        failed reaches no memory any more, and may refuse to be entered: then there is nothing to
+        undo."""
+        self._is_closed = True
+        if self._users or not self._pinned:
             return
         with suppress(RuntimeError), self._backend.using(self._device):
             while self._pinned:

@@ -7,6 +7,7 @@ something fails. Of a device that has failed no work touches memory any more.
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,8 @@ import torch
 from statehold.errors import DeviceError
 from statehold.tensors.devices.backends import Event
 from statehold.tensors.devices.jobs import LentT
-from statehold.tensors.devices.mover import Mover
+from statehold.tensors.devices.mover import PATIENCE_MAX_S, PATIENCE_S, Mover
 
-# For the engine's next buffer, before the device is asked again: at first, and after some vain
-# questions. Each takes the interpreter lock from a program that launches kernels.
-PATIENCE_S, PATIENCE_MAX_S = 0.001, 0.016
 # Buffers that are moved by one call. A device copies them for a few milliseconds; a save of
 # gigabytes takes the interpreter lock a few times, and not for each buffer.
 AT_ONCE = 16
@@ -52,6 +50,8 @@ def relay(
                     lent = take(patience_s if moving else None, AT_ONCE)
                     patience_s = min(2 * patience_s, PATIENCE_MAX_S)
                     if lent:
+                        if not moving:
+                            mover.waits_since = time.monotonic()
                         moving.append((lent, []))  # before anything can fail: it is given back
                         moving[-1][1].extend(move(lent))
                     elif not moving:
@@ -59,6 +59,7 @@ def relay(
                     while moving and _is_there(mover, moving[0][1], wait=left() == 0):
                         give_back(moving[0][0])
                         moving.popleft()  # Ctrl-C before it: they are given back again
+                        mover.waits_since = time.monotonic() if moving else None
                         patience_s = PATIENCE_S
         finally:
             lent = ()  # an error keeps this frame: it must not keep a buffer
@@ -70,7 +71,7 @@ def _is_there(mover: Mover, events: list[Event], *, wait: bool) -> bool:
     """Whether the work on a buffer has completed; wait: until it has."""
     for event in events:
         if wait:
-            mover.backend.synchronize(event)
+            mover.wait_for(event)
         elif not mover.backend.is_complete(event):
             return False
     return True
