@@ -283,14 +283,18 @@ class _OfferServer:
 
     def withdraw(self) -> None:
         with self._lock:  # no piece is being read
-            self._offer = None
-            for each in self._connections:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+            self._end_offer()
 
     def close(self) -> None:
-        self.withdraw()
+        """A piece that is being read then goes to nobody. A device that hangs may never give it."""
+        self._end_offer()
         self._door.close()
+
+    def _end_offer(self) -> None:
+        self._offer = None
+        for each in list(self._connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _let_in(self, line: DoorLine) -> None:
         with self._lock:

@@ -368,6 +368,30 @@ def test_who_names_no_epoch_is_hung_up_on(
         assert stranger.recv(8) == b""
 
 
+def test_it_closes_while_a_device_that_hangs_is_read(
+    server: transfer._OfferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device gives later goes to nobody: the state may have changed by then."""
+    offer = Offer(state_of(1, 1))
+    server.offer(3, offer)
+    run, is_read, is_there = offer.run, threading.Event(), threading.Event()
+
+    def read(begin: int, into: torch.Tensor) -> None:
+        is_read.set()
+        must(is_there.wait(60))
+
+    monkeypatch.setattr(run, "read", read)
+    with call(server) as joiner, joiner.makefile("rb") as heard:
+        joiner.sendall(b"3\n")
+        heard.read(int.from_bytes(heard.read(8), "little"))
+        joiner.sendall(f"[0, {run.nbytes}]\n".encode())
+        must(is_read.wait(60))
+        server.close()
+        assert not is_there.is_set()
+        is_there.set()
+        assert heard.read() == b""
+
+
 def test_the_number_of_lines_is_bounded(
     server: transfer._OfferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
