@@ -112,7 +112,7 @@ check: setup  ## formatting, lint, types, the figures that may only fall, access
 bench: setup  ## all benchmarks; see bench/README.md
 	@$(bin)/python -m bench $(ARGS)
 
-gpu:  ## on a machine with a GPU: build for PYTHON=python3, tests/gpu, bench.gpu; under ten minutes
+gpu:  ## on a machine with a GPU: build for PYTHON=python3, bench.gpu, tests/gpu; under ten minutes
 	@tools/gpu.sh bench/out/gpu $(ARGS)
 
 docs:  ## the site, in build/site; links are checked. ARGS=serve shows it

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, in less than ten minutes: builds the native module for the Python there,
-# runs tests/gpu, then bench.gpu. Each part has a deadline, and what it had found by then is kept.
+# runs bench.gpu, then tests/gpu. Each part has a deadline, and what it had found by then is kept.
 # Needs no network, no root and no .venv: what is not there, it names.
 #
 #   tools/gpu.sh [OUT [WORDS...]]     OUT: where the results go (default bench/out/gpu); WORDS go to
@@ -59,12 +59,13 @@ if [ "${1:-}" = --build ]; then # how this script calls itself, to have a deadli
   exit
 fi
 part build 180 "$0" "$out" --build || exit 1
-part tests 150 "$python" -m pytest -q tests/gpu -p no:cacheprovider
+# What the last device has missed comes first, and each figure is in OUT/checks.log as it is found.
 # Words choose checks of bench.gpu, and then nothing else is measured.
-offload=0
+tests=150 offload=0
 [ $# = 0 ] && offload=75
-bench=$(($(left) - offload))
+bench=$(($(left) - tests - offload))
 part bench "$bench" "$python" -u -m bench.gpu --seconds $((bench - 15)) --out "$out" "$@"
+part tests "$tests" "$python" -m pytest -q tests/gpu -p no:cacheprovider
 [ $# = 0 ] && part offload "$offload" "$python" -u -m bench.offload --only device --params 1e9 \
   --updates 3 --rounds 1 --out "$out"
 exit $failed

@@ -12,6 +12,7 @@
     saving      save() and the gate; restore
     steps       how much longer steps take while a save is under way, also with DCP
     peers       DCP with pinned staging
+    unsettled   questions of a review that only a device can answer
     graphs      CUDA graphs: replay and capture while a save is under way
     order       several streams, a busy device
     memory      device memory of saves and restores, pinned memory, contexts

@@ -6,6 +6,7 @@ before; each rate is the best of a few rounds. On the CPU, host memory stands in
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from bench.gpu.figures import Figure
 from bench.gpu.task import Task
 from bench.harness import GB
 from statehold import _core
+from statehold.tensors.devices.pinning import PAUSE_S
 from statehold.units import GiB, KiB, MiB
 
 __all__ = ["D2H", "FRESH", "H2D", "OVERWRITE", "READ", "disk", "pinning", "transfers"]
@@ -27,6 +29,7 @@ PIECE = 16 * MiB
 SMALL, SMALL_COUNT = 4 * KiB, 20_000
 ROUNDS = 3
 PORTABLE = 1  # cudaHostRegisterPortable
+PAUSE_MS_MAX = 20.0  # of launches while a save pins
 
 D2H, H2D = "D2H pinned, 16 MiB pieces", "H2D pinned, 16 MiB pieces"
 FRESH, OVERWRITE, READ = "disk: new file", "disk: overwrite", "disk: read"
@@ -70,21 +73,35 @@ def _rate(name: str, nbytes: int, device: torch.device, action: Callable[[], Non
 def pinning(task: Task) -> Iterator[Figure]:
     """What pinning staging memory costs, and for how long it keeps another thread from launching.
 
-    Cold is memory that was never touched, as the engine's is when it is lent for the first time.
+    Cold is memory that was never touched. The engine's is present when it is lent, and a save
+    pauses after each buffer. A first save could also copy to memory that is pageable.
     """
     task.need_cuda("pinning")
     fs = _core.open_fs("threads", 8)
     nbytes = max(2, task.at_most_bytes(4 * GiB) // PIECE) * PIECE
     try:
-        for name, piece in (("one call", nbytes), ("16 MiB a call", PIECE)):
+        for name, piece, pause_s in (
+            ("cold memory, one call", nbytes, 0.0),
+            ("cold memory, 16 MiB a call", PIECE, 0.0),
+            ("memory that is present, 16 MiB a call", PIECE, 0.0),
+            ("memory that is present, 16 MiB a call and a pause", PIECE, PAUSE_S),
+        ):
             engine = _core.Engine(fs, nbytes, PIECE, 2)
-            yield from _pinned(task, name, engine.staging_address, nbytes, piece)
+            if "present" in name:
+                ctypes.memset(engine.staging_address, 1, nbytes)
+            yield from _pinned(task, name, engine.staging_address, nbytes, piece, pause_s)
             engine.close()
     finally:
         fs.close()
+    own = torch.ones(nbytes, dtype=torch.uint8, device=task.torch_device)
+    pageable = torch.ones(nbytes, dtype=torch.uint8, device="cpu")
+    _, gap = _while_launching(lambda: _in_pieces(pageable, own), task.torch_device)
+    yield figures.measured("longest launch gap while copying to pageable memory", gap * 1e3, "ms")
 
 
-def _pinned(task: Task, name: str, address: int, nbytes: int, piece: int) -> Iterator[Figure]:
+def _pinned(
+    task: Task, name: str, address: int, nbytes: int, piece: int, pause_s: float
+) -> Iterator[Figure]:
     cudart = torch.cuda.cudart()
     begins = range(address, address + nbytes, piece)
 
@@ -92,10 +109,16 @@ def _pinned(task: Task, name: str, address: int, nbytes: int, piece: int) -> Ite
         for begin in begins:
             if int(cudart.cudaHostRegister(begin, piece, PORTABLE)):
                 raise RuntimeError(f"cudaHostRegister refused {piece} bytes")
+            if pause_s:
+                time.sleep(pause_s)
 
     took, gap = _while_launching(pin, task.torch_device)
-    yield figures.measured(f"pinning cold memory, {name}", took / nbytes * GB, "s/GB")
-    yield figures.measured(f"longest launch gap while pinning, {name}", gap * 1e3, "ms")
+    yield figures.measured(f"pinning {name}", took / nbytes * GB, "s/GB")
+    gaps = f"longest launch gap while pinning {name}"
+    if pause_s:
+        yield figures.at_most(gaps, gap * 1e3, PAUSE_MS_MAX, "ms")
+    else:
+        yield figures.measured(gaps, gap * 1e3, "ms")
     begun = time.perf_counter()
     for begin in begins:
         cudart.cudaHostUnregister(begin)

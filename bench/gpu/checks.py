@@ -1,7 +1,8 @@
 """The list of all checks, in the order in which they run: a run that is cut off has the first ones.
 
-Ceilings come first, because ratios need them. Then comes what missed its target on the last device
-(results/2026-11-26-h200). What must be right takes seconds, and was right. Peers are last.
+What no reading could settle comes first. Ceilings come next, because ratios need them. Then comes
+what missed its target on the last device (results/2026-11-26-h200). What must be right takes
+seconds, and was right. Peers are last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from bench.gpu import ceilings, facts, graphs, memory, order
 from bench.gpu.saving import FEW, MANY, restores, saves
 from bench.gpu.steps import SLOW_DOWN, steps
 from bench.gpu.task import Check
+from bench.gpu.unsettled import unsettled
 
 __all__ = ["CHECKS", "Entry"]
 
@@ -36,6 +38,7 @@ CEILINGS = ("transfers", "disk")
 
 CHECKS = {
     "facts": Entry(facts.device_facts),
+    "unsettled": Entry(unsettled),
     "transfers": Entry(ceilings.transfers),
     "disk": Entry(ceilings.disk, 90.0),
     "pinning": Entry(ceilings.pinning),

@@ -17,7 +17,7 @@ import pytest
 from support import benches
 from support.benches import DEADLINE_S, ROOT
 
-ONLY_CUDA = {"replay", "capture", "dropped", "contexts", "pinning", "dcp-process"}
+ONLY_CUDA = {"unsettled", "replay", "capture", "dropped", "contexts", "pinning", "dcp-process"}
 
 pytest.importorskip("torch")
 
