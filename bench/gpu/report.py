@@ -17,14 +17,17 @@ from bench.gpu.figures import FAILED, MISSED, REACHED, SKIPPED, WAITING, Figure,
 
 __all__ = ["Report"]
 
+TITLE = "The first ten minutes on a device"
 HEADINGS = ("check", "figure", "value", "unit", "expected", "verdict")
 
 
 class Report:
     """What a run has found so far."""
 
-    def __init__(self, out: Path, facts: dict[str, Any], names: list[str]) -> None:
-        self._out = out
+    def __init__(
+        self, out: Path, facts: dict[str, Any], names: list[str], title: str = TITLE
+    ) -> None:
+        self._out, self._title = out, title
         self._facts = facts
         self._found = {name: [waiting(name)] for name in names}
         self._seconds: dict[str, float] = {}
@@ -58,7 +61,7 @@ class Report:
     def _text(self) -> str:
         order = (REACHED, MISSED, FAILED, SKIPPED, WAITING)
         told = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in order)
-        lines = ["# The first ten minutes on a device", "", f"{told}.", ""]
+        lines = [f"# {self._title}", "", f"{told}.", ""]
         lines += [f"- {key}: {value}" for key, value in self._facts.items()]
         lines += ["", _line(HEADINGS), _line(["---"] * len(HEADINGS))]
         lines += [

@@ -1,30 +1,37 @@
-"""What a save of device tensors would take on a device whose costs are known, in virtual time.
+"""What a save or restore of device tensors would take where costs are known, in virtual time.
 
-    python -m bench.gpu.schedule
+    python -m bench.gpu.schedule [--out DIR]     of each target, in the table of bench.gpu
 
 The relay of the product runs here as it is: it takes buffers, enqueues copies and gives buffers
 back. The engine, the copy engine of the device and the disk are stood for by their measured rates,
 and a clock that only they advance. So the same costs give the same figures on every machine.
 Costs: H200, 2c8b861 (results/2026-11-26-h200). Two of them were not measured alone. The rate of a
 copy thread that hashes follows from "staged", and the time of a change of the interpreter lock's
-holder from the launch-bound steps.
+holder from the launch-bound steps. A restore out of the page cache is taken to be as fast as a copy
+thread hashes. A copy by the engine costs less than the 7 us of one by torch, which stand for it.
 Invariants: a buffer is lent, filled, hashed, written and free again, in this order.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from bench.gpu import figures
+from bench.gpu.figures import Figure
+from bench.gpu.report import Report
 from statehold.tensors.devices.mover import PATIENCE_MAX_S, PATIENCE_S
+from statehold.tensors.devices.pinning import PAUSE_S
 from statehold.tensors.devices.relay import AT_ONCE, relay
 
-__all__ = ["BEFORE", "NOW", "Costs", "Plan", "Saved", "saved"]
+__all__ = ["BEFORE", "NOW", "Costs", "Plan", "Saved", "predicted", "restored", "saved"]
 
 GB = 1e9
 BUFFER = 16 << 20
@@ -36,8 +43,10 @@ class Costs:
 
     d2h: float = 54.74 * GB
     disk: float = 3.332 * GB
+    h2d: float = 54.86 * GB
     hashing: float = 4.8 * GB  # of one copy thread
-    threads: int = 4
+    pinning: float = GB / 0.2
+    copy: float = 7.144e-6  # the launch of one
     lend: float = 5e-6  # of a copy thread, for a buffer that it does not fill
     lock: float = 180e-6  # what a launch-bound program loses when another thread takes its lock
 
@@ -45,9 +54,14 @@ class Costs:
 @dataclass(frozen=True)
 class Plan:
     """How the product goes about it. lends_first: before what is filled is hashed. staged_hashed:
-    "staged" waits for checksums. calls: of torch or the engine, for each buffer and each batch."""
+    "staged" waits for checksums. calls: of torch or the engine, for each buffer and each batch.
+    copies: in a buffer, one for each part of a tensor. pins: each buffer when it is first used.
+    threads: those that copy and hash, of 16 processors."""
 
     at_once: int = AT_ONCE
+    threads: int = 8
+    copies: int = 2  # of 800 tensors
+    pins: bool = False
     lends_first: bool = True
     staged_hashed: bool = False
     calls_each: float = 0
@@ -58,7 +72,13 @@ class Plan:
 
 NOW = Plan()
 BEFORE = Plan(
-    at_once=1, lends_first=False, staged_hashed=True, calls_each=10, calls_batch=0
+    at_once=1,
+    threads=4,
+    copies=0,
+    lends_first=False,
+    staged_hashed=True,
+    calls_each=10,
+    calls_batch=0,
 )  # 2c8b861
 
 
@@ -93,10 +113,12 @@ class _World:
     to_hash: deque[float] = field(default_factory=deque)
     returning: list[float] = field(default_factory=list)
     workers: list[float] = field(default_factory=list)
+    unpinned: int = 0
     waits_since: float | None = None  # relay() notes it for the end of a Checkpointer
 
     def __post_init__(self) -> None:
-        self.workers = [0.0] * self.costs.threads
+        self.workers = [0.0] * self.plan.threads
+        self.unpinned = self.buffers if self.plan.pins else 0
 
     def advance(self, to: float) -> None:
         """Let the copy threads work until then."""
@@ -127,6 +149,10 @@ class _World:
         soon = [each for each in (*self.returning[:1], *list(self.to_hash)[:1]) if each > at]
         return min([*soon, math.nextafter(max(to, at), math.inf)])
 
+    @property
+    def rate(self) -> float:
+        return self.costs.d2h
+
     # -- what relay() asks for ---------------------------------------------------------------
 
     def take(self, timeout: float | None, most: int) -> Sequence[int]:
@@ -144,11 +170,14 @@ class _World:
         return lent
 
     def move(self, lent: Sequence[int]) -> list[Any]:
-        calls = self.plan.calls_batch + self.plan.calls_each * len(lent)
+        plan, new = self.plan, min(self.unpinned, len(lent))
+        self.unpinned -= new
+        calls = plan.calls_batch + plan.calls_each * len(lent) + new
         self.takes += int(calls)
-        self.advance(self.now + calls * self.plan.call_s + len(lent) * self.plan.each_s)
+        took_s = calls * plan.call_s + len(lent) * (plan.each_s + plan.copies * self.costs.copy)
+        self.advance(self.now + took_s + new * (BUFFER / self.costs.pinning + PAUSE_S))
         start = max(self.device_free, self.now)
-        self.device_free = start + len(lent) * BUFFER / self.costs.d2h
+        self.device_free = start + len(lent) * BUFFER / self.rate
         return [self.device_free]
 
     def give_back(self, lent: Sequence[int]) -> None:
@@ -178,6 +207,27 @@ class _World:
         return self
 
 
+class _Restoring(_World):
+    """The same for a restore of files that are in the page cache."""
+
+    @property
+    def rate(self) -> float:
+        return self.costs.h2d
+
+    def _work(self, at: float, to: float) -> float:
+        if self.unlent and self.buffers:
+            self.unlent -= 1
+            self.buffers -= 1
+            until = at + BUFFER / self.costs.hashing
+            self.offered.append(until)
+            return until
+        return math.nextafter(max(to, at), math.inf)
+
+    def give_back(self, lent: Sequence[int]) -> None:
+        self.takes += 1
+        self.buffers += len(lent)
+
+
 def saved(nbytes: float, staging: float, costs: Costs = Costs(), plan: Plan = NOW) -> Saved:
     """A save of a state that is all on the device, with so much staging memory."""
     blocks = math.ceil(nbytes / BUFFER)
@@ -201,24 +251,81 @@ def saved(nbytes: float, staging: float, costs: Costs = Costs(), plan: Plan = NO
     return Saved(enqueued, staged, world.disk_free, world.takes)
 
 
-def main() -> None:
-    whole = 12e9
-    print(f"{'':34}{'2c8b861':>10}{'measured':>10}{'now':>10}")
-    kept = [saved(whole, whole * 1.01, plan=plan) for plan in (BEFORE, NOW)]
-    small = [saved(whole, 1 << 30, plan=plan) for plan in (BEFORE, NOW)]
-    few = [saved(4e9, 4.1e9, plan=plan) for plan in (BEFORE, NOW)]
-    lock = replace(Costs()).lock
-    rows = [
-        ("staged, GB/s", "19.1", [whole / each.staged / GB for each in kept]),
-        ("gate, 0.5 s after save(), ms", "123", [each.gate(0.5) * 1e3 for each in kept]),
-        ("gate, update at once, ms", "408", [each.gate(0) * 1e3 for each in kept]),
-        ("written, GB/s", "2.53", [whole / each.written / GB for each in kept]),
-        ("staged, GB/s, staging of 1 GiB", "", [whole / each.staged / GB for each in small]),
-        ("takes of the lock, 4 GB", "", [float(each.takes) for each in few]),
-        ("launch-bound step / plain", "1.53", [1 + each.takes * lock for each in few]),
+def restored(nbytes: float, staging: float, costs: Costs = Costs(), plan: Plan = NOW) -> float:
+    """Seconds of a restore whose files are in the page cache."""
+    blocks = math.ceil(nbytes / BUFFER)
+    world = _Restoring(costs, plan, blocks, max(2, int(staging / BUFFER)))
+    left = blocks
+
+    def move(lent: Sequence[int]) -> list[Any]:
+        nonlocal left
+        left -= len(lent)
+        return world.move(lent)
+
+    mover: Any = world
+    relay(mover, mover.take, move, mover.give_back, lambda: left)
+    return world.now
+
+
+WHOLE, STEPS = 12 * GB, 4 * GB  # bytes of the states
+FEW, MANY = NOW, replace(NOW, copies=28)  # 800 tensors, and 20,000
+
+
+def predicted(plan: Plan = NOW) -> dict[str, list[Figure]]:
+    """A figure for each target, by check."""
+    costs, first = Costs(), replace(plan, pins=True)
+    found = {
+        "save-few": _of_save(plan, costs),
+        "save-many": _of_save(replace(plan, copies=MANY.copies), costs),
+        "first save": [],
+        "steps": [],
+        "restore": [],
+    }
+    begun = saved(WHOLE, 1.01 * WHOLE, costs, first)
+    pause_ms = BUFFER / costs.pinning * 1e3
+    found["first save"] = [
+        figures.measured("staged", WHOLE / begun.staged / GB, "GB/s"),
+        figures.at_most("gate, update at once", begun.gate(0) * 1e3, _at_once_ms(costs), "ms"),
+        figures.at_most("pinned on its way", WHOLE / GB, 0, "GB"),
+        figures.at_most("longest pause from pinning", pause_ms, 20, "ms"),
     ]
-    for name, measured, values in rows:
-        print(f"{name:34}{values[0]:10.4g}{measured:>10}{values[1]:10.4g}")
+    bound = saved(STEPS, 1.02 * STEPS, costs, plan)
+    ratio = 1 + bound.takes * costs.lock  # of steps of one second
+    found["steps"] = [figures.at_most("launch-bound steps: saving / plain", ratio, 1.05)]
+    took = restored(WHOLE, 1 << 30, costs, first)
+    found["restore"] = [figures.at_least("restore, warm / H2D", WHOLE / took / costs.h2d, 0.5)]
+    return found
+
+
+def _at_once_ms(costs: Costs) -> float:
+    return WHOLE / costs.d2h * 1e3 + 10
+
+
+def _of_save(plan: Plan, costs: Costs) -> list[Figure]:
+    found = saved(WHOLE, 1.01 * WHOLE, costs, plan)
+    return [
+        figures.at_least("staged / D2H", WHOLE / found.staged / costs.d2h, 0.9),
+        figures.at_most("gate, after a step of 1 s", found.gate(1) * 1e3, 1, "ms"),
+        figures.at_most("gate, update at once", found.gate(0) * 1e3, _at_once_ms(costs), "ms"),
+        figures.at_least("committed / disk", WHOLE / found.written / costs.disk, 0.95),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.schedule")
+    parser.add_argument("--out", type=Path, help="for gpu.md and gpu.json (default: the screen)")
+    out = parser.parse_args().out
+    found = predicted()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        facts = {"command": "python -m bench.gpu.schedule", "costs": str(Costs()), "plan": str(NOW)}
+        report = Report(out, facts, list(found), "What a model predicts")
+        for name, each in found.items():
+            report.add(name, each, 0.0)
+    for name, each in found.items():
+        for figure in each:
+            value = f"{figure.value:.4g} {figure.unit}"
+            print(f"{name:12}{figure.name:40}{value:14}{figure.expected:16}{figure.verdict}")
 
 
 if __name__ == "__main__":

@@ -42,10 +42,11 @@ def test_a_state_is_staged_at_the_rate_of_the_device(schedule: Any) -> None:
 
 
 def test_checksums_are_why_it_was_slow(schedule: Any) -> None:
-    hashed = schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(schedule.NOW, staged_hashed=True))
+    four = replace(schedule.NOW, threads=4)
+    hashed = schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(four, staged_hashed=True))
     assert WHOLE / hashed.staged < 0.5 * schedule.Costs().d2h
     late, first = (
-        schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(schedule.NOW, at_once=1, lends_first=way))
+        schedule.saved(WHOLE, 1.01 * WHOLE, plan=replace(four, at_once=1, lends_first=way))
         for way in (False, True)
     )
     assert late.gate(0) > 2 * first.gate(0)
@@ -65,3 +66,25 @@ def test_a_program_that_launches_kernels_keeps_its_lock(schedule: Any) -> None:
     )
     assert now.takes * lock < 0.05
     assert each.takes * lock > 0.05
+
+
+def test_what_is_predicted_to_miss_its_target_pins(schedule: Any) -> None:
+    """bench/README.md names these, and says what the next device has to tell about them."""
+    found = schedule.predicted()
+    missed = {(name, each.name) for name, of in found.items() for each in of if is_missed(each)}
+    assert missed == {
+        ("first save", "gate, update at once"),
+        ("first save", "pinned on its way"),
+        ("restore", "restore, warm / H2D"),
+    }
+
+
+def is_missed(figure: Any) -> bool:
+    return bool(figure.verdict == "missed")
+
+
+def test_a_warm_restore_needs_more_than_four_threads(schedule: Any) -> None:
+    target = 0.5 * schedule.Costs().h2d
+    few = schedule.restored(WHOLE, 1 << 30, plan=replace(schedule.NOW, threads=4))
+    assert WHOLE / few < target
+    assert WHOLE / schedule.restored(WHOLE, 1 << 30) > target
