@@ -19,9 +19,7 @@ import statehold
 from statehold import offload
 from statehold.errors import ChecksumError, DeviceError, StorageError, UsageError
 from statehold.offload import on_device
-from statehold.offload.lanes import Lanes
-from statehold.offload.mirror import Mirror
-from statehold.offload.on_device import OnDevice
+from statehold.offload.on_device import Lanes, Mirror, OnDevice
 from statehold.offload.update import OptimizerUpdate
 from statehold.planners.interleaving import Device
 from statehold.testing import SimFs

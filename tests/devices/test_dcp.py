@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from statehold import Io, _core
 from statehold.errors import UsageError
-from statehold.integrations.dcp import StorageReader, StorageWriter, targets
+from statehold.integrations.dcp import StorageReader, StorageWriter, reader
 from support.cuda import Machine
 from support.laid_out import MIB
 
@@ -68,7 +68,7 @@ def test_a_load_to_a_device_is_pinned_and_needs_one_buffer(
     path = saved(tmp_path, state)
     live = places(machine, state)
     engines.clear()
-    monkeypatch.setattr(targets, "WAVE_BYTES", MIB)
+    monkeypatch.setattr(reader, "WAVE_BYTES", MIB)
     machine.reset_peak()
     before = machine.bytes_on()
     load(live, path)
@@ -122,7 +122,7 @@ def test_device_and_host_tensors_in_one_load(
     for name in ("w1", "w4"):
         live[name] = live[name].double()
     engines.clear()
-    monkeypatch.setattr(targets, "WAVE_BYTES", MIB // 2)  # those of another dtype: a wave each
+    monkeypatch.setattr(reader, "WAVE_BYTES", MIB // 2)  # those of another dtype: a wave each
     load(live, path)
     assert len(engines) == 1
     for name, value in state.items():

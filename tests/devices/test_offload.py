@@ -16,9 +16,8 @@ import torch
 import statehold
 from statehold import offload
 from statehold.errors import DeviceError, UsageError
-from statehold.offload import mirror
-from statehold.offload.lanes import Lanes
-from statehold.offload.mirror import Mirror
+from statehold.offload import on_device
+from statehold.offload.on_device import Lanes, Mirror
 from statehold.tensors.devices import cuda
 from statehold.units import KiB
 from support.cuda import Machine, install
@@ -146,11 +145,11 @@ def _waits_for_no(lane: str) -> Callable[[Lanes, str], None]:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a gradient is read too early": (Lanes, "wait", _waits_for_no(mirror.TO_HOST)),
+    "a gradient is read too early": (Lanes, "wait", _waits_for_no(on_device.TO_HOST)),
     "memory of a gradient is used again too early": (Mirror, "_let_go", _lets_go_at_once),
     "weights are used before they are back": (
         cuda.CudaBackend, "make_current_wait", lambda *_: None),
-    "weights on their way are overwritten": (Lanes, "wait", _waits_for_no(mirror.TO_DEVICE)),
+    "weights on their way are overwritten": (Lanes, "wait", _waits_for_no(on_device.TO_DEVICE)),
     "an accumulated gradient is lost": (Mirror, "_bring_grad", _forgets_what_was_drained),
 }  # fmt: skip
 
@@ -169,7 +168,7 @@ def test_a_hasty_device_finds_every_defect(
 def test_gradients_give_their_memory_back_in_backward(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "DRAINING_BYTES_MAX", 8192)
+    monkeypatch.setattr(on_device, "DRAINING_BYTES_MAX", 8192)
     params = [torch.nn.Parameter(machine.put(torch.ones(1024))) for _ in range(10)]
     with closing(offload.AdamW(params, tiers=[offload.Host("1MiB")], drain_gradients=True)):
         loss = sum(((each * 2).sum() for each in params), machine.put(torch.zeros(())))
@@ -199,12 +198,12 @@ def test_weights_and_gradients_are_pinned_in_pieces(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, drains: bool
 ) -> None:
     """Other threads launch nothing while one is pinned. A tensor is in one piece."""
-    monkeypatch.setattr(mirror, "PINNED_AT_ONCE_BYTES", 16 * KiB)
+    monkeypatch.setattr(on_device, "PINNED_AT_ONCE_BYTES", 16 * KiB)
     twins = DeviceTwins(machine, [BF16, F32], drain_gradients=drains)
     sizes = sorted(machine.pins.ranges.values())
     longest = max(each.nbytes for each in twins.params)
     assert len(sizes) >= 4
-    assert sizes[-1] < longest + 16 * KiB + 2 * mirror.PAGE_BYTES
+    assert sizes[-1] < longest + 16 * KiB + 2 * on_device.PAGE_BYTES
     twins.train(2)
     twins.check()
     twins.ours.close()

@@ -28,8 +28,11 @@ from transformers import (  # noqa: E402
 
 import statehold  # noqa: E402
 from statehold.errors import StateMismatchError, StepNotFoundError, UsageError  # noqa: E402
-from statehold.integrations.transformers import StateholdTrainer  # noqa: E402
-from statehold.integrations.transformers.trainer import Exporter, logged_at  # noqa: E402
+from statehold.integrations.transformers import (  # noqa: E402
+    Exporter,
+    StateholdTrainer,
+    logged_at,
+)
 from support.interrupts import interrupt_everywhere  # noqa: E402
 
 STEPS = 6

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from statehold import offload
-from statehold.offload import mirror
+from statehold.offload import on_device as updates_there
 from support.gpu import MIB, keep_busy, needs_cuda
 from support.twins import Twins, same_bits
 
@@ -54,7 +54,7 @@ def test_the_host_does_not_wait_for_weights() -> None:
 
 
 def test_drained_gradients_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "DRAINING_BYTES_MAX", 64 * MIB)
+    monkeypatch.setattr(updates_there, "DRAINING_BYTES_MAX", 64 * MIB)
 
     def peak(**options: bool) -> int:
         params = [torch.nn.Parameter(torch.zeros(8 * MIB, device="cuda")) for _ in range(16)]

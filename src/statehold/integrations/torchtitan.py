@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import UsageError
-from statehold.integrations.comparing import check_names
+from statehold.integrations.trained import check_names
 from statehold.tensors.marks import Gated
 from statehold.tensors.rng import Rng
 

@@ -3,15 +3,19 @@
 The frozen base comes from where the script takes it, so a step does not hold it. Any other frozen
 parameter may exist nowhere else: a frozen adapter was perhaps trained in an earlier run. So a step
 holds every adapter of a peft model, and any other model as a whole.
+
+The names that an object of a framework has, against those of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from statehold.errors import StateMismatchError
 
 
 def trained_part(
@@ -62,3 +66,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = buffer
     return found
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def check_names(where: str, expected: Iterable[str], got: Iterable[Any]) -> None:
+    """Raise StateMismatchError unless a step has the same names."""
+    here, there = set(expected), set(got)
+    if here == there:
+        return
+    facts = {
+        "where": where,
+        "only in this process": ", ".join(sorted(here - there)[:5]) or "nothing",
+        "only in the step": ", ".join(sorted(there - here)[:5]) or "nothing",
+    }
+    raise StateMismatchError("the state and the step differ; nothing was changed", facts=facts)

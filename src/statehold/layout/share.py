@@ -15,6 +15,11 @@ of R. Neighbouring replicas take one piece each, and the R / P groups of neighbo
 Items go to the group with the fewest bytes, finest cuts first, then the largest items. This is
 longest-processing-time scheduling. Splitting everything over all replicas was rejected: over
 thousands of replicas a piece would be a few hundred bytes, and a restore would need as many reads.
+
+Keys: what tells a part of a state from the others of its rank, from save to save. Pure.
+
+Invariants: two parts of one rank have different keys. A part keeps its key while its tensor keeps
+its name, dtype and shape, and the rank its place in it.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from statehold.encoding import header
 from statehold.errors import InvariantError
@@ -339,3 +345,19 @@ def balance(rank_bytes: Sequence[int], hosts: Sequence[str]) -> Balance:
 
 def _spread(values: Sequence[int]) -> Spread:
     return Spread(min(values), sum(values) / len(values), max(values))
+
+
+# -- keys of groups --------------------------------------------------------------------------------
+
+
+# The name, the dtype, the shape, and where the part begins in the whole tensor.
+Key: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+def key_of(spec: TensorSpec) -> Key:
+    return spec.name, spec.dtype, spec.shape, spec.offsets or (0,) * len(spec.shape)
+
+
+def keys_of(plan: RankPlan) -> tuple[Key, ...]:
+    """The keys of the parts of a file, in file order."""
+    return tuple([key_of(spec) for spec in plan.save.specs])

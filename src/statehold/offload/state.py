@@ -39,8 +39,15 @@ from statehold.layout.plan import TensorSpec
 from statehold.layout.share import HeldTensor
 from statehold.observe.background_log import log_once
 from statehold.offload.head import FileForm, Head, own_spec, room_for
-from statehold.offload.mirror import Mirror, pinned_bytes
-from statehold.offload.on_device import LANES, OnDevice, alternate, candidates, check_every
+from statehold.offload.on_device import (
+    LANES,
+    Mirror,
+    OnDevice,
+    alternate,
+    candidates,
+    check_every,
+    pinned_bytes,
+)
 from statehold.offload.parameters import MASTER, Parameter, by_kind, described, flat, parameters_of
 from statehold.offload.pipeline import SubgroupPipeline
 from statehold.offload.rules import Rule

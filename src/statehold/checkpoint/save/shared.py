@@ -46,9 +46,8 @@ from threading import Event
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
-from statehold.layout.keys import Key, keys_of
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
-from statehold.layout.share import Part, RankPlan, Share
+from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
 from statehold.tensors.devices.jobs import JobSource

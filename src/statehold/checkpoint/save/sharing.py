@@ -61,8 +61,7 @@ from statehold.checkpoint.save.writes import FileOrder
 from statehold.errors import StateholdError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
-from statehold.layout.keys import Key, key_of, keys_of
-from statehold.layout.share import Part, RankPlan, Share
+from statehold.layout.share import Key, Part, RankPlan, Share, key_of, keys_of
 from statehold.units import MiB
 
 if TYPE_CHECKING:

@@ -6,10 +6,689 @@
     class MyTrainer(SFTTrainer, StateholdTrainer): ...    # for a trainer of your own, or of TRL
 
 See docs/integrations.md.
+
+StateholdTrainer: the Trainer of transformers, whose checkpoints are steps of statehold.
+
+A step holds the model, the optimizer, the scheduler, the scaler, the random generators, the loss
+that is not logged yet, and the TrainerState with the callbacks. The Trainer itself finds the
+position in the data, from the TrainerState, before it makes the loader. So this comes out of the
+step first, the rest after `prepare`, and the generators after the first batches, where the Trainer
+restores them.
+
+Invariants: save_total_limit, the best model and the rotation are decided by the Trainer's own rules
+over the folders checkpoint-N (folders). Without a run that is open, each method is the Trainer's.
+
+Why a training may not go on with the same bits after all, and what to do, in words for the log.
+
+In each of these cases the Trainer's own resume differs, too, and says nothing.
+
+Weights for from_pretrained, written in the background from committed steps.
+
+Owns: the thread that writes them, and that removes the folders which are too many. The newest step
+is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth of the
+disk at most. finish() writes what is missing.
+Invariants: weights are read from the committed step, never from the model that trains. An export
+that fails is logged, and fails no training: the step has everything.
+
+The metrics of a step of the Trainer: the numbers that it has logged at this step.
+
+Invariants: whatever a compute_metrics returns, no save fails because of it. What cannot be a metric
+is left out.
 """
 
 from __future__ import annotations
 
-from statehold.integrations.transformers.trainer import StateholdTrainer
+import contextlib
+import json
+import logging
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
+
+from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.format.entries import NAMES_MAX, is_name
+from statehold.integrations.trained import trained_part
+from statehold.integrations.transformers.folders import Beside, Folders, step_named
+from statehold.reading.copying import copy_step
+from statehold.reading.load import load
+from statehold.tensors.rng import Rng
 
 __all__ = ["StateholdTrainer"]
+
+
+# -- what was logged -------------------------------------------------------------------------------
+
+
+_FLOAT_BITS = 1024  # greater numbers are not floats
+
+
+def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers by their names, such as "eval_loss". history: TrainerState.log_history."""
+    newest = takewhile(lambda entry: entry.get("step") == step, reversed(history))
+    found = {name: value for entry in newest for name, value in entry.items() if name != "step"}
+    fitting = [name for name, value in found.items() if is_name(name) and _is_number(value)]
+    return {name: float(found[name]) for name in fitting[:NAMES_MAX]}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
+
+
+# -- weights for from_pretrained -------------------------------------------------------------------
+
+
+log = logging.getLogger("statehold")
+
+REST = 9
+
+
+class Exporter:
+    """export(step): writes the weights of a committed step into its folder.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: a SimpleQueue is written in C.
+    """
+
+    def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
+        self._folders = folders
+        self._export = export
+        self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, save: Save, surplus: list[int]) -> None:
+        """Export this step once it is committed, instead of one that was offered before; remove the
+        folders of the steps in `surplus`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
+            self._thread.start()
+        self._offers.put((save, surplus))
+
+    def write(self, step: int, surplus: list[int]) -> None:
+        """Export a committed step now."""
+        self._remove(surplus)
+        self._try(step, logging.WARNING)
+
+    def finish(self, surplus: list[int]) -> None:
+        """Export every other step whose folder has no weights. All saves have ended."""
+        self.stop()
+        self._remove(surplus)
+        for step in reversed(self._folders.steps()):
+            self._try(step, logging.WARNING)
+
+    def stop(self) -> None:
+        """End the thread after the step that it is writing."""
+        self._is_ending = True
+        self._offers.put((None, []))
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Remove at once. Export the newest offer, after a rest."""
+        save: Save | None = None
+        rested_at = 0.0
+        while not self._is_ending:
+            rest = None if save is None else max(0.0, rested_at - time.monotonic())
+            try:
+                save, surplus = self._offers.get(timeout=rest)
+                self._remove(surplus)
+            except Empty:
+                assert save is not None  # otherwise the wait has no end
+                begun = time.monotonic()
+                with contextlib.suppress(StateholdError):  # the next save() raises it
+                    save.wait("committed")
+                    self._try(save.step, logging.DEBUG)  # finish() tries again
+                save, rested_at = None, begun + (1 + REST) * (time.monotonic() - begun)
+
+    def _remove(self, surplus: list[int]) -> None:
+        for step in surplus:
+            self._folders.remove(step)
+
+    def _try(self, step: int, level: int) -> None:
+        if not self._folders.has(step) or self._folders.has_weights(step):
+            return
+        try:
+            self._export(step)
+        except Exception as error:  # the frameworks' own code runs here, and may raise anything
+            if self._folders.has(step):  # otherwise the step was retired meanwhile
+                log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)
+
+
+# -- doubts ----------------------------------------------------------------------------------------
+
+
+_PERSISTENT = (
+    "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
+    "draw a seed, and workers that persist draw none. Leave out "
+    "dataloader_persistent_workers=True for the same bits"
+)
+_MODEL_ONLY = (
+    "save_only_model=True: the step has no optimizer and no scheduler, so both are new, and the "
+    "random generators do not go on"
+)
+_FORGETFUL = (
+    "the step has the state of {}, and it is not restored. Pass TrainingArguments("
+    "restore_callback_states_from_checkpoint=True) to go on with it"
+)
+_FOLDERS = (
+    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
+    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
+    "StateholdTrainer: then each save waits for them"
+)
+
+
+def at_the_start(args: Any) -> Iterator[str]:
+    """What the log of a run that may be killed should say. args: the TrainingArguments."""
+    if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
+        yield _PERSISTENT
+
+
+def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
+    """What it should say of callbacks that get on_save. told: those that it has named."""
+    own = {type(each).__name__ for each in callbacks
+           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
+    if names := ", ".join(sorted(own - told)):
+        yield _FOLDERS.format(names)
+    told |= own
+
+
+def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
+    """What the log of a run that resumes should say."""
+    if args.save_only_model:
+        yield _MODEL_ONLY
+    if not args.restore_callback_states_from_checkpoint:
+        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
+        if names:
+            yield _FORGETFUL.format(", ".join(names))
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+# The best step is given second names at the save after next, when it is certainly committed.
+KEEP_FOR_BEST = 3
+
+
+class _Damaged(Exception):
+    """The step whose position in the data the Trainer has taken is not the one that was
+    restored."""
+
+
+class _Resumed(NamedTuple):
+    """What is resumed: a step, of the run `source` unless it is this one; or a folder that the
+    Trainer itself has saved; or nothing."""
+
+    step: int | None = None
+    source: str | None = None
+    stock: str | None = None
+
+
+@dataclass
+class _OpenRun:
+    """What is open while train() runs.
+
+    wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
+    _Resumed; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
+    told: the callbacks that a warning has named.
+    """
+
+    run: str
+    ckpt: Checkpointer
+    folders: Folders
+    exporter: Exporter
+    wanted: str | bool | None
+    stack: contextlib.ExitStack
+    step: int | None = None
+    source: str | None = None
+    kept: frozenset[str] = frozenset()
+    has_saved: bool = False
+    beside: Beside | None = None
+    is_same_world: bool = True
+    rng: Rng = field(default_factory=Rng)
+    model: Any = None
+    loss: dict[str, Any] | None = None
+    saves: list[Save] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+
+    def unfinished(self) -> set[int]:
+        """The steps whose saves are under way."""
+        self.saves = [save for save in self.saves if not save.done("committed")]
+        return {save.step for save in self.saves}
+
+    def settle(self) -> None:
+        """Wait until every save is committed."""
+        for save in self.saves:
+            save.wait("committed")
+
+    def restore(self, state: dict[str, Any], **options: Any) -> int | None:
+        """Restore from the run that has the step."""
+        return self.ckpt.restore(state, source=self.source, **options)
+
+
+class StateholdTrainer(Trainer):
+    """A Trainer that saves into steps of statehold in `output_dir`.
+
+    All arguments are those of transformers.Trainer.
+
+    Attributes:
+        leave_within_s: after SIGTERM or SIGUSR1, all ranks save one more step and exit with code 75
+            within so many seconds; None leaves the signals alone.
+        weights_before_on_save: each save waits until its step is committed and `checkpoint-N` has
+            the weights for from_pretrained, before callbacks get `on_save`.
+    """
+
+    leave_within_s: float | None = 25.0
+    weights_before_on_save = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._open_run: _OpenRun | None = None
+        self.add_callback(_Steps(self))
+
+    def checkpointer(self, run: str, keep: int | None) -> Checkpointer:
+        """Open the run. Override it for levels or other options.
+
+        Args:
+            run: the output directory.
+            keep: how many steps to keep, by the options of the Trainer. Pass it on.
+        """
+        return Checkpointer(run, keep=keep)
+
+    def extra_state(self) -> dict[str, Any]:
+        """What else a step holds, by name: whatever Checkpointer.save() takes. Override it for an
+        optimizer or a table of your own. Modules that are attributes of the trainer or of a
+        callback need no mention: a step holds them once they have changed."""
+        return {}
+
+    # -- training --------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Train as Trainer.train() does. The other arguments are those of Trainer.train().
+
+        Args:
+            resume_from_checkpoint: True resumes the newest intact step, and begins at step 0 if
+                there is none. The path of a `checkpoint-N` resumes that step, also of another run.
+        """
+        self._check_supported()
+        run = self._get_output_dir(trial)
+        with contextlib.ExitStack() as stack:
+            ckpt = stack.enter_context(self.checkpointer(run, self._keep()))
+            folders = Folders(run)
+            exporter = Exporter(folders, self._export)
+            opened = _OpenRun(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
+            self._open_run = opened
+            stack.callback(self._close_run)
+            if self.args.save_strategy != SaveStrategy.NO:
+                self._warn_of_readers(opened)
+            self._leave_on_signals(ckpt)
+            while True:
+                path = self._found(opened)
+                try:
+                    result = super().train(path, trial, *args, **kwargs)
+                    break
+                except _Damaged:  # on all ranks; the step does not count any more
+                    opened.wanted = True
+            opened.settle()
+            opened.ckpt.flush()  # weights are read from the run directory
+            if self.args.should_save:
+                opened.exporter.finish(self._surplus(opened))
+            return result
+
+    def _check_supported(self) -> None:
+        if self.is_deepspeed_enabled:
+            raise UsageError("this Trainer does not save engines of DeepSpeed")
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            log.warning("only the end of the training is pushed to the Hub, not every save")
+        if self.args.save_strategy != SaveStrategy.NO:
+            for doubt in at_the_start(self.args):
+                log.warning("%s", doubt)
+
+    def _warn_of_readers(self, opened: _OpenRun) -> None:
+        """Of folders without weights; a callback may come at any time."""
+        if not self.weights_before_on_save:
+            for doubt in before_weights(self.callback_handler.callbacks, opened.told):
+                log.warning("%s", doubt)
+
+    def _keep(self) -> int | None:
+        """How many steps the run keeps: those that have a folder are among them."""
+        limit: int | None = self.args.save_total_limit
+        if limit is None or limit <= 0:
+            return None
+        return max(limit, KEEP_FOR_BEST) if self.args.metric_for_best_model else limit
+
+    def _leave_on_signals(self, ckpt: Checkpointer) -> None:
+        saves = self.args.save_strategy != SaveStrategy.NO
+        is_main = threading.current_thread() is threading.main_thread()
+        if saves and is_main and self.leave_within_s is not None:
+            ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=self.leave_within_s)
+
+    def _close_run(self) -> None:
+        opened, self._open_run = self._open_run, None
+        if opened is not None:
+            opened.exporter.stop()
+
+    # -- which step is resumed -------------------------------------------------------------
+
+    def _found(self, opened: _OpenRun) -> str | None:
+        """The folder to resume from; with a step of it, if that is not a stock checkpoint."""
+        decided = [self._decided(opened)]  # by rank 0, for all
+        if self.args.world_size > 1:
+            broadcast_object_list(decided)
+        step, source, stock = decided[0]
+        opened.step, opened.source = step, source
+        if step is None:
+            is_new = stock is None and not opened.ckpt.steps()
+            if is_new and self.args.should_save:
+                opened.folders.discard_unfinished()
+            return stock
+        self._discard_newer(opened, step)
+        for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
+            log.warning("%s", doubt)
+        trainer = {"state": "", "world": 0, "extra": ""}
+        opened.restore({"trainer": trainer}, step=step, only=["trainer"], strict=False)
+        opened.is_same_world = trainer["world"] == self.args.world_size
+        opened.kept = frozenset(str(trainer["extra"]).splitlines())
+        folders = opened.folders
+        if opened.source not in (None, os.path.realpath(folders.path(step))):
+            # A folder here would look like a checkpoint of this run.
+            folders = Folders(opened.stack.enter_context(tempfile.TemporaryDirectory()))
+        folders.make(step, str(trainer["state"]))
+        return folders.path(step)
+
+    def _decided(self, opened: _OpenRun) -> _Resumed:
+        folders, steps, wanted = opened.folders, opened.ckpt.steps(), opened.wanted
+        if wanted is True:
+            return self._newest(opened, steps)
+        if not wanted:
+            if steps and self.args.save_strategy != SaveStrategy.NO:
+                raise UsageError(
+                    "the output directory has steps already",
+                    facts={"run": str(self.args.output_dir), "newest step": steps[-1]},
+                    hint="train(resume_from_checkpoint=True), or choose another output_dir",
+                )
+            return _Resumed()
+        path = str(wanted)
+        if folders.is_stock(path):
+            return _Resumed(stock=path)
+        step = folders.step_of(path)
+        if step in steps:
+            return _Resumed(step)
+        if found := step_named(path):
+            run, number = found
+            return _Resumed(number, None if folders.is_here(run) else run)
+        if step is not None and folders.is_unfinished(step) and step > max(steps, default=0):
+            log.warning("checkpoint-%d is of a save that was never committed", step)
+            return self._newest(opened, steps)
+        if self.args.save_only_model and os.path.isdir(path):
+            return _Resumed(stock=path)
+        raise StepNotFoundError(
+            "this checkpoint has no committed step",
+            facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
+            hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
+            "weights for from_pretrained; the optimizer and the rest are in the directory of the "
+            "step beside it, so copy the whole run",
+        )
+
+    def _newest(self, opened: _OpenRun, steps: list[int]) -> _Resumed:
+        kept = [step for step in steps if opened.folders.has(step)] or steps
+        if kept:
+            return _Resumed(kept[-1])
+        out = self.args.output_dir
+        # Rank 0 makes the directory, perhaps after this rank has come here.
+        stock = get_last_checkpoint(out) if os.path.isdir(out) else None
+        if stock and opened.folders.is_stock(stock):
+            return _Resumed(stock=stock)
+        log.warning("there is no step to resume in %s: beginning", out)
+        return _Resumed()
+
+    def _discard_newer(self, opened: _OpenRun, step: int) -> None:
+        newer = [each for each in opened.ckpt.steps() if each > step]
+        if newer:
+            log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
+            if opened.source is not None and self.args.process_index == 0:
+                copy_step(f"{opened.source}@{step}", opened.run)  # never a run without steps
+            opened.source = None
+            opened.ckpt._go_on_from(step)
+        if self.args.should_save:
+            opened.folders.discard_after(step)
+
+    # -- what the Trainer calls ------------------------------------------------------------
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """With auto_find_batch_size, the Trainer calls it again with each smaller batch."""
+        opened = self._open_run
+        if opened is not None:
+            opened.model = opened.loss = None  # they are wrapped again, and restored
+            if opened.has_saved:
+                log.warning("a batch found no memory: a smaller one goes on from the newest step")
+                opened.settle()
+                opened.wanted, opened.has_saved = True, False
+                kwargs["resume_from_checkpoint"] = self._found(opened)
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        opened = self._open_run
+        if opened is None:
+            super()._save_checkpoint(model, trial)
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._warn_of_readers(opened)
+        step = self.state.global_step
+        self._note_best(opened, step)
+        text = self._state_text()
+        if self.args.should_save:
+            opened.folders.make(step, text)
+        state = {**self._model_part(), **self._training_parts(opened)}
+        if extra := self._extra_part(opened):
+            state["extra"] = extra
+        state["trainer"] = self._trainer_part(text, extra)
+        metrics = logged_at(step, self.state.log_history)
+        save = opened.ckpt.save(step, state, metrics=metrics, force=True)
+        opened.has_saved = True
+        opened.saves.append(save)
+        if self.weights_before_on_save:
+            save.wait("committed")
+        if self.args.should_save:
+            surplus, exporter = self._surplus(opened), opened.exporter
+            if self.weights_before_on_save:
+                exporter.write(step, surplus)
+            else:
+                exporter.offer(save, surplus)
+
+    def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
+        if self._resumed() is None:
+            super()._load_from_checkpoint(checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        opened = self._resumed()
+        if opened is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state = {**self._model_part(), **self._training_parts(opened)}
+        skip = [
+            "trainer",
+            *(["rng"] if "rng" in state else []),
+            *(["extra"] if opened.kept else []),
+        ]
+        if not opened.is_same_world and state.pop("loss", None) is not None:
+            skip.append("loss")
+        opened.loss = state.get("loss")
+        # Without a step, so that a damaged one is set aside, and the one before it is restored.
+        step = opened.step if opened.source else None
+        if opened.restore(state, step=step, skip=skip) != opened.step:
+            raise _Damaged
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._resumed() is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        opened = self._resumed()
+        if opened is None:
+            super()._load_rng_state(checkpoint)
+        elif checkpoint is not None and not self.args.save_only_model:
+            opened.restore({"rng": opened.rng}, step=opened.step, only=["rng"])
+
+    def _load_best_model(self) -> None:
+        opened, step = self._open_run, self.state.best_global_step
+        if opened is None or opened.folders.step_of(self.state.best_model_checkpoint) != step:
+            super()._load_best_model()
+            return
+        opened.settle()
+        model = self._model_part()
+        if step in opened.ckpt.steps():
+            opened.ckpt.restore(model, step, only=["model"])
+            return
+        with Checkpointer(opened.folders.path(step)) as held:
+            held.restore(model, step, only=["model"])
+
+    # -- what a step holds -----------------------------------------------------------------
+
+    def _resumed(self) -> _OpenRun | None:
+        opened = self._open_run
+        return opened if opened is not None and opened.step is not None else None
+
+    def _bare_model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return model
+
+    def _model_part(self) -> dict[str, Any]:
+        opened = self._open_run
+        assert opened is not None
+        if opened.model is None:
+            opened.model = trained_part(self._bare_model(), self.model_wrapped)
+        return {"model": opened.model}
+
+    def _training_parts(self, opened: _OpenRun) -> dict[str, Any]:
+        """What only a run that goes on needs."""
+        if self.args.save_only_model:
+            return {}
+        loss = getattr(self, "_tr_loss", None)
+        parts = {
+            "optimizer": self.optimizer,
+            "scheduler": self.lr_scheduler,
+            "loss": {
+                "sum": torch.zeros((), device=self.args.device) if loss is None else loss,
+                "logged": getattr(self, "_globalstep_last_logged", 0),
+            },
+            "rng": opened.rng,
+        }
+        if getattr(self.accelerator, "scaler", None) is not None:
+            parts["scaler"] = self.accelerator.scaler
+        return parts
+
+    def _extra_part(self, opened: _OpenRun) -> dict[str, Any]:
+        """What extra_state() names, and the models beside that have changed."""
+        if self.args.save_only_model:
+            return {}
+        changed = opened.beside.changed(opened.kept) if opened.beside else {}
+        return {**changed, **self.extra_state()}
+
+    def _trainer_part(self, text: str, extra: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0 only: evaluation times differ between ranks, and any world may resume."""
+        if self.args.process_index:
+            return {}
+        return {"state": text, "world": self.args.world_size, "extra": "\n".join(extra)}
+
+    def _state_text(self) -> str:
+        """The TrainerState, with the states of the callbacks as they are now."""
+        holders = [*self.callback_handler.callbacks, self.control]
+        exportable = [each for each in holders if isinstance(each, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(
+            stateful_callbacks=exportable
+        ).stateful_callbacks
+        return json.dumps(vars(self.state), sort_keys=True)
+
+    def _note_best(self, opened: _OpenRun, step: int) -> None:
+        """Which folder is the best, as the Trainer decides it; its step must not be retired."""
+        best = self.state.best_global_step
+        if not best or self.args.save_strategy == SaveStrategy.NO:
+            return
+        if best == step or opened.folders.has(best):
+            self.state.best_model_checkpoint = opened.folders.path(best)
+        if self.args.should_save and best != step and opened.folders.has(best):
+            opened.folders.hold(best)
+
+    def _surplus(self, opened: _OpenRun) -> list[int]:
+        best = opened.folders.step_of(self.state.best_model_checkpoint)
+        return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
+
+    def _begin(self) -> None:
+        self.state.train_batch_size = self._train_batch_size  # a resume begins with what fits
+        if self._open_run is not None:
+            holders = [self, *self.callback_handler.callbacks]
+            ranks = self.args.world_size
+            self._open_run.beside = Beside(holders, self._bare_model(), ranks)
+        if (opened := self._resumed()) is not None:
+            self._restore_extra(opened)
+            self._restore_loss(opened)
+
+    def _restore_extra(self, opened: _OpenRun) -> None:
+        """Here, because callbacks may have made their models when the training began."""
+        assert opened.beside is not None
+        live = {**opened.beside.models, **self.extra_state()}
+        extra = {name: each for name, each in live.items() if name in opened.kept}
+        if lost := sorted(opened.kept - extra.keys()):
+            log.warning("the step has %s, and nothing here takes it", ", ".join(lost))
+        if new := sorted(self.extra_state().keys() - extra.keys()):
+            log.warning("the step has no %s, so it begins as the script makes it", ", ".join(new))
+        if extra:
+            skip = [f"extra.{name}" for name in lost]
+            opened.restore({"extra": extra}, step=opened.step, only=["extra"], skip=skip)
+
+    def _restore_loss(self, opened: _OpenRun) -> None:
+        """The Trainer has set its sums of the loss to zero; they go on where the step was."""
+        if opened.loss is None:
+            return
+        self._tr_loss.copy_(opened.loss["sum"])
+        self._globalstep_last_logged = opened.loss["logged"]
+        # train() reports the loss of its own steps
+        self._total_loss_scalar -= self.accelerator.gather(self._tr_loss).mean().item()
+
+    def _export(self, step: int) -> None:
+        """What from_pretrained opens, from the committed step into its folder."""
+        opened = self._open_run
+        assert opened is not None
+        run = opened.folders.path(step) if opened.folders.holds(step) else opened.run
+        whole = load(
+            run, "model", step=step, mapped=True
+        )  # a restore would put random generators back
+        with opened.folders.beside(step) as new:
+            self._save(str(new), state_dict=whole)
+
+
+class _Steps(TrainerCallback):
+    """What the trainer does at every step, whether it is saved or not."""
+
+    def __init__(self, trainer: StateholdTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer._begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        opened = self._trainer._open_run
+        if opened is not None and opened.ckpt.is_last(state.global_step):
+            control.should_save = True

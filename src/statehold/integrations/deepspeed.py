@@ -1,4 +1,12 @@
-"""The state of a DeepSpeed engine with ZeRO, for a Checkpointer.
+"""Engines of DeepSpeed with steps of statehold.
+
+    state = engine_state(engine)              # after deepspeed.initialize()
+    step = ckpt.restore(state) or 0           # for engine.load_checkpoint()
+    ckpt.save(step, state)                    # for engine.save_checkpoint()
+
+A step of ZeRO restores on any number of ranks as it is. See docs/integrations.md.
+
+The state of a DeepSpeed engine with ZeRO, for a Checkpointer.
 
     model       the weights that the model computes with: whole in stages 1 and 2, runs in stage 3
     fp32        the master weights, as runs of the flattened parameters
@@ -71,8 +79,7 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from statehold.integrations.comparing import check_names
-from statehold.integrations.trained import persistent_buffers
+from statehold.integrations.trained import check_names, persistent_buffers
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.marks import Volatile
 from statehold.tensors.pieces import Piece
