@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 import statehold
+from statehold.checkpoint.checkpointer import give_way
 from statehold.errors import RunBusyError, StepNotFoundError, StepOrderError
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, small
@@ -192,10 +193,10 @@ def test_a_checkpointer_that_gives_way_saves_again_when_the_run_is_free(tmp_path
     net(torch.ones(4)).sum().backward()
     state = {"net": net}
     with statehold.Checkpointer(tmp_path) as first:
-        first._give_way()  # nothing is open, or saved
+        give_way(first)  # nothing is open, or saved
         first.save(1, state)
-        first._give_way()
-        first._give_way()
+        give_way(first)
+        give_way(first)
         with statehold.Checkpointer(tmp_path) as second:
             second.save(2, state).wait("committed")
             optimizer.step()

@@ -20,6 +20,7 @@ Figures = dict[str, Counter[str]]
 _PRIVATE = re.compile(r"_[a-z]")
 _MAY_REACH = re.compile(r"(?<!\bself)(?<!\bcls)\._[a-z]")
 _OPEN = ("self", "cls", "torch", "os", "sys")  # a `._name` of these is no reach into our objects
+_OF_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public: a NamedTuple documents them
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, *_NAMED)
 
@@ -59,6 +60,7 @@ class Source:
             return
         attributes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
         own = {node.name for node in _statements(self.tree) if isinstance(node, _NAMED)}
+        own.update(_OF_TUPLES)
         own |= {node.attr for node in attributes if _root(node) in ("self", "cls")}
         for node in attributes:
             if _PRIVATE.match(node.attr) and node.attr not in own and _root(node) not in _OPEN:

@@ -12,6 +12,7 @@ a clock.
 from __future__ import annotations
 
 import statehold
+from statehold.checkpoint.checkpointer import borrowed_by
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.opening import Borrowed
 from statehold.checkpoint.save.handle import Passage
@@ -23,7 +24,7 @@ def inside(ckpt: statehold.Checkpointer) -> Session:
 
 
 def borrowed(ckpt: statehold.Checkpointer) -> Borrowed:
-    return ckpt._borrowed
+    return borrowed_by(ckpt)
 
 
 def passage(save: statehold.Save) -> Passage:

@@ -256,13 +256,6 @@ class Checkpointer:
         to save, call is_last()."""
         return self._preemption is not None and self._preemption.is_asked
 
-    def _leave_to_others(self, step: int) -> None:
-        """End this process if it was asked to leave: others have the state of `step`, and save."""
-        if self._preemption is not None and self.is_last(step):
-            self._preemption.end(
-                lambda _: None, self._opened().wait_idle, lambda: f"other replicas have step {step}"
-            )
-
     # -- restoring -------------------------------------------------------------------------
 
     def restore(
@@ -360,11 +353,6 @@ class Checkpointer:
         enter("rewind()")
         step = step_of(step)
         return self._begun_anew().rewind(step)
-
-    def _go_on_from(self, step: int) -> list[int]:
-        """rewind() for an integration that may have loaded the step from a folder of its own."""
-        session = self._begun_anew()
-        return session.rewind(step, is_elsewhere=step not in session.steps())
 
     def levels(self) -> list[LevelStatus]:
         """The status of each level, the first one first: its newest step, the copy under way, the
@@ -465,19 +453,6 @@ class Checkpointer:
             if preemption is not None:
                 preemption.remove()
 
-    def _give_way(self) -> None:
-        """Let another process save into the run. Waits as close() does; the next use opens the run
-        again. Only for a process that saves alone."""
-        keeper, self._open = self._keeper, None
-        if keeper is None or keeper.has_ended or not keeper.is_ours:
-            return
-        forget(self)
-        try:
-            keeper.close(lambda session: session.close(flush=True))
-        finally:
-            if keeper.has_ended:  # see _close
-                self._gate.remove()
-
     def _taken_over(self) -> None:
         """Another Checkpointer has the run: only the traceback of an old error held this one."""
         self._closed = self._is_taken_over = True
@@ -518,3 +493,39 @@ class Checkpointer:
         if self._preemption is not None:
             self._preemption.begin_again()
         return self._opened()
+
+
+# -- for the layers above --------------------------------------------------------------------------
+
+
+def leave_to_others(ckpt: Checkpointer, step: int) -> None:
+    """End this process if it was asked to leave: others have the state of `step`, and save."""
+    if ckpt._preemption is not None and ckpt.is_last(step):
+        ckpt._preemption.end(
+            lambda _: None, ckpt._opened().wait_idle, lambda: f"other replicas have step {step}"
+        )
+
+
+def go_on_from(ckpt: Checkpointer, step: int) -> list[int]:
+    """rewind() for an integration that may have loaded the step from a folder of its own."""
+    session = ckpt._begun_anew()
+    return session.rewind(step, is_elsewhere=step not in session.steps())
+
+
+def give_way(ckpt: Checkpointer) -> None:
+    """Let another process save into the run. Waits as close() does; the next use opens the run
+    again. Only for a process that saves alone."""
+    keeper, ckpt._open = ckpt._keeper, None
+    if keeper is None or keeper.has_ended or not keeper.is_ours:
+        return
+    forget(ckpt)
+    try:
+        keeper.close(lambda session: session.close(flush=True))
+    finally:
+        if keeper.has_ended:  # see _close
+            ckpt._gate.remove()
+
+
+def borrowed_by(ckpt: Checkpointer) -> Borrowed:
+    """What statehold.testing gives to a Checkpointer that is not open yet."""
+    return ckpt._borrowed

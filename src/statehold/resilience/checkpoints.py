@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer, give_way, leave_to_others
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import RunBusyError, StateholdError, StepOrderError, UsageError
 from statehold.resilience.protocol.messages import TORN
@@ -61,7 +61,7 @@ class Checkpoints:
     def leave_to_others(self, step: int) -> None:
         """End this process if it was asked to leave: another member saves (R16)."""
         if self._checkpointer is not None:
-            self._checkpointer._leave_to_others(step)
+            leave_to_others(self._checkpointer, step)
 
     def _begin(self, checkpointer: Checkpointer, step: int, *, force: bool = False) -> Save:
         """Raises why this step cannot be saved. That an earlier one has failed is logged."""
@@ -116,7 +116,7 @@ class Checkpoints:
         if self._checkpointer is None:
             return
         try:
-            self._checkpointer._give_way()
+            give_way(self._checkpointer)
         except StateholdError as error:
             logger.warning("statehold: the run directory was not given up in order: %s", error)
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
@@ -62,7 +62,7 @@ def checkpointer_on(
     peers: makes it one rank of several. options: those of Checkpointer; give each level a path.
     """
     ckpt = Checkpointer(run, **options)
-    borrowed = ckpt._borrowed
+    borrowed = borrowed_by(ckpt)
     borrowed.fs, borrowed.peers = fs, peers
     return ckpt
 
@@ -89,5 +89,5 @@ def ranks_on_hosts(
     for rank, fs in enumerate(disks):
         peers = Peers(board, Membership(rank, len(disks)), timeout_s)
         ckpts.append(checkpointer_on(fs, run, peers, **options))
-        ckpts[-1]._borrowed.exchange = network.exchange()
+        borrowed_by(ckpts[-1]).exchange = network.exchange()
     return ckpts

@@ -72,7 +72,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import SequentialSampler
 
-from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.integrations.lightning import moments
@@ -516,7 +516,7 @@ class StrategyLayer:
             )
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            self.ckpt._go_on_from(step)
+            go_on_from(self.ckpt, step)
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):

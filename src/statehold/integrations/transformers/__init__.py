@@ -58,7 +58,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
@@ -469,7 +469,7 @@ class StateholdTrainer(Trainer):
             if opened.source is not None and self.args.process_index == 0:
                 copy_step(f"{opened.source}@{step}", opened.run)  # never a run without steps
             opened.source = None
-            opened.ckpt._go_on_from(step)
+            go_on_from(opened.ckpt, step)
         if self.args.should_save:
             opened.folders.discard_after(step)
 
