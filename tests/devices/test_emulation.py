@@ -14,7 +14,7 @@ import statehold
 from devices.conftest import trained_on
 from statehold import offload
 from statehold.errors import TornSnapshot
-from statehold.offload.optimizer import wait_for_dropped
+from statehold.offload import wait_for_dropped
 from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, must
 

@@ -8,8 +8,7 @@ import pytest
 
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import ClosedError
-from statehold.io.objects.address import around
-from statehold.io.objects.client import ObjectClient, no_limit
+from statehold.io.objects.client import ObjectClient, around, no_limit
 from support import s3
 
 NAMES = [f"{number:064x}.safetensors" for number in range(20)]

@@ -15,7 +15,7 @@ PRELOADED = [
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "statehold.checkpoint.checkpointer",
-    "statehold.offload.optimizer",
+    "statehold.offload",
     "pytest",  # by modules of support
 ]
 

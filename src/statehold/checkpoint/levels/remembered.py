@@ -26,7 +26,7 @@ from statehold.checkpoint.levels.specs import NAME, Directory, Level, Memory, Ob
 from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError, shown
-from statehold.io.objects.address import check_url
+from statehold.io.objects.client import check_url
 
 FILE_NAME = "levels.json"
 FORMAT = "statehold-levels"

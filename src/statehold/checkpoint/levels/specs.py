@@ -24,7 +24,7 @@ from typing import Any
 
 from statehold.checkpoint.cadence.every import parse_every
 from statehold.errors import UsageError, shown
-from statehold.io.objects.address import check_url
+from statehold.io.objects.client import check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering

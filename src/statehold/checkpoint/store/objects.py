@@ -283,7 +283,7 @@ class Uploaded:
 class ObjectSteps:
     """The steps below `url`: s3://bucket/prefix, gs://..., az://..., file:///..., memory://.
 
-    options: options of the store (io/objects/address lists them); credentials come from the
+    options: options of the store (io/objects/client lists them); credentials come from the
         environment.
     deadline_s: how long one request may take with all its retries.
     part_bytes: size of the parts of uploads and downloads.
