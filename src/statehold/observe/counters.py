@@ -3,7 +3,7 @@
 Owns: the names (`statehold_*`), their meanings, and the text exposition format 0.0.4.
 Invariants: thread-safe. Keeps the figures of the newest RUNS_MAX runs. A run that is opened again
 continues its counters, because a counter never falls.
-Not here: when something counts (checkpoint/telemetry), the endpoint (endpoint).
+Not here: when something counts (checkpoint/telemetry), the port that shows it (metrics).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Invariants: the first save decides the names, because a file that a step has kee
 file may hold parts of parameters that the step has elsewhere, or not at all, because they were
 never updated. They are nobody's there.
 
-Not here: torch's surface (optimizer), one update (update), where subgroups are (pipeline).
+Not here: torch's surface (offload), one update (update), where subgroups are (pipeline).
 """
 
 from __future__ import annotations

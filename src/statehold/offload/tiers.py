@@ -4,7 +4,7 @@
 
 Invariants: a tier is a value, validated when it is made, and opens nothing. There is at most one
 `Host`, and it comes first. No two paths are the same directory.
-Not here: what lies on a path (files), which subgroup goes where (planners/placement).
+Not here: what lies on a path (store), which subgroup goes where (planners/placement).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 Work of a step is counted in batches: 1 is the batch of a step with all replicas.
 
 Invariants: times are in seconds. A policy has no state: it may serve several simulations. Pure.
-Not here: time, machines, checkpoints (simulation).
+Not here: time, machines, checkpoints (resilience).
 """
 
 from __future__ import annotations

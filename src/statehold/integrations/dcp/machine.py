@@ -6,7 +6,7 @@ Invariants: nothing is open between two calls, so writers and readers can be pic
 and thrown away without close(). The staging memory is never larger than the moved bytes. A
 directory is absolute as soon as it is given. Without one, the error says how to give it. Telemetry
 fails no save and no load.
-Not here: what is moved (writing, targets), the reports (checkpoint/telemetry).
+Not here: what is moved (writing, reader), the reports (checkpoint/telemetry).
 
 Telemetry is as for a Checkpointer. A run is here the directory of the checkpoints. The ranks that
 publish a save report it, because torch does not announce its end to the others. The events of a

@@ -4,7 +4,7 @@ Invariants: names are those that torch's planners give to the saved state. A sub
 as one object, too. Every byte that is used was verified. read_metadata() reads the records of a
 step, read_data() its data. One load reads one save: if the step is saved again or retired between
 the two, or if two ranks opened different saves, the load raises an error.
-Not here: which items are loaded (the planner), bytes (targets).
+Not here: which items are loaded (the planner), the engine (machine).
 
 A step in the terms of torch: items by name, chunks as a planner needs them, objects.
 
