@@ -306,7 +306,7 @@ PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
-                          std::vector<uint32_t> paths, uint64_t transfer_bytes) {
+                          std::vector<uint32_t> paths, uint64_t transfer_bytes, bool verified) {
   RangesRequest request;
   request.kind = write ? IoRequest::Kind::write : IoRequest::Kind::read;
   for (const nb::handle file : files) request.files.push_back(nb::cast<PyFile&>(file).opened());
@@ -323,11 +323,12 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
   const std::vector<uint64_t> sum = sums_from(sums);
   const size_t count = offset.size();
   if (file.size() != count || size.size() != count || address.size() != count ||
-      sum.size() != (write ? 0 : count)) {
+      sum.size() != (write || !verified ? 0 : count)) {
     throw std::invalid_argument(
-        "there must be one file_index, size, address and (reading) sum, "
-        "and (writing) no sum, for each offset");
+        "there must be one file_index, size, address and (reading, verified) sum, "
+        "and (otherwise) no sum, for each offset");
   }
+  request.verified = verified;
   request.ranges.resize(count);
   for (size_t i = 0; i < count; ++i) {
     // An index that does not fit is one that there is not.
@@ -336,7 +337,7 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
     range.offset = offset[i];
     range.bytes = size[i];
     range.memory = reinterpret_cast<std::byte*>(address[i]);
-    range.sum = write ? 0 : sum[i];
+    range.sum = sum.empty() ? 0 : sum[i];
   }
   std::shared_ptr<RangesJob> job;
   {

@@ -40,7 +40,7 @@ struct Range {
   uint64_t offset = 0;  // in the file
   uint64_t bytes = 0;
   std::byte* memory = nullptr;
-  uint64_t sum = 0;  // reading: what its XXH3-64 has to be
+  uint64_t sum = 0;  // reading, if it is verified: what its XXH3-64 has to be
 
   uint64_t end() const { return offset + bytes; }
 };
@@ -50,6 +50,7 @@ struct RangesRequest {
   std::vector<std::shared_ptr<File>> files;
   std::vector<uint32_t> paths;  // by file, for limits (path_limits.h); none: all are on path 0
   std::vector<Range> ranges;
+  bool verified = true;  // reading: whether a range that differs from its sum fails
   uint32_t client = 0;
   uint64_t transfer_bytes = 0;  // of a block that goes straight; less than a buffer means a buffer
 };
@@ -125,6 +126,7 @@ class RangesJob final : public Job {
 
   const IoRequest::Kind kind_;
   const std::vector<Range> ranges_;
+  const bool verified_;
   const uint64_t transfer_bytes_;
   std::vector<uint32_t> paths_;  // by file
   RangesStats stats_;

@@ -215,10 +215,12 @@ class Engine:
         client: int = 0,
         paths: Sequence[int] = (),
         transfer_bytes: int = 0,
+        verified: bool = True,
     ) -> RangesJob:
         """Start moving ranges of open files to or from `addresses`.
 
-        Reading takes the XXH3-64 of each range in `sums`. In a file that is written directly, a
+        Reading takes the XXH3-64 of each range in `sums`; if it is not `verified`, it takes none, and
+        checksums() has what was read. In a file that is written directly, a
         range begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing
         is copied where offset, size and address are multiples of 4096. Nobody may change the
         memory before the job is done. `paths` says on which path each file is. Ranges that lie

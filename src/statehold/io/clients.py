@@ -6,6 +6,8 @@
     PROMOTION       nobody                                     2                    1
     OFFLOAD_READ    the update under way                       2                    4
     OFFLOAD_WRITE   the update that needs its memory           2                    4
+    PAGE_READ       a request that would compute otherwise     2                    4
+    PAGE_WRITE      nobody                                     2                    1
 
 Two buffers let a copy and a transfer go on at once. Weights count only where clients compete for
 copy threads or the disk.
@@ -35,6 +37,8 @@ class Client(enum.IntEnum):
     PROMOTION = 2
     OFFLOAD_READ = 3
     OFFLOAD_WRITE = 4
+    PAGE_READ = 5
+    PAGE_WRITE = 6
 
 
 RESERVED_BUFFERS = 2
@@ -44,6 +48,8 @@ WEIGHTS = {
     Client.PROMOTION: 1,
     Client.OFFLOAD_READ: 4,
     Client.OFFLOAD_WRITE: 4,
+    Client.PAGE_READ: 4,
+    Client.PAGE_WRITE: 1,
 }
 
 

@@ -1,0 +1,132 @@
+"""The table of a tier, beside a model of dicts and lists."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import OrderedDict
+
+import pytest
+
+from statehold.kv.table import Table
+
+SLOTS = 16
+
+
+def table(slots: int = SLOTS) -> Table:
+    made = Table(memoryview(bytearray(Table.nbytes(slots))), slots)
+    assert made.is_new
+    made.create()
+    return made
+
+
+class Model:
+    """Pages by index, the least recently used first; their slots; and the page before each."""
+
+    def __init__(self) -> None:
+        self.pages: OrderedDict[int, int] = OrderedDict()
+        self.before: dict[int, int] = {}
+
+    def touch(self, index: int) -> None:
+        seen = set[int]()
+        while index in self.pages and index not in seen:  # a page may come again after its own end
+            seen.add(index)
+            self.pages.move_to_end(index)
+            index = self.before[index]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_does_what_a_dict_in_order_of_use_does(seed: int) -> None:
+    dice, real, model = random.Random(seed), table(), Model()
+    space = real.space(bytes(16))
+    real.seat(0, space)
+    indices = [dice.getrandbits(64) & ~0xF | dice.randrange(3) for _ in range(40)]  # they collide
+    for _ in range(600):
+        index = dice.choice(indices)
+        with real.change():
+            match dice.randrange(4):
+                case 0 | 1 if index not in model.pages:
+                    before = dice.choice([0, *model.pages])
+                    slot = real.take(0)
+                    if len(model.pages) == SLOTS:
+                        gone, freed = model.pages.popitem(last=False)
+                        assert freed == slot
+                        assert real.find(gone) < 0
+                        before = 0 if before == gone else before
+                    assert real.publish(slot, index, before, space)
+                    model.pages[index], model.before[index] = slot, before
+                case 2 if index in model.pages:
+                    real.touch([model.pages[index]])
+                    model.touch(index)
+                case 3 if index in model.pages and dice.random() < 0.3:
+                    real.free(model.pages.pop(index))
+        if dice.random() < 0.02:
+            real.mend()
+        assert {each: real.find(each) for each in indices if real.find(each) >= 0} == model.pages
+        assert real.pages() == len(model.pages)
+    assert real.evicted
+
+
+def test_pages_of_an_identity_that_nobody_uses_go_first() -> None:
+    real = table(4)
+    old = real.space(b"o" * 16)
+    real.seat(0, old)
+    new = real.space(b"n" * 16)
+    real.seat(0, new)
+    with real.change():
+        assert real.publish(real.take(0), 3, 0, old)
+        assert real.publish(real.take(0), 1, 0, new)
+        assert real.publish(real.take(0), 2, 0, new)
+        assert real.publish(real.take(0), 4, 0, old)
+        assert real.publish(real.take(0), 5, 0, new)
+    assert [real.find(index) >= 0 for index in range(1, 6)] == [True, True, False, True, True]
+
+
+def test_a_page_does_not_go_before_those_that_follow_it() -> None:
+    real = table(4)
+    space = real.space(bytes(16))
+    with real.change():
+        for index in range(1, 5):
+            assert real.publish(real.take(0), index, index - 1, space)
+        real.touch([real.find(3)])
+        gone = [index for _ in range(3) for index in range(1, 5) if _takes(real, index)]
+    assert gone == [4, 3, 2]
+
+
+def _takes(real: Table, index: int) -> bool:
+    """Take a slot, if that makes the page go."""
+    copy = real.find(index)
+    if copy < 0 or real._oldest() != copy:
+        return False
+    real.take(0)
+    return True
+
+
+def test_a_change_that_a_dead_process_left_is_mended() -> None:
+    real = table()
+    space = real.space(bytes(16))
+    with contextlib.suppress(KeyboardInterrupt), real.change():
+        for index in range(1, 9):
+            assert real.publish(real.take(3), index, 0, space)
+        left = real.take(3)
+        for at in range(len(real._bucket)):
+            real._bucket[at] = 0
+        raise KeyboardInterrupt  # as if it were killed here
+    assert real.is_torn
+    with real.change():
+        assert all(real.find(index) >= 0 for index in range(1, 9))
+    assert real.clear_seats(lambda seat: seat != 3) == []
+    with real.change():
+        assert real.take(0) == left
+    assert not real.is_torn
+
+
+def test_a_space_that_nobody_uses_is_given_to_a_new_identity() -> None:
+    real = table(128)
+    for number in range(100):
+        with real.change():
+            space = real.space(number.to_bytes(16, "little"))
+            real.seat(0, space)
+            assert real.publish(real.take(0), number + 1, 0, space)
+    found = [number for number in range(100) if real.find(number + 1) >= 0]
+    assert found == list(range(36, 100))
