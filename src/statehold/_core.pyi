@@ -219,13 +219,12 @@ class Engine:
     ) -> RangesJob:
         """Start moving ranges of open files to or from `addresses`.
 
-        Reading takes the XXH3-64 of each range in `sums`; if it is not `verified`, it takes none, and
-        checksums() has what was read. In a file that is written directly, a
-        range begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing
-        is copied where offset, size and address are multiples of 4096. Nobody may change the
-        memory before the job is done. `paths` says on which path each file is. Ranges that lie
-        side by side in a file and in memory are moved together, up to `transfer_bytes`. `owner`
-        is as in write().
+        Reading takes the XXH3-64 of each range in `sums`. If it is not `verified`, it takes none,
+        and checksums() has those of what was read. In a file that is written directly, a range
+        begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing is copied
+        where offset, size and address are multiples of 4096. Nobody may change the memory before
+        the job is done. `paths` says on which path each file is. Ranges that lie side by side in a
+        file and in memory are moved together, up to `transfer_bytes`. `owner` is as in write().
         """
     def set_limit(self, path: int, client: int | None, bytes_per_s: int) -> None:
         """Limit what starts on a path from now on, for one client, or (None) for all together.

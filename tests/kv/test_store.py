@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -12,49 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from statehold.cli import main
 from statehold.errors import ClosedError, FormatVersionError, StorageError, UsageError
 from statehold.kv import PageStore, Verdict
 from statehold.kv.page import HEADER_BYTES
 from statehold.units import MiB
 from support import scripts
-
-PAGE = 20_000  # not a multiple of a block
-SLOT = HEADER_BYTES + 20_480
-OLD, NEW = b"o" * 16, b"n" * 16
-
-
-def key(number: int) -> bytes:
-    return hashlib.sha256(number.to_bytes(8, "little")).digest()
-
-
-def page(number: int, nbytes: int = PAGE) -> bytes:
-    return random.Random(number).randbytes(nbytes)
-
-
-def made(path: Path, **options: object) -> PageStore:
-    options = {"page_bytes": PAGE, "capacity": 2 * MiB, "memory": 16 * SLOT, **options}
-    return PageStore(path, deadline_s=60.0, **options)  # type: ignore[arg-type]
+from support.pages import NEW, OLD, PAGE, SLOT, get, key, made, page, put
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[PageStore]:
     with made(tmp_path / "pages") as opened:
         yield opened
-
-
-def put(store: PageStore, *numbers: int) -> list[Verdict]:
-    found = store.put([key(n) for n in numbers], [page(n) for n in numbers]).wait()
-    store.flush()
-    return found
-
-
-def get(store: PageStore, *numbers: int) -> list[Verdict]:
-    """The verdicts; a HIT has the right bytes."""
-    into = [bytearray(PAGE) for _ in numbers]
-    verdicts = store.get([key(n) for n in numbers], into).wait()
-    for number, verdict, found in zip(numbers, verdicts, into, strict=True):
-        assert verdict is not Verdict.HIT or found == page(number)
-    return verdicts
 
 
 def slots_of(path: Path) -> list[tuple[Path, int]]:
@@ -241,11 +210,9 @@ def test_a_storage_that_fails_leaves_the_pages_in_memory(
 
 
 SECOND = """
-import sys
-from statehold.kv import PageStore, Verdict
-sys.path.insert(0, {folder!r})
-from test_store import get, made, put
 from pathlib import Path
+from statehold.kv import Verdict
+from support.pages import get, made, put
 with made(Path({path!r})) as store:
     found = get(store, *range(20)), put(store, *range(20, 30))
     assert found == ([Verdict.HIT] * 20, [Verdict.STORED] * 10), (found, store.stats())
@@ -254,7 +221,7 @@ with made(Path({path!r})) as store:
 
 def test_a_second_process_finds_and_adds_pages(store: PageStore) -> None:
     put(store, *range(20))
-    code = SECOND.format(folder=str(Path(__file__).parent), path=store.path)
+    code = SECOND.format(path=store.path)
     done = scripts.run(["-c", code])
     assert done.returncode == 0, done.stderr
     assert get(store, *range(30)) == [Verdict.HIT] * 30
@@ -311,3 +278,21 @@ def test_bad_calls_are_refused_at_once(store: PageStore) -> None:
         store.put([key(1)], [])
     with pytest.raises(UsageError, match="may be written"):
         store.get([key(1)], [memoryview(b"constant")])  # type: ignore[list-item]
+
+
+def test_the_command_counts_and_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with made(tmp_path, identity=OLD) as store:
+        put(store, *range(5))
+    assert main(["kv", "verify", str(tmp_path), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["pages"] == {OLD.hex(): 5}
+    segment, begin = slots_of(tmp_path)[2]
+    change(segment, begin + HEADER_BYTES, b"damage")
+    assert main(["kv", "ls", str(tmp_path)]) == 0
+    assert main(["kv", "verify", str(tmp_path)]) == 1
+    assert f"damaged: {segment.name} at {begin}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["kv"])
+    assert main(["kv", "ls", str(tmp_path / "nothing")]) == 2

@@ -146,6 +146,7 @@ _INTENTS = {
     "exchange with other libraries": "export import",
     "measure and plan": "bench plan",
     "train with replicas": "coordinate",
+    "serve": "kv",
     "set up the shell": "completions",
 }
 
@@ -221,6 +222,7 @@ def _parser() -> Parser:
     _add_bench(commands)
     _add_plan(commands)
     _add_coordinate(commands)
+    _add_kv(commands)
     _add_completions(parser, commands)
     return parser
 
@@ -496,6 +498,17 @@ def _add_coordinate(commands: Any) -> None:
     coordinate.add_argument("--settle", metavar="S", type=float, default=5.0,
                             help="begin with fewer when none has come for so long (5)")  # fmt: skip
     coordinate.add_argument("--once", action="store_true", help="end when the job has ended")
+
+
+def _add_kv(commands: Any) -> None:
+    group = commands.add_parser("kv", help="look at stores of KV pages").add_commands()
+    for action, text in (
+        ("ls", "count the pages of a store, by identity"),
+        ("verify", "read every page of a store and check it"),
+    ):
+        command = _command(group, action, text, f"statehold kv {action} /nvme/pages")
+        command.add_argument("store", metavar="STORE", help="the directory of a PageStore")
+        command.set_defaults(module="kv", is_verify=action == "verify")
 
 
 def _add_completions(parser: Parser, commands: Any) -> None:

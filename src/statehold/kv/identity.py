@@ -1,0 +1,79 @@
+"""identity(): what the pages of a KV cache depend on, as 16 bytes.
+
+A page is right only for the weights that computed it, for what of the configuration changes keys
+and values, and for its own layout. All of this is named by content: the same weights under another
+path, in another process or on another host have the same identity, and other weights under the
+same path have another one.
+
+Invariants: what is not known to be harmless counts. Only names and notes of a config.json are left
+out. A wrong identity costs tokens, and one that is too strict costs a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from statehold import _core
+from statehold.errors import UsageError
+from statehold.kv.page import IDENTITY_BYTES
+from statehold.reading.places import at_rest, file_system
+from statehold.units import MiB
+
+# Of a config.json: these say where a model came from, and nothing about its numbers.
+_NOTES = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+_PIECE_BYTES = 64 * MiB
+
+
+def identity(
+    weights: str | os.PathLike[str], config: Mapping[str, Any] | None = None, **layout: Any
+) -> bytes:
+    """The identity of pages that these weights compute.
+
+    Args:
+        weights: a step (RUN, RUN@STEP, RUN@best:METRIC, the directory of a step), whose manifest
+            has the checksums; or a directory with *.safetensors, which are read.
+        config: the configuration of the model; default: the config.json beside the weights.
+        layout: what else a page depends on, such as dtype, page size, adapter.
+
+    Raises:
+        UsageError: there are no weights, or a value cannot be written as JSON.
+        StateholdError: the weights cannot be read.
+    """
+    path = Path(weights)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    is_step = (path / "manifest.json").exists() or not files
+    content = _of_step(os.fspath(weights)) if is_step else [_of_file(each) for each in files]
+    if config is None:
+        config = {}
+        with contextlib.suppress(FileNotFoundError):
+            config = json.loads((path / "config.json").read_bytes())
+    told = {name: value for name, value in config.items() if name not in _NOTES}
+    try:
+        raw = json.dumps([content, told, layout], sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError("a value of an identity is no JSON", facts={"got": str(error)}) from error
+    return hashlib.sha256(raw.encode()).digest()[:IDENTITY_BYTES]
+
+
+def _of_step(text: str) -> list[Any]:
+    with contextlib.closing(file_system()) as fs:
+        files = at_rest(fs, text, lambda place: place.open(fs).files)
+    return sorted([each.name, each.bytes, each.digest] for each in files)
+
+
+def _of_file(path: Path) -> list[Any]:
+    """The checksums of a file. Its name does not count, and neither does the number of files."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return [f"{_core.xxh3_64(piece):016x}" for piece in _pieces(mapped)]
+
+
+def _pieces(mapped: mmap.mmap) -> Iterator[bytes]:
+    for at in range(0, len(mapped), _PIECE_BYTES):
+        yield mapped[at : at + _PIECE_BYTES]

@@ -1,0 +1,63 @@
+"""identity(): the same content has the same one, and everything that changes pages another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from statehold.errors import UsageError
+from statehold.kv import identity
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 100)
+    config = {"rope_theta": 10000.0, "_name_or_path": "here", "transformers_version": "5"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_the_same_content_elsewhere_is_the_same(weights: Path, tmp_path: Path) -> None:
+    shutil.copytree(weights, tmp_path / "copy")
+    config(tmp_path / "copy", _name_or_path="there", transformers_version="6")
+    assert identity(weights) == identity(tmp_path / "copy")
+    assert len(identity(weights)) == 16
+
+
+def test_other_weights_are_another(weights: Path) -> None:
+    before = identity(weights)
+    raw = bytearray((weights / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (weights / "model.safetensors").write_bytes(raw)
+    assert identity(weights) != before
+
+
+def test_another_configuration_or_layout_is_another(weights: Path) -> None:
+    found = {identity(weights), identity(weights, dtype="bf16"), identity(weights, dtype="fp16")}
+    config(weights, rope_theta=20000.0)
+    assert len({*found, identity(weights), identity(weights, {"rope_theta": 1})}) == 5
+
+
+def test_a_step_is_known_by_its_manifest(weights: Path, tmp_path: Path) -> None:
+    import statehold
+
+    for run, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        with statehold.Checkpointer(tmp_path / run) as ckpt:
+            ckpt.save(5, {"weight": value, "blob": b"x" * int(value)})
+    first = identity(tmp_path / "a")
+    assert first == identity(f"{tmp_path / 'a'}@5") == identity(tmp_path / "a" / f"step-{5:012d}")
+
+
+def test_a_value_that_is_no_json_is_refused(weights: Path) -> None:
+    with pytest.raises(UsageError, match="no JSON"):
+        identity(weights, dtype=object())

@@ -1,0 +1,64 @@
+"""Processes that are killed while they put, evict and read: no page is ever wrong afterwards.
+
+STATEHOLD_PAGE_KILLS=1000 kills more often; STATEHOLD_SEED draws other moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from statehold.kv import Verdict
+from statehold.kv.looking import look
+from support import scripts
+from support.pages import get, made, put
+
+KILLS = int(os.environ.get("STATEHOLD_PAGE_KILLS", "6"))
+SEED = int(os.environ.get("STATEHOLD_SEED", "0"))
+PAGES = 120  # more than the files have slots for
+
+WORKER = """
+import random
+from pathlib import Path
+from support.pages import get, made, put
+dice = random.Random({seed})
+with made(Path({path!r})) as store:
+    print("begins", flush=True)
+    while True:
+        first = dice.randrange({pages} - 8)
+        put(store, *range(first, first + 8))
+        get(store, *(dice.randrange({pages}) for _ in range(8)))
+        print("again", flush=True)
+"""
+
+
+def worker(path: Path, seed: int) -> scripts.Script:
+    code = WORKER.format(path=str(path), seed=seed, pages=PAGES)
+    return scripts.start(["-c", code], stdout=scripts.PIPE)
+
+
+@pytest.mark.parametrize("kill", range(KILLS))
+def test_no_page_is_wrong_after_a_kill(tmp_path: Path, kill: int) -> None:
+    dice = random.Random(f"{SEED} {kill}")
+    path = tmp_path / "pages"
+    with made(path) as other:  # a process that lives sees the same tables
+        put(other, *range(20))
+        killed = worker(path, dice.getrandbits(32))
+        assert killed.stdout is not None
+        for _ in range(dice.randrange(1, 6)):
+            assert killed.stdout.readline()
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        killed.stdout.close()
+        assert Verdict.BAD not in get(other, *range(PAGES))
+        put(other, *range(50))
+    with made(path) as again:
+        found = get(again, *range(PAGES))
+        assert Verdict.BAD not in found
+        assert found.count(Verdict.HIT) >= 50 - 16
+        assert put(again, *range(PAGES, PAGES + 8)) == [Verdict.STORED] * 8
+    assert not look(path, verify=True).bad

@@ -1,0 +1,43 @@
+"""Pages of a KV cache that follow from a number, and a small store of them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+from statehold.kv import PageStore, Verdict
+from statehold.kv.page import HEADER_BYTES
+from statehold.units import MiB
+
+PAGE = 20_000  # not a multiple of a block
+SLOT = HEADER_BYTES + 20_480
+OLD, NEW = b"o" * 16, b"n" * 16
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def page(number: int, nbytes: int = PAGE) -> bytes:
+    return random.Random(number).randbytes(nbytes)
+
+
+def made(path: Path, **options: object) -> PageStore:
+    options = {"page_bytes": PAGE, "capacity": 2 * MiB, "memory": 16 * SLOT, **options}
+    return PageStore(path, deadline_s=60.0, **options)  # type: ignore[arg-type]
+
+
+def put(store: PageStore, *numbers: int) -> list[Verdict]:
+    found = store.put([key(n) for n in numbers], [page(n) for n in numbers]).wait()
+    store.flush()
+    return found
+
+
+def get(store: PageStore, *numbers: int) -> list[Verdict]:
+    """The verdicts; a HIT has the right bytes."""
+    into = [bytearray(PAGE) for _ in numbers]
+    verdicts = store.get([key(n) for n in numbers], into).wait()
+    for number, verdict, found in zip(numbers, verdicts, into, strict=True):
+        assert verdict is not Verdict.HIT or found == page(number)
+    return verdicts
