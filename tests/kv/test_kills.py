@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from statehold.kv import Verdict
+from statehold.kv import PageVerdict
 from statehold.kv.looking import look
 from support import scripts
 from support.pages import get, made, put
+from support.seeds import SEED
 
 KILLS = int(os.environ.get("STATEHOLD_PAGE_KILLS", "6"))
-SEED = int(os.environ.get("STATEHOLD_SEED", "0"))
 PAGES = 120  # more than the files have slots for
 
 WORKER = """
@@ -54,11 +54,11 @@ def test_no_page_is_wrong_after_a_kill(tmp_path: Path, kill: int) -> None:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         killed.stdout.close()
-        assert Verdict.BAD not in get(other, *range(PAGES))
+        assert PageVerdict.BAD not in get(other, *range(PAGES))
         put(other, *range(50))
     with made(path) as again:
         found = get(again, *range(PAGES))
-        assert Verdict.BAD not in found
-        assert found.count(Verdict.HIT) >= 50 - 16
-        assert put(again, *range(PAGES, PAGES + 8)) == [Verdict.STORED] * 8
+        assert PageVerdict.BAD not in found
+        assert found.count(PageVerdict.HIT) >= 50 - 16
+        assert put(again, *range(PAGES, PAGES + 8)) == [PageVerdict.STORED] * 8
     assert not look(path, verify=True).bad

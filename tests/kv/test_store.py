@@ -13,7 +13,8 @@ import pytest
 
 from statehold.cli import main
 from statehold.errors import ClosedError, FormatVersionError, StorageError, UsageError
-from statehold.kv import PageStore, Verdict
+from statehold.kv import PageStore, PageVerdict
+from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
 from statehold.units import MiB
 from support import scripts
@@ -44,19 +45,19 @@ def change(segment: Path, at: int, raw: bytes) -> None:
 
 
 def test_pages_come_back(store: PageStore) -> None:
-    assert put(store, 1, 2, 3) == [Verdict.STORED] * 3
+    assert put(store, 1, 2, 3) == [PageVerdict.STORED] * 3
     assert store.contains([key(1), key(4)]) == [True, False]
-    assert get(store, 3, 4, 1) == [Verdict.HIT, Verdict.MISS, Verdict.HIT]
-    assert put(store, 3) == [Verdict.HIT]
+    assert get(store, 3, 4, 1) == [PageVerdict.HIT, PageVerdict.MISS, PageVerdict.HIT]
+    assert put(store, 3) == [PageVerdict.HIT]
 
 
 def test_pages_of_other_sizes_come_back_at_their_size(store: PageStore) -> None:
     for nbytes in (1, 4096, 4097, PAGE):
-        assert store.put([key(nbytes)], [page(nbytes, nbytes)]).wait() == [Verdict.STORED]
+        assert store.put([key(nbytes)], [page(nbytes, nbytes)]).wait() == [PageVerdict.STORED]
         found = bytearray(nbytes)
-        assert store.get([key(nbytes)], [found]).wait() == [Verdict.HIT]
+        assert store.get([key(nbytes)], [found]).wait() == [PageVerdict.HIT]
         assert found == page(nbytes, nbytes)
-    assert store.get([key(1)], [bytearray(2)]).wait() == [Verdict.MISS]
+    assert store.get([key(1)], [bytearray(2)]).wait() == [PageVerdict.MISS]
 
 
 def test_pages_are_there_when_the_store_is_opened_again(tmp_path: Path) -> None:
@@ -64,25 +65,25 @@ def test_pages_are_there_when_the_store_is_opened_again(tmp_path: Path) -> None:
         put(store, *range(30))
     with made(tmp_path) as store:
         assert store.stats()["memory_pages"] == 0
-        assert get(store, *range(30)) == [Verdict.HIT] * 30
+        assert get(store, *range(30)) == [PageVerdict.HIT] * 30
         assert store.stats()["hits"] == 30
 
 
 def test_more_pages_than_memory_are_read_from_files(store: PageStore) -> None:
     for first in range(0, 60, 10):
-        assert put(store, *range(first, first + 10)) == [Verdict.STORED] * 10
+        assert put(store, *range(first, first + 10)) == [PageVerdict.STORED] * 10
     assert store.stats()["memory_pages"] <= 16
-    assert get(store, *range(60)) == [Verdict.HIT] * 60
+    assert get(store, *range(60)) == [PageVerdict.HIT] * 60
 
 
 def test_pages_of_another_identity_are_not_found(tmp_path: Path) -> None:
     with made(tmp_path, identity=OLD) as store:
         put(store, 1, 2)
         store.identity = NEW
-        assert get(store, 1, 2) == [Verdict.MISS] * 2
+        assert get(store, 1, 2) == [PageVerdict.MISS] * 2
         assert not any(store.contains([key(1), key(2)]))
         store.identity = OLD
-        assert get(store, 1, 2) == [Verdict.HIT] * 2
+        assert get(store, 1, 2) == [PageVerdict.HIT] * 2
 
 
 def test_the_files_never_take_more_than_the_budget(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_files_never_take_more_than_the_budget(tmp_path: Path) -> None:
         assert stats["evicted"]
         assert stats["pages"] + stats["evicted"] == 1600
         newest = get(store, *range(1590, 1600))
-        assert newest == [Verdict.HIT] * 10
+        assert newest == [PageVerdict.HIT] * 10
 
 
 @pytest.mark.parametrize("where", ["magic", "key", "checksum", "payload", "zeros"])
@@ -108,12 +109,12 @@ def test_a_flipped_bit_is_no_page(tmp_path: Path, where: str) -> None:
     change(segment, begin + at, bytes([raw ^ 4]))
     with made(tmp_path) as store:
         found = get(store, *range(8))
-        assert found.count(Verdict.BAD) == 1
-        assert found.count(Verdict.HIT) == 7
-        bad = found.index(Verdict.BAD)
-        assert get(store, bad) == [Verdict.MISS]
-        assert put(store, bad) == [Verdict.STORED]
-        assert get(store, bad) == [Verdict.HIT]
+        assert found.count(PageVerdict.BAD) == 1
+        assert found.count(PageVerdict.HIT) == 7
+        bad = found.index(PageVerdict.BAD)
+        assert get(store, bad) == [PageVerdict.MISS]
+        assert put(store, bad) == [PageVerdict.STORED]
+        assert get(store, bad) == [PageVerdict.HIT]
 
 
 def test_pages_that_have_changed_places_are_bad(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_pages_that_have_changed_places_are_bad(tmp_path: Path) -> None:
     change(one, first, raw[1])
     change(two, second, raw[0])
     with made(tmp_path) as store:
-        assert get(store, *range(8)).count(Verdict.BAD) == 2
+        assert get(store, *range(8)).count(PageVerdict.BAD) == 2
 
 
 @pytest.mark.parametrize("left", [0, 10_000, 200_000])
@@ -135,9 +136,9 @@ def test_a_segment_that_was_cut_loses_its_own_pages_alone(tmp_path: Path, left: 
     os.truncate(first, left)
     with made(tmp_path) as store:
         found = get(store, *range(40))
-        assert Verdict.HIT in found
-        assert Verdict.BAD in found
-        assert put(store, *range(40)).count(Verdict.DROPPED) == 0
+        assert PageVerdict.HIT in found
+        assert PageVerdict.BAD in found
+        assert put(store, *range(40)).count(PageVerdict.DROPPED) == 0
 
 
 def test_pages_are_found_again_without_the_table(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_pages_are_found_again_without_the_table(tmp_path: Path) -> None:
         put(store, *range(40))
     (tmp_path / "index").unlink()
     with made(tmp_path) as store:
-        assert get(store, *range(40)) == [Verdict.HIT] * 40
+        assert get(store, *range(40)) == [PageVerdict.HIT] * 40
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -185,12 +186,12 @@ def test_a_storage_that_hangs_makes_a_call_late_and_no_other(
         put(store, 9)
         stuck = Stuck()
         with monkeypatch.context() as patched:
-            patched.setattr(store, "_job", lambda *_, **__: stuck)
+            patched.setattr(OpenStore, "job", lambda *_, **__: stuck)
             into = [bytearray(PAGE), bytearray(PAGE)]
             batch = store.get([key(9), key(1)], into, deadline_s=0.2)
-            assert batch.wait() == [Verdict.HIT, Verdict.LATE]
+            assert batch.wait() == [PageVerdict.HIT, PageVerdict.LATE]
         assert into[1] == bytes(PAGE)
-        assert get(store, 9, 2) == [Verdict.HIT, Verdict.HIT]
+        assert get(store, 9, 2) == [PageVerdict.HIT, PageVerdict.HIT]
         assert stuck.waits
 
 
@@ -201,21 +202,21 @@ def test_a_storage_that_fails_leaves_the_pages_in_memory(
         raise StorageError("pwrite failed", errno=5, path="segment-000000")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_job", fails)
-        assert put(store, 1, 2) == [Verdict.STORED] * 2
-        assert put(store, 3) == [Verdict.STORED]
-    assert get(store, 1, 2, 3) == [Verdict.HIT] * 3
+        patched.setattr(OpenStore, "job", fails)
+        assert put(store, 1, 2) == [PageVerdict.STORED] * 2
+        assert put(store, 3) == [PageVerdict.STORED]
+    assert get(store, 1, 2, 3) == [PageVerdict.HIT] * 3
     assert store.stats()["pages"] == 0
     assert caplog.text.count("could not write a page") == 1
 
 
 SECOND = """
 from pathlib import Path
-from statehold.kv import Verdict
+from statehold.kv import PageVerdict
 from support.pages import get, made, put
 with made(Path({path!r})) as store:
     found = get(store, *range(20)), put(store, *range(20, 30))
-    assert found == ([Verdict.HIT] * 20, [Verdict.STORED] * 10), (found, store.stats())
+    assert found == ([PageVerdict.HIT] * 20, [PageVerdict.STORED] * 10), (found, store.stats())
 """
 
 
@@ -224,7 +225,7 @@ def test_a_second_process_finds_and_adds_pages(store: PageStore) -> None:
     code = SECOND.format(path=store.path)
     done = scripts.run(["-c", code])
     assert done.returncode == 0, done.stderr
-    assert get(store, *range(30)) == [Verdict.HIT] * 30
+    assert get(store, *range(30)) == [PageVerdict.HIT] * 30
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import hashlib
 import random
 from pathlib import Path
 
-from statehold.kv import PageStore, Verdict
+from statehold.kv import PageStore, PageVerdict
 from statehold.kv.page import HEADER_BYTES
 from statehold.units import MiB
 
@@ -28,16 +28,16 @@ def made(path: Path, **options: object) -> PageStore:
     return PageStore(path, deadline_s=60.0, **options)  # type: ignore[arg-type]
 
 
-def put(store: PageStore, *numbers: int) -> list[Verdict]:
+def put(store: PageStore, *numbers: int) -> list[PageVerdict]:
     found = store.put([key(n) for n in numbers], [page(n) for n in numbers]).wait()
     store.flush()
     return found
 
 
-def get(store: PageStore, *numbers: int) -> list[Verdict]:
+def get(store: PageStore, *numbers: int) -> list[PageVerdict]:
     """The verdicts; a HIT has the right bytes."""
     into = [bytearray(PAGE) for _ in numbers]
     verdicts = store.get([key(n) for n in numbers], into).wait()
     for number, verdict, found in zip(numbers, verdicts, into, strict=True):
-        assert verdict is not Verdict.HIT or found == page(number)
+        assert verdict is not PageVerdict.HIT or found == page(number)
     return verdicts

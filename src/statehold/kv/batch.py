@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 
-class Verdict(enum.Enum):
+class PageVerdict(enum.Enum):
     """What became of a page."""
 
     HIT = "hit"  # get: its bytes are in the caller's memory. put: it was there
@@ -23,12 +23,12 @@ class Verdict(enum.Enum):
     DROPPED = "dropped"  # put: there was no room
 
 
-class Batch:
+class PageBatch:
     """The verdicts on `count` pages. until: on the monotonic clock."""
 
     def __init__(self, count: int, until: float) -> None:
         self.count, self.until = count, until
-        self._verdicts: list[Verdict | None] = [None] * count
+        self._verdicts: list[PageVerdict | None] = [None] * count
         self._left = count
         self._guard = threading.Lock()
         self._done = threading.Event()
@@ -40,13 +40,13 @@ class Batch:
         """Whether every page has its verdict."""
         return self._done.is_set()
 
-    def wait(self) -> list[Verdict]:
+    def wait(self) -> list[PageVerdict]:
         """The verdicts, as soon as all are known, or when the time has passed."""
         self._done.wait(max(0.0, self.until - time.monotonic()))
         with self._guard:
             for place, verdict in enumerate(self._verdicts):
                 if verdict is None:
-                    self._settle(place, Verdict.LATE)
+                    self._settle(place, PageVerdict.LATE)
             return [verdict for verdict in self._verdicts if verdict is not None]
 
     def move(self, place: int, action: Callable[[], object]) -> bool:
@@ -57,7 +57,7 @@ class Batch:
             action()
             return True
 
-    def settle(self, place: int, verdict: Verdict) -> bool:
+    def settle(self, place: int, verdict: PageVerdict) -> bool:
         """The verdict on a page. Returns False if it has another one."""
         with self._guard:
             if self._verdicts[place] is not None:
@@ -65,7 +65,7 @@ class Batch:
             self._settle(place, verdict)
             return True
 
-    def _settle(self, place: int, verdict: Verdict) -> None:
+    def _settle(self, place: int, verdict: PageVerdict) -> None:
         self._verdicts[place] = verdict
         self._left -= 1
         if not self._left:

@@ -20,7 +20,7 @@ from statehold.kv.tiers import Geometry
 
 
 @dataclass
-class Seen:
+class PagesSeen:
     """What is in the files of a store. bad: slots whose bytes do not prove a page."""
 
     geometry: Geometry
@@ -30,7 +30,7 @@ class Seen:
     bad: list[str] = field(default_factory=list)
 
 
-def look(path: str | os.PathLike[str], *, verify: bool = False) -> Seen:
+def look(path: str | os.PathLike[str], *, verify: bool = False) -> PagesSeen:
     """Read the headers of all pages; verify: the pages, too.
 
     Raises UsageError if the directory is no store of pages.
@@ -42,14 +42,14 @@ def look(path: str | os.PathLike[str], *, verify: bool = False) -> Seen:
         hint = "give the directory of a PageStore"
         facts = {"path": os.fspath(root)}
         raise UsageError("the directory is no store of pages", facts=facts, hint=hint) from error
-    seen = Seen(geometry)
+    seen = PagesSeen(geometry)
     for segment in sorted(root.glob("segment-*")):
         _look_at(segment, seen, verify=verify)
     seen.file_bytes = sum(each.stat().st_blocks * 512 for each in root.iterdir())
     return seen
 
 
-def _look_at(segment: Path, seen: Seen, *, verify: bool) -> None:
+def _look_at(segment: Path, seen: PagesSeen, *, verify: bool) -> None:
     size = seen.geometry.slot_bytes
     with open(segment, "rb") as file:
         if not os.fstat(file.fileno()).st_size:

@@ -11,7 +11,7 @@ All integers are little-endian. The serial tells the newer of two pages of one k
 Invariants: a slot is right for a key, or it is not. A header that was written for another key or
 identity, that is torn, or whose payload differs from its checksum, is never taken for this page.
 A payload is at a multiple of 4096, so that it moves without a copy.
-Not here: where the slots are (tier), which of them hold what (table).
+Not here: where the slots are (tiers), which of them hold what (table).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     get   slot in memory -> caller's memory; before that, slot in a file -> slot in memory, verified
 
 Three threads: one takes pages in, one writes them, one reads. A call only queues its work, and its
-Batch ends in time, whatever the storage does. contains() asks the tables alone.
+PageBatch ends in time, whatever the storage does. contains() asks the tables alone.
 
 Invariants: a page is right, or it is a miss. What comes from a file is taken only if its header has
 the asked key under this identity, and its payload the header's checksum. What comes from memory is
@@ -12,80 +12,62 @@ taken only if its slot was not given to another page meanwhile. A page is found 
 are there. A slot that a process fills, writes or reads into is not given away, and what a dead
 process was filling is free again. If the storage refuses, the store goes on in memory, and warns
 once.
-Not here: bytes of a page (page), which page goes first (table), where slots are (tiers).
+Not here: bytes of a page (page), which page goes first (table), the tables' lock (opened).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import logging
 import os
 import threading
 import time
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import (
     ClosedError,
-    FormatVersionError,
-    RunBusyError,
     StateholdError,
     StorageError,
     UsageError,
     WaitTimeout,
     shown,
 )
-from statehold.io.clients import Client, open_engine
-from statehold.kv.batch import Batch, Verdict
+from statehold.kv.batch import PageBatch, PageVerdict
+from statehold.kv.opened import OpenStore, address_of
 from statehold.kv.page import (
     HEADER_BYTES,
     IDENTITY_BYTES,
     Header,
     check_key,
     index_of,
-    slot_bytes,
     whole_blocks,
 )
-from statehold.kv.table import SEATS_MAX
-from statehold.kv.tiers import FileTier, Geometry, MemoryTier, boot
-from statehold.process.file_locks import LockFile
-from statehold.process.ownership import make_own_directory
-from statehold.process.whole_files import replace_file
 from statehold.process.worker import Worker
-from statehold.units import MiB, format_bytes, parse_bytes
+from statehold.units import parse_bytes
 
 if TYPE_CHECKING:
     from statehold._core import RangesJob
 
 logger = logging.getLogger("statehold")
 
-FORMAT = 1
 # Pages that one call reads, or writes, at a time.
 LOADS_MAX = 64
 DEADLINE_S = 1.0
-BUFFER_BYTES = 1 * MiB
 # Pages older than this survive a loss of power.
 FLUSH_S = 1.0
-
-_ABOUT = "store.json"
-_LOCK = ".lock"
-_TABLES = 0  # the byte that is locked around changes; those behind it are the seats
-_LOCK_S = 1.0
 
 
 @dataclass(slots=True)
 class Loading:
     """A page on its way from a file. slot: in memory, FILLING."""
 
-    batch: Batch
+    batch: PageBatch
     place: int
     key: bytes
     into: memoryview
@@ -99,7 +81,7 @@ class Loading:
 class Taking:
     """A page on its way into a slot in memory."""
 
-    batch: Batch
+    batch: PageBatch
     place: int
     key: bytes
     view: memoryview
@@ -140,38 +122,28 @@ class PageStore:
         identity: bytes = bytes(IDENTITY_BYTES),
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
         self.page_bytes = parse_bytes(page_bytes)
         self.deadline_s = deadline_s
         self._identity = _check_identity(identity)
-        self._guard = threading.RLock()
         self._counts: Counter[str] = Counter()
-        self._warned = set[str]()
-        self._is_flush_due = False
+        self._is_flush_due = self._is_closed = False
         self._leftover: deque[Loading] = deque()
-        self._is_closed = False
-        with contextlib.ExitStack() as opened:
-            make_own_directory(self.path, "of a store of pages")
-            size = slot_bytes(self.page_bytes)
-            self._lock = LockFile(f"{self.path}/{_LOCK}")
-            opened.callback(self._lock.close)
-            self._seat = self._sit()
-            self._fs = _core.open_fs()
-            opened.callback(self._fs.close)
-            self._engine = open_engine(self._fs, 2 * BUFFER_BYTES, BUFFER_BYTES, 2)
-            opened.callback(self._engine.close)
-            with self._held(None):
-                geometry = self._geometry(parse_bytes(capacity), size)
-                self._files = FileTier(self._fs, self.path, geometry)
-                opened.callback(lambda: self._files.close(is_last=self._is_alone()))
-                self._memory = MemoryTier(_name(self.path), parse_bytes(memory), size)
-                opened.callback(lambda: self._memory.close(is_last=self._is_alone()))
-                self._recover()
-            self._use(self._identity)
-            self._take_in, self._write, self._read = (
-                Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
-            )
-            self._opened = opened.pop_all()
+        self._open = OpenStore(
+            os.path.abspath(os.fspath(path)),
+            page_bytes=self.page_bytes,
+            capacity=parse_bytes(capacity),
+            memory=parse_bytes(memory),
+        )
+        self._memory, self._files = self._open.memory, self._open.files
+        self._open.use(self._identity)
+        self._take_in, self._write, self._read = (
+            Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
+        )
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return self._open.path
 
     # -- calls -----------------------------------------------------------------------------
 
@@ -187,7 +159,7 @@ class PageStore:
         into: Sequence[memoryview | bytearray],
         *,
         deadline_s: float | None = None,
-    ) -> Batch:
+    ) -> PageBatch:
         """Begin to read pages, each `into` memory of its size.
 
         Verdicts: HIT, MISS, LATE, BAD. Only after HIT the memory has the page; otherwise it is as
@@ -207,7 +179,7 @@ class PageStore:
         *,
         after: bytes | None = None,
         deadline_s: float | None = None,
-    ) -> Batch:
+    ) -> PageBatch:
         """Begin to store pages. The caller leaves their memory unchanged until the verdicts.
 
         Verdicts: STORED, HIT (it was there), DROPPED, LATE. Keys are in the order of the prefix;
@@ -229,12 +201,7 @@ class PageStore:
         """
         self._take_in.passed(None)
         self._write.passed(None)
-        try:
-            self._files.flush()
-        except OSError as error:
-            raise StorageError(
-                "pages are not durable", errno=error.errno, path=self.path
-            ) from error
+        self._open.flush()
 
     @property
     def identity(self) -> bytes:
@@ -245,7 +212,7 @@ class PageStore:
     def identity(self, identity: bytes) -> None:
         # First, so that no page of the old one is found from now on.
         self._identity = _check_identity(identity)
-        self._use(identity)
+        self._open.use(identity)
 
     def stats(self) -> Mapping[str, int]:
         """hits, misses, late, bad, stored, dropped: verdicts of this process. evicted: pages that
@@ -260,19 +227,15 @@ class PageStore:
 
     def close(self) -> None:
         """Write what was put, and let the store go. Idempotent."""
-        with self._guard:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed = True
         for worker in (self._take_in, self._write, self._read):
             worker.close()
         for loading in self._leftover:
             if loading.job is not None:
                 loading.job.cancel()
-        with contextlib.suppress(StateholdError), self._changing(_LOCK_S):
-            self._memory.table.seat(self._seat, None)
-            self._files.table.seat(self._seat, None)
-        self._opened.close()
+        self._open.close()
 
     def __enter__(self) -> PageStore:
         return self
@@ -283,14 +246,14 @@ class PageStore:
     # -- reading ---------------------------------------------------------------------------
 
     def _load(
-        self, batch: Batch, identity: bytes, keys: list[bytes], views: list[memoryview]
+        self, batch: PageBatch, identity: bytes, keys: list[bytes], views: list[memoryview]
     ) -> None:
         self._reap()
         absent = self._from_memory(batch, identity, keys, views)
         self._from_files(batch, identity, absent)
 
     def _from_memory(
-        self, batch: Batch, identity: bytes, keys: list[bytes], views: list[memoryview]
+        self, batch: PageBatch, identity: bytes, keys: list[bytes], views: list[memoryview]
     ) -> list[tuple[int, bytes, memoryview]]:
         """Deliver what is in memory; returns the places, keys and memory of the others."""
         table, absent, used = self._memory.table, [], []
@@ -300,12 +263,12 @@ class PageStore:
                 absent.append((place, key, view))
             else:
                 used.append(slot)
-        with self._changing(batch.until - time.monotonic()):
+        with self._open.changing(batch.until - time.monotonic()):
             table.touch(reversed(used))
         return absent
 
     def _deliver(
-        self, batch: Batch, place: int, identity: bytes, key: bytes, view: memoryview, slot: int
+        self, batch: PageBatch, place: int, identity: bytes, key: bytes, view: memoryview, slot: int
     ) -> bool:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
         table = self._memory.table
@@ -314,15 +277,15 @@ class PageStore:
         if header is None or not header.is_of(identity, key, view.nbytes):
             return False
         source = self._memory.address(slot) + HEADER_BYTES
-        if not batch.move(place, lambda: _copy(_address(view), source, view.nbytes)):
+        if not batch.move(place, lambda: _copy(address_of(view), source, view.nbytes)):
             return True  # it is late, and has its verdict
         if table.generation(slot) != generation or table.index(slot) != header.index:
             return False
-        self._verdict(batch, place, Verdict.HIT)
+        self._verdict(batch, place, PageVerdict.HIT)
         return True
 
     def _from_files(
-        self, batch: Batch, identity: bytes, absent: list[tuple[int, bytes, memoryview]]
+        self, batch: PageBatch, identity: bytes, absent: list[tuple[int, bytes, memoryview]]
     ) -> None:
         waiting, under_way = deque(absent), deque[Loading]()
         while waiting or under_way:
@@ -333,7 +296,7 @@ class PageStore:
 
     def _start(
         self,
-        batch: Batch,
+        batch: PageBatch,
         identity: bytes,
         waiting: deque[tuple[int, bytes, memoryview]],
         under_way: deque[Loading],
@@ -341,42 +304,26 @@ class PageStore:
         if not waiting or len(under_way) > LOADS_MAX // 2:
             return
         memory, files, new = self._memory.table, self._files.table, list[Loading]()
-        with self._changing(batch.until - time.monotonic()):
+        with self._open.changing(batch.until - time.monotonic()):
             while waiting and len(under_way) + len(new) < LOADS_MAX:
                 place, key, view = waiting[0]
                 there = files.find(index_of(identity, key))
-                slot = -1 if there < 0 else memory.take(self._seat)
+                slot = -1 if there < 0 else memory.take(self._open.seat)
                 if there >= 0 and slot < 0:
                     break
                 waiting.popleft()
                 if there < 0:
-                    self._verdict(batch, place, Verdict.MISS)
+                    self._verdict(batch, place, PageVerdict.MISS)
                 else:
                     generation = files.generation(there)
                     new.append(Loading(batch, place, key, view, slot, there, generation))
             files.touch(loading.there for loading in reversed(new))
         for loading in new:
             try:
-                loading.job = self._job(loading.slot, loading.there, loading.into.nbytes)
+                loading.job = self._open.job(loading.slot, loading.there, loading.into.nbytes)
             except StorageError as error:
-                self._warn("read", error)
+                self._open.warn("read", error)
             under_way.append(loading)
-
-    def _job(self, slot: int, there: int, nbytes: int, *, is_write: bool = False) -> RangesJob:
-        file, at = self._files.file(there, is_write=is_write)
-        address, payload = self._memory.address(slot), whole_blocks(nbytes)
-        return self._engine.ranges(
-            write=is_write,
-            files=[file],
-            file_index=array("Q", [0, 0]),
-            offsets=array("Q", [at, at + HEADER_BYTES]),
-            sizes=array("Q", [HEADER_BYTES, payload]),
-            addresses=array("Q", [address, address + HEADER_BYTES]),
-            owner=self._memory,
-            client=Client.PAGE_WRITE if is_write else Client.PAGE_READ,
-            transfer_bytes=self._files.slot_bytes,
-            verified=is_write,
-        )
 
     def _finish(self, loading: Loading, identity: bytes) -> None:
         """Wait for a page from a file, and deliver it."""
@@ -388,7 +335,7 @@ class PageStore:
                     return
                 is_read = True
             except StateholdError as error:
-                self._warn("read", error)
+                self._open.warn("read", error)
         self._settle(loading, identity, is_read)
 
     def _settle(self, loading: Loading, identity: bytes, is_read: bool) -> None:
@@ -397,9 +344,9 @@ class PageStore:
         is_right = header is not None and header.is_of(identity, loading.key, view.nbytes)
         if is_right:
             source = self._memory.address(slot) + HEADER_BYTES
-            batch.move(place, lambda: _copy(_address(view), source, view.nbytes))
+            batch.move(place, lambda: _copy(address_of(view), source, view.nbytes))
         is_same = False
-        with self._changing(None):
+        with self._open.changing(None):
             memory, files = self._memory.table, self._files.table
             space = memory.space(identity)
             if header is None or not memory.publish(slot, header.index, header.before, space):
@@ -408,9 +355,11 @@ class PageStore:
             if header is None and is_same:
                 files.free(loading.there)
         if is_right:
-            self._verdict(batch, place, Verdict.HIT)
+            self._verdict(batch, place, PageVerdict.HIT)
         else:
-            self._verdict(batch, place, Verdict.BAD if header is None and is_same else Verdict.MISS)
+            self._verdict(
+                batch, place, PageVerdict.BAD if header is None and is_same else PageVerdict.MISS
+            )
 
     def _proven(self, loading: Loading, identity: bytes) -> Header | None:
         """The header of what was read, if it and the payload are right for the key."""
@@ -439,7 +388,7 @@ class PageStore:
 
     def _accept(
         self,
-        batch: Batch,
+        batch: PageBatch,
         identity: bytes,
         keys: list[bytes],
         views: list[memoryview],
@@ -460,17 +409,17 @@ class PageStore:
                 break
             self._publish(identity, taken)
         for page in waiting:  # other processes have all the memory
-            self._verdict(batch, page.place, Verdict.DROPPED)
+            self._verdict(batch, page.place, PageVerdict.DROPPED)
 
-    def _take(self, batch: Batch, waiting: deque[Taking]) -> list[Taking]:
+    def _take(self, batch: PageBatch, waiting: deque[Taking]) -> list[Taking]:
         """The next pages that need a slot, each with one, as far as there are slots."""
         memory, files, taken = self._memory.table, self._files.table, list[Taking]()
-        with self._changing(batch.until - time.monotonic()):
+        with self._open.changing(batch.until - time.monotonic()):
             while waiting:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
-                    self._verdict(batch, page.place, Verdict.HIT)
-                elif (slot := memory.take(self._seat)) >= 0:
+                    self._verdict(batch, page.place, PageVerdict.HIT)
+                elif (slot := memory.take(self._open.seat)) >= 0:
                     page.slot, page.serial = slot, files.next_serial()
                     taken.append(page)
                 else:
@@ -482,18 +431,18 @@ class PageStore:
         """Fill slots in memory, let everybody find them, and have them written."""
         filled = {page.slot for page in taken if self._fill(page, identity)}
         stored, memory = list[int](), self._memory.table
-        with self._changing(None):
+        with self._open.changing(None):
             space = memory.space(identity)
             for page in taken:
                 slot = page.slot
                 if slot in filled and memory.publish(slot, page.index, page.before, space):
-                    memory.hold(slot, self._seat)
+                    memory.hold(slot, self._open.seat)
                     stored.append(slot)
                 else:
                     memory.free(slot)
         self._write.submit(lambda: self._store(stored))
         for page in taken:
-            self._verdict(page.batch, page.place, Verdict.STORED)
+            self._verdict(page.batch, page.place, PageVerdict.STORED)
 
     def _fill(self, page: Taking, identity: bytes) -> bool:
         """Copy a page to its slot, unless it is late."""
@@ -503,7 +452,7 @@ class PageStore:
             if page.view.readonly:
                 self._memory.payload(page.slot, nbytes)[:] = page.view
             else:
-                _copy(at, _address(page.view), nbytes)
+                _copy(at, address_of(page.view), nbytes)
 
         if not page.batch.move(page.place, copy):
             return False
@@ -526,13 +475,13 @@ class PageStore:
         memory, files = self._memory.table, self._files.table
         headers = {slot: Header.decode(self._memory.header(slot)) for slot in slots}
         jobs: dict[int, tuple[int, RangesJob | None]] = {}
-        with self._changing(None):
+        with self._open.changing(None):
             for slot in slots:
-                there = files.take(self._seat, self._files.below)
+                there = files.take(self._open.seat, self._files.below)
                 if there >= 0:
                     jobs[slot] = there, self._begin_write(slot, there, headers[slot])
         done = {slot for slot, (_, job) in jobs.items() if self._is_written(job)}
-        with self._changing(None):
+        with self._open.changing(None):
             for slot in slots:
                 there = jobs[slot][0] if slot in jobs else -1
                 header = headers[slot]
@@ -549,9 +498,9 @@ class PageStore:
         if header is None:
             return None
         try:
-            return self._job(slot, there, header.nbytes, is_write=True)
+            return self._open.job(slot, there, header.nbytes, is_write=True)
         except StorageError as error:
-            self._warn("write", error)
+            self._open.warn("write", error)
             return None
 
     def _is_written(self, job: RangesJob | None) -> bool:
@@ -560,7 +509,7 @@ class PageStore:
         try:
             return job.wait(None)
         except StorageError as error:
-            self._warn("write", error)
+            self._open.warn("write", error)
             return False
 
     def _flush_later(self) -> None:
@@ -570,147 +519,16 @@ class PageStore:
     def _flush_now(self) -> None:
         self._is_flush_due = False
         try:
-            self._files.flush()
-        except (OSError, StorageError) as error:
-            self._warn("flush", error)
-
-    # -- the tables ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _held(self, timeout_s: float | None) -> Iterator[None]:
-        """The lock of the tables. Raises WaitTimeout."""
-        until = -1.0 if timeout_s is None else max(0.0, timeout_s)
-        if not self._guard.acquire(timeout=until):
-            raise _late(self.path)
-        try:
-            if not self._lock.take(_TABLES, timeout_s):
-                raise _late(self.path)
-            try:
-                yield
-            finally:
-                self._lock.drop(_TABLES)
-        finally:
-            self._guard.release()
-
-    @contextlib.contextmanager
-    def _changing(self, timeout_s: float | None) -> Iterator[None]:
-        with self._held(timeout_s), self._memory.table.change(), self._files.table.change():
-            yield
-
-    def _use(self, identity: bytes) -> None:
-        with self._changing(None):
-            for tier in (self._memory, self._files):
-                tier.table.seat(self._seat, tier.table.space(identity))
-
-    def _sit(self) -> int:
-        """A seat of the store: a byte of the lock that this process alone has."""
-        for seat in range(SEATS_MAX):
-            if self._lock.try_take(1 + seat):
-                return seat
-        raise RunBusyError("too many processes use the store of pages", facts={"path": self.path})
-
-    def _is_alive(self, seat: int) -> bool:
-        return seat == self._seat or self._lock.is_taken(1 + seat)
-
-    def _is_alone(self) -> bool:
-        return not any(self._lock.is_taken(1 + seat) for seat in range(SEATS_MAX))
-
-    def _geometry(self, capacity: int, size: int) -> Geometry:
-        """The slots of the store, as its first process has made them, or as this one does."""
-        path = f"{self.path}/{_ABOUT}"
-        wanted = Geometry.of(capacity, size)
-        try:
-            with open(path, "rb") as found:
-                about = json.loads(found.read(4096))
-            made = Geometry(**about["geometry"])
-        except FileNotFoundError:
-            _check_empty(self.path)
-            _check_disk(self.path, capacity)
-            content = {"format": FORMAT, "geometry": asdict(wanted)}
-            replace_file(path, json.dumps(content).encode())
-            return wanted
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _no_store(self.path) from error
-        if about["format"] != FORMAT:
-            raise FormatVersionError(
-                "another version of statehold has made the store of pages",
-                facts={"path": path, "expected": FORMAT, "got": about["format"]},
-                hint="use another directory, or delete this one: its pages are computed again",
-            )
-        if made != wanted:
-            raise UsageError(
-                "the store of pages has other slots",
-                facts={"path": self.path, "expected": _told(made), "got": _told(wanted)},
-                hint="give the page_bytes and capacity that it was made with, or another directory",
-            )
-        return made
-
-    def _recover(self) -> None:
-        """Make good what dead processes and a loss of power have left."""
-        table, now = self._files.table, boot()
-        is_new, is_alone = table.is_new, self._is_alone()
-        if not is_alone and table.boot != now:
-            raise RunBusyError(
-                "another host uses the store of pages",
-                facts={"path": self.path},
-                hint="give each host a directory on its own disk",
-            )
-        if is_new:
-            table.create()
-        # A table that was flushed before the power was lost may be older than the pages.
-        is_old = is_new or table.boot not in (0, now)
-        table.boot = now
-        with self._changing(None):
-            for slot in self._memory.table.clear_seats(self._is_alive):
-                self._memory.table.release(slot)
-            table.clear_seats(self._is_alive)
-            if is_new:
-                self._adopt_all()
-        if is_old:
-            table.mend()
-
-    def _adopt_all(self) -> None:
-        """Find the pages in segments whose table is gone."""
-        table, count = self._files.table, self._files.slots_on_disk()
-        for first in range(0, count, LOADS_MAX):
-            slots = range(first, min(first + LOADS_MAX, count))
-            for slot, raw in zip(slots, self._headers(slots), strict=True):
-                header = Header.decode(raw)
-                if header is not None:
-                    space = table.space(header.identity)
-                    table.adopt(slot, header.index, header.before, space)
-                    table.saw_serial(header.serial)
-
-    def _headers(self, slots: range) -> list[bytes]:
-        """The first bytes of slots; empty where the storage fails."""
-        memory = bytearray(len(slots) * HEADER_BYTES)
-        files, offsets = zip(
-            *(self._files.file(slot, is_write=False) for slot in slots), strict=True
-        )
-        at = _address(memoryview(memory))
-        try:
-            self._engine.ranges(
-                write=False,
-                files=list(files),
-                file_index=array("Q", range(len(slots))),
-                offsets=array("Q", offsets),
-                sizes=array("Q", [HEADER_BYTES] * len(slots)),
-                addresses=array("Q", range(at, at + len(memory), HEADER_BYTES)),
-                owner=memory,
-                client=Client.PAGE_READ,
-                verified=False,
-            ).wait(None)
-        except StateholdError as error:
-            self._warn("read", error)
-            return [b""] * len(slots)
-        return [bytes(memory[i : i + HEADER_BYTES]) for i in range(0, len(memory), HEADER_BYTES)]
+            self._open.flush()
+        except StorageError as error:
+            self._open.warn("flush", error)
 
     # -- small things ----------------------------------------------------------------------
 
-    def _batch(self, count: int, deadline_s: float | None) -> Batch:
+    def _batch(self, count: int, deadline_s: float | None) -> PageBatch:
         if self._is_closed:
             raise ClosedError("the store of pages is closed", facts={"path": self.path})
-        return Batch(
+        return PageBatch(
             count, time.monotonic() + (deadline_s if deadline_s is not None else self.deadline_s)
         )
 
@@ -724,7 +542,7 @@ class PageStore:
                 facts = {"expected": f"at most {self.page_bytes} bytes", "got": view.nbytes}
                 raise UsageError("a page is too large for the store", facts=facts)
 
-    def _submit(self, worker: Worker, batch: Batch, action: Callable[[], None]) -> None:
+    def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""
 
         def guarded() -> None:
@@ -735,42 +553,25 @@ class PageStore:
             except Exception:
                 logger.exception("the store of pages %s has failed", self.path)
                 for place in range(batch.count):
-                    batch.settle(place, Verdict.MISS)
+                    batch.settle(place, PageVerdict.MISS)
 
         worker.submit(guarded)
 
-    def _verdict(self, batch: Batch, place: int, verdict: Verdict) -> None:
+    def _verdict(self, batch: PageBatch, place: int, verdict: PageVerdict) -> None:
         if batch.settle(place, verdict):
             self._counts[_COUNTED[verdict]] += 1
         else:
             self._counts["late"] += 1
 
-    def _warn(self, action: str, error: Exception) -> None:
-        if action not in self._warned:
-            self._warned.add(action)
-            logger.warning(
-                "the store of pages %s could not %s a page; it goes on with those that it can\n%s",
-                self.path, action, error,
-            )  # fmt: skip
-
 
 _COUNTED = {
-    Verdict.HIT: "hits",
-    Verdict.MISS: "misses",
-    Verdict.LATE: "late",
-    Verdict.BAD: "bad",
-    Verdict.STORED: "stored",
-    Verdict.DROPPED: "dropped",
+    PageVerdict.HIT: "hits",
+    PageVerdict.MISS: "misses",
+    PageVerdict.LATE: "late",
+    PageVerdict.BAD: "bad",
+    PageVerdict.STORED: "stored",
+    PageVerdict.DROPPED: "dropped",
 }
-
-
-def _name(path: str) -> str:
-    found = os.stat(path)
-    return hashlib.sha256(f"{found.st_dev} {found.st_ino}".encode()).hexdigest()[:16]
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
 
 
 def _copy(to: int, source: int, nbytes: int) -> None:
@@ -792,37 +593,3 @@ def _check_identity(identity: object) -> bytes:
         facts={"expected": f"{IDENTITY_BYTES} bytes", "got": shown(identity)},
         hint="statehold.kv.identity() makes one",
     )
-
-
-def _check_empty(path: str) -> None:
-    if set(os.listdir(path)) - {_LOCK}:
-        raise _no_store(path)
-
-
-def _check_disk(path: str, capacity: int) -> None:
-    found = os.statvfs(path)
-    if capacity > found.f_blocks * found.f_frsize:
-        raise UsageError(
-            "the capacity of a store of pages is larger than its disk",
-            facts={
-                "path": path,
-                "expected": f"at most {format_bytes(found.f_blocks * found.f_frsize)}",
-                "got": format_bytes(capacity),
-            },
-        )
-
-
-def _no_store(path: str) -> UsageError:
-    return UsageError(
-        "the directory holds something else than pages",
-        facts={"path": path},
-        hint="give a directory that is empty or does not exist",
-    )
-
-
-def _told(geometry: Geometry) -> str:
-    return f"{geometry.slots} slots of {format_bytes(geometry.slot_bytes)}"
-
-
-def _late(path: str) -> WaitTimeout:
-    return WaitTimeout("another process holds the tables of the store", facts={"path": path})

@@ -15,9 +15,9 @@ recently. Using a page uses those before it, too, so a page never goes before on
 Invariants: the caller holds the lock of the tier, except for find(), index() and generation().
 These may see half a change. Then they miss a page, or name a slot of another one, and the reader
 of a slot compares its generation after it has read. A slot gets a new generation each time that it
-is taken. A process that dies inside a change leaves `changes` odd, and mend() makes everything anew
-that follows from the columns. The table is only a hint: each page proves itself.
-Not here: the bytes of pages (tier), the lock (store).
+is taken. A process that dies inside a change leaves `changes` odd, and mend() makes
+again what follows from the columns. The table is only a hint: each page proves itself.
+Not here: the bytes of pages (tiers), the lock (opened).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _buckets(slots: int) -> int:
     return 1 << max(3, (2 * slots - 1).bit_length())
 
 
-class Table:
+class SlotTable:
     """The table in `memory`, which has nbytes(slots). New memory is zeros."""
 
     def __init__(self, memory: memoryview, slots: int) -> None:
@@ -266,7 +266,7 @@ class Table:
         return dirty
 
     def mend(self) -> None:
-        """Make lists and buckets anew from the columns. A page that is there twice stays once."""
+        """Make lists and buckets again from the columns. A page that is there twice stays once."""
         self._words[_CHANGES] |= 1
         self._words[_FREE] = 0
         self._words[_FRESH] = min(self._words[_FRESH], self.slots)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from statehold.errors import NoSpaceError, StorageError, UsageError, storage_error
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import HEADER_BYTES
-from statehold.kv.table import Table
+from statehold.kv.table import SlotTable
 from statehold.process.host_memory import home
 from statehold.units import MiB, format_bytes
 
@@ -93,12 +93,12 @@ class MemoryTier:
         self.slot_bytes = slot_bytes
         path = f"{home()}/kv-{name}-{slot_bytes}"
         slots = _slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
-        self._begin = _pages(Table.nbytes(slots))
+        self._begin = _pages(SlotTable.nbytes(slots))
         nbytes = self._begin + slots * slot_bytes
         if not os.path.exists(path):
             _check_room(nbytes)
         self._mapped = Mapped(path, nbytes)
-        self.table = Table(self._mapped.view[: Table.nbytes(slots)], slots)
+        self.table = SlotTable(self._mapped.view[: SlotTable.nbytes(slots)], slots)
         if self.table.is_new:
             self.table.create()
         self._address = self._mapped.address + self._begin
@@ -166,8 +166,8 @@ class FileTier:
         self.slot_bytes, slots = geometry.slot_bytes, geometry.slots
         self._fs, self._root = fs, root
         self._by_segment = geometry.segment_slots
-        self._mapped = Mapped(f"{root}/{_INDEX}", _pages(Table.nbytes(slots)))
-        self.table = Table(self._mapped.view[: Table.nbytes(slots)], slots)
+        self._mapped = Mapped(f"{root}/{_INDEX}", _pages(SlotTable.nbytes(slots)))
+        self.table = SlotTable(self._mapped.view[: SlotTable.nbytes(slots)], slots)
         self._files: dict[tuple[int, bool], File] = {}
         self._is_full_at: int | None = None  # the segment that the storage had no room for
 
@@ -246,7 +246,7 @@ def _slots_there(path: str) -> int:
 
 
 def _taken(slots: int, slot_bytes: int) -> int:
-    return _pages(Table.nbytes(slots)) + slots * slot_bytes
+    return _pages(SlotTable.nbytes(slots)) + slots * slot_bytes
 
 
 def boot() -> int:
