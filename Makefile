@@ -51,6 +51,7 @@ campaigns: export STATEHOLD_AGENT_KILLS = 100
 campaigns: export STATEHOLD_UPDATES = 2000
 campaigns: export STATEHOLD_LEAVES = 1000
 campaigns: export STATEHOLD_READERS = 5000
+campaigns: export STATEHOLD_PAGE_KILLS = 1000
 campaigns: export STATEHOLD_FLIPS = all
 campaigns: export STATEHOLD_ALL_BYTES = 1
 campaigns: export STATEHOLD_DEVICE_SCHEDULES = 10000
@@ -72,7 +73,7 @@ campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@echo "STATEHOLD_SEED=$$STATEHOLD_SEED repeats these campaigns"
 	@$(pytest) -o time_limit=0 tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/examples \
-	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py $(ARGS)
+	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py tests/kv $(ARGS)
 
 integrations: setup  ## tests/frameworks beside other people's frameworks, in .venv-integrations
 	@tools/integrations.sh $(ARGS)
