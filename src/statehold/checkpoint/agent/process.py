@@ -42,11 +42,11 @@ from typing import NoReturn
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.agent.orders import Orders
+from statehold.checkpoint.levels.memory import directory_of
 from statehold.checkpoint.levels.opening import open_places
 from statehold.checkpoint.levels.places import DirectoryPlace, Place
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.levels.specs import Level, Memory
-from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.lock import TAKE_OVER_S
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (

@@ -1,8 +1,9 @@
-"""The place of the steps of a memory level: a directory of this run in the directory of this user
-below /dev/shm.
+"""The directory of a level, also of one without a path.
 
-A process that opens the same run on the same host finds the directory again, until the host
-restarts.
+The steps of a memory level without a path lie in a directory of this run, in the directory of this
+user below /dev/shm. A process that opens the same run on the same host finds the directory again,
+until the host restarts.
+Not here: the options of a level (specs), object stores, which have no directory.
 """
 
 from __future__ import annotations
@@ -10,11 +11,47 @@ from __future__ import annotations
 import hashlib
 import os
 
+from statehold.checkpoint.levels.owners import Identity, owner_at
+from statehold.checkpoint.levels.specs import Directory, Level, Memory
+from statehold.observe.background_log import log_once
 from statehold.process.host_memory import SHARED_MEMORY, check_home, home, home_path
-from statehold.process.ownership import make_own_directory
+from statehold.process.ownership import check_own_directory, make_own_directory
 
 OF_LEVEL = "of a memory level"
 COPIES_SUFFIX = "-copies"
+
+
+def directory_of(level: Level, run: str) -> str:
+    """The directory of a level. Nothing is made.
+
+    Raises StorageError if another user may write to that of a memory level, or to what is beside it
+    for copies of other hosts.
+    """
+    path = level.path if isinstance(level, Directory | Memory) else None
+    if path is not None:
+        found = os.path.abspath(os.fspath(path))
+        if isinstance(level, Memory):
+            for each in (found, found + COPIES_SUFFIX):
+                check_own_directory(each, OF_LEVEL)
+        return found
+    if not isinstance(level, Memory):
+        return run
+    found = memory_root(run)
+    return found if os.path.isdir(found) else _before_a_move(run) or found
+
+
+def _before_a_move(run: str) -> str | None:
+    """The memory of a run whose directory was renamed: it is called after the path before.
+
+    The run stays there. Otherwise steps that are only in memory would be lost.
+    """
+    if (owner := owner_at(run)) is None or (there := owner_at(memory_root(owner.run))) is None:
+        return None
+    found = memory_root(owner.run)
+    if not Identity(run, draws=False).owns(there):
+        return None
+    log_once(f"{run} was {owner.run} before. Its memory level stays in {found}")
+    return found
 
 
 def memory_root(run: str, base: str = SHARED_MEMORY) -> str:

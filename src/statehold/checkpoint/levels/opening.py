@@ -1,7 +1,7 @@
 """From the user's levels to places that can be read and written.
 
 Invariants: no two levels use one place.
-Not here: the options of a level (specs), its directory (whereabouts), the work of a place (places).
+Not here: the options of a level (specs), its directory (memory), the work of a place (places).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.hosts.place import CopiesAt, HostPlace
-from statehold.checkpoint.levels.memory import COPIES_SUFFIX, make_private
+from statehold.checkpoint.levels.memory import COPIES_SUFFIX, directory_of, make_private
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import DirectoryNotes, Identity, OwnedSteps
 from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, StoreSite
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
-from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError

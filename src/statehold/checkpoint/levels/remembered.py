@@ -21,9 +21,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from statehold.checkpoint.levels.notes import read_note, write_note
+from statehold.checkpoint.levels.memory import directory_of
+from statehold.checkpoint.levels.owners import read_note, write_note
 from statehold.checkpoint.levels.specs import NAME, Directory, Level, Memory, ObjectStore
-from statehold.checkpoint.levels.whereabouts import directory_of
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError, shown
 from statehold.io.objects.client import check_url
