@@ -129,7 +129,7 @@ def downloads(steps: ObjectSteps, store: Any, into: memoryview) -> dict[str, Way
             list(threads.map(part, begins, lengths))
 
     return {
-        "statehold": lambda: steps.fetch(1, NAME, 0, into),
+        "statehold": lambda: steps.fetch(1, NAME, [(0, into)]),
         "get_range, threads": in_threads,
         "get_ranges": lambda: _drop(store.get_ranges("peer", starts=begins, lengths=lengths)),
         "get": lambda: _drop(store.get("peer").bytes()),
@@ -165,7 +165,7 @@ def measure(endpoint: str, url: str, size: int, rounds: int) -> dict[str, Found]
     steps.publish(1, ATTEMPT, b"manifest")
 
     def check() -> None:
-        steps.fetch(1, NAME, 0, memoryview(into))
+        steps.fetch(1, NAME, [(0, memoryview(into))])
         if into != data:
             raise SystemExit("what came back is not what was sent")
 

@@ -215,6 +215,23 @@ def test_importing_the_package_is_light() -> None:
     assert len(loaded) < 60, loaded
 
 
+def test_a_run_of_one_host_loads_nothing_of_several(tmp_path: Path) -> None:
+    code = (
+        "import sys, statehold\n"
+        "with statehold.Checkpointer(sys.argv[1], staging_bytes='64MiB') as ckpt:\n"
+        "    ckpt.save(1, {'step': 1}).wait('committed')\n"
+        "    assert ckpt.restore({'step': 0}) == 1\n"
+        "print(*(name for name in sys.modules if name.startswith(sys.argv[2])))"
+    )
+    hosts = f"{PACKAGE}.checkpoint.levels.hosts"
+    assert any(name.startswith(f"{hosts}.") for name in MODULES)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "run", hosts],
+        capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    assert done.stdout.split() == []
+
+
 def sample(text: str, *, types: bool) -> set[str]:
     return imports("statehold.a.b", ast.parse(text), types=types)
 

@@ -48,15 +48,15 @@ class Meanwhile:
         self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int
     ) -> None:
         self.happened = 0
-        locate = Nearest.locate
+        find = Nearest.find
 
         def late(*arguments: object) -> str:
             if self.happened < times:
                 self.happened += 1
                 act()
-            return locate(*arguments)  # type: ignore[arg-type]
+            return find(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Nearest, "locate", late)
+        monkeypatch.setattr(Nearest, "find", late)
 
 
 def names(fs: SimFs) -> list[str]:

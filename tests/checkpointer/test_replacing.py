@@ -208,17 +208,17 @@ def test_a_reader_between_the_two_renames_looks_again(
 ) -> None:
     """Before or after a path was found for each of its files, the step gets its other name."""
     left = list(changes)
-    locate = Nearest.locate
+    find = Nearest.find
 
     def beside(*arguments: Any) -> str:
         if left and not late:
             left.pop(0)(fs)
-        path = locate(*arguments)
+        path = find(*arguments)
         if left and late:
             left.pop(0)(fs)
         return path
 
-    monkeypatch.setattr(Nearest, "locate", beside)
+    monkeypatch.setattr(Nearest, "find", beside)
     assert restored(fs) == (2, 2)
     assert len(left) < len(changes)
     assert "damaged" not in caplog.text

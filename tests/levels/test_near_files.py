@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.levels.near_files import GAP_BYTES, NearFiles, coalesced
 from statehold.checkpoint.restore.read_plan import ReadPlan
+from statehold.checkpoint.store.near_files import GAP_BYTES, PREFIX, NearFiles, coalesced
 from statehold.errors import (
     ChecksumError,
     MissingFileError,
@@ -22,8 +22,9 @@ from statehold.errors import (
     StorageError,
     UnavailableError,
 )
-from statehold.io.objects.parallel import Target
+from statehold.io.objects.parallel import Extent
 from statehold.layout.layout import Box
+from statehold.process.host_memory import SHARED_MEMORY
 from statehold.units import MiB
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
@@ -38,7 +39,7 @@ class Far:
     def __init__(self) -> None:
         self.fetched: list[tuple[int, int]] = []
 
-    def __call__(self, targets: Sequence[Target]) -> None:
+    def __call__(self, targets: Sequence[Extent]) -> None:
         for begin, memory in targets:
             self.fetched.append((begin, begin + len(memory)))
             memory[:] = FAR[begin : begin + len(memory)]
@@ -96,7 +97,7 @@ def test_files_go_when_the_step_is_not_read_any_more(tmp_path) -> None:
 
 
 def test_what_cannot_be_fetched_leaves_nothing(tmp_path) -> None:
-    def fails(_: Sequence[Target]) -> None:
+    def fails(_: Sequence[Extent]) -> None:
         raise UnavailableError("cannot read")
 
     near = NearFiles([str(tmp_path)])
@@ -218,7 +219,7 @@ def test_a_rank_that_needs_a_half_fetches_a_half(ckpt, fetched) -> None:
         half = torch.zeros(ROWS // 2, shape[1], dtype=whole.dtype)
         plan = ReadPlan(saved)
         plan.place("w", chunk, Box((ROWS // 2, 0), tuple(half.shape)), half)
-        plan.start(opened.runtime.engine, partial(steps.locate, 1)).finish()
+        plan.start(opened.runtime.engine, partial(steps.find, 1)).finish()
     assert torch.equal(half, whole[ROWS // 2 :])
     assert half.nbytes <= sum(fetched) <= half.nbytes + 2 * GAP_BYTES
 
@@ -235,4 +236,4 @@ def test_a_step_that_is_damaged_there_is_found_to_be(ckpt, tmp_path) -> None:
     data.write_bytes(raw[:-1])
     with pytest.raises(MissingFileError):
         ckpt.restore(live)
-    assert not inside(ckpt).levels.places[1]._near._folders
+    assert not list(Path(SHARED_MEMORY).glob(f"{PREFIX}{os.getpid()}-*"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.levels.near_files import PREFIX
+from statehold.checkpoint.store.near_files import PREFIX
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError, UnavailableError
 from statehold.io.objects.client import ObjectClient, not_given_back

@@ -51,7 +51,7 @@ def upload(steps: ObjectSteps, attempt: str = ATTEMPT) -> None:
 
 def fetch(steps: ObjectSteps) -> None:
     memory = bytearray(len(DATA))
-    steps.fetch(1, NAME, 0, memoryview(memory))
+    steps.fetch(1, NAME, [(0, memoryview(memory))])
     assert memory == DATA
 
 

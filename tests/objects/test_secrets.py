@@ -91,7 +91,7 @@ OPERATIONS: list[Callable[[ObjectSteps], object]] = [
     ObjectSteps.steps,
     lambda steps: steps.read(1, MANIFEST_NAME, 100),
     lambda steps: steps.size(1, "x"),
-    lambda steps: steps.fetch(1, "x", 0, memoryview(bytearray(10))),
+    lambda steps: steps.fetch(1, "x", [(0, memoryview(bytearray(10)))]),
     lambda steps: steps.upload(1, ATTEMPT, "x", 1, broken_blocks()),
     lambda steps: steps.upload(1, ATTEMPT, "x", 3, [memoryview(b"abc")]),
     lambda steps: steps.publish(1, ATTEMPT, b"manifest"),

@@ -33,7 +33,7 @@ def upload(steps: ObjectSteps, step: int, attempt: str, data: bytes = b"data") -
 
 def fetched(steps: ObjectSteps, step: int, size: int) -> bytes:
     memory = bytearray(size)
-    steps.fetch(step, DATA, 0, memoryview(memory))
+    steps.fetch(step, DATA, [(0, memoryview(memory))])
     return bytes(memory)
 
 
@@ -122,7 +122,7 @@ def test_a_retired_step_is_gone(steps: ObjectSteps) -> None:
     assert steps.steps() == [8]
     assert below(steps) == ([commit_name(8)], [f"step-000000000008.{FIRST}"])
     with pytest.raises(StepNotFoundError):
-        steps.fetch(7, DATA, 0, memoryview(bytearray(4)))
+        steps.fetch(7, DATA, [(0, memoryview(bytearray(4)))])
 
 
 def test_abandoning_leaves_what_is_committed(steps: ObjectSteps) -> None:
@@ -270,7 +270,7 @@ def test_a_saved_step_is_the_same_step_there(steps: ObjectSteps, tmp_path: Path)
     assert saved.tensors["w"].shape == (1000,)
     (entry,) = saved.files
     memory = bytearray(entry.bytes)
-    steps.fetch(5, entry.name, 0, memoryview(memory))
+    steps.fetch(5, entry.name, [(0, memoryview(memory))])
     expected = hashlib.sha256((local / entry.name).read_bytes()).digest()
     assert hashlib.sha256(memory).digest() == expected
     with pytest.raises(StepNotFoundError):

@@ -39,7 +39,7 @@ def test_read_only_blocks_are_sent_from_where_they_are(steps: ObjectSteps) -> No
     steps.upload(1, ATTEMPT, NAME, len(CONTENT), blocks)
     steps.publish(1, ATTEMPT, b"manifest")
     memory = bytearray(len(CONTENT))
-    steps.fetch(1, NAME, 0, memoryview(memory))
+    steps.fetch(1, NAME, [(0, memoryview(memory))])
     assert memory == CONTENT
 
 
@@ -52,7 +52,7 @@ def test_a_file_comes_back_as_it_was(steps: ObjectSteps, size: int) -> None:
     publish(steps, CONTENT[:size])
     assert steps.size(1, NAME) == size
     memory = bytearray(size)
-    steps.fetch(1, NAME, 0, memoryview(memory))
+    steps.fetch(1, NAME, [(0, memoryview(memory))])
     assert memory == CONTENT[:size]
 
 
@@ -60,7 +60,7 @@ def test_a_file_comes_back_as_it_was(steps: ObjectSteps, size: int) -> None:
 def test_any_range_goes_into_the_memory_given(steps: ObjectSteps, begin: int, end: int) -> None:
     publish(steps, CONTENT)
     memory = bytearray(end - begin + 2)
-    steps.fetch(1, NAME, begin, memoryview(memory)[1:-1])
+    steps.fetch(1, NAME, [(begin, memoryview(memory)[1:-1])])
     assert memory == b"\0" + CONTENT[begin:end] + b"\0"
 
 
@@ -68,14 +68,14 @@ def test_any_range_goes_into_the_memory_given(steps: ObjectSteps, begin: int, en
 def test_a_range_past_the_end_is_an_error(steps: ObjectSteps, begin: int) -> None:
     publish(steps, CONTENT)
     with pytest.raises(TruncatedFileError):
-        steps.fetch(1, NAME, begin, memoryview(bytearray(len(CONTENT))))
+        steps.fetch(1, NAME, [(begin, memoryview(bytearray(len(CONTENT))))])
 
 
 def test_a_file_that_is_not_there(steps: ObjectSteps) -> None:
     publish(steps, b"")
     for size in (10, 2 * PART):
         with pytest.raises(MissingFileError):
-            steps.fetch(1, "rank-00001-of-00002.safetensors", 0, memoryview(bytearray(size)))
+            steps.fetch(1, "rank-00001-of-00002.safetensors", [(0, memoryview(bytearray(size)))])
 
 
 def test_the_throttle_is_asked_before_every_piece(steps: ObjectSteps) -> None:
@@ -166,7 +166,7 @@ def test_many_threads_share_one_store(steps: ObjectSteps) -> None:
 
     def read(begin: int) -> None:
         memory = bytearray(PART + 10)
-        steps.fetch(1, NAME, begin, memoryview(memory))
+        steps.fetch(1, NAME, [(begin, memoryview(memory))])
         if memory != CONTENT[begin : begin + len(memory)]:
             wrong.append(begin)
 

@@ -67,7 +67,7 @@ def restored(fs: SimFs, content: int, **options: object) -> list[object]:
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("rank", range(SIZE))
-@pytest.mark.parametrize("method", ["open", "locate"])
+@pytest.mark.parametrize("method", ["open", "find"])
 def test_all_ranks_read_the_same_save(fs, monkeypatch, rank: int, method: str, caplog) -> None:
     once = Once(monkeypatch, method, rank, lambda: saved(fs, 2, 22))
     assert restored(fs, 22) == [2] * SIZE

@@ -254,7 +254,7 @@ def test_a_level_that_cannot_be_listed_is_no_way_back(
             save(ckpt, step)
         assert applied(updates).step == 3
         (place, _) = subscribe.Places(updates._fs, subscribe.levels_of(str(run)))
-        assert place.store.root == str(memory)
+        assert place.root == str(memory)
         asked = []
 
         def fails(store: Any) -> list[int]:
@@ -263,7 +263,7 @@ def test_a_level_that_cannot_be_listed_is_no_way_back(
                 raise statehold.errors.storage_error("list", 5, store.root)
             return [2]
 
-        monkeypatch.setattr("statehold.checkpoint.store.store.Store.steps", fails)
+        monkeypatch.setattr("statehold.checkpoint.store.shelf.DirectoryShelf.steps", fails)
         assert updates.wait(0) is None
         assert str(memory) in asked
     assert whole(live) == 3
@@ -392,7 +392,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: st
     return fired
 
 
-@pytest.mark.parametrize("name", ["open", "locate"])
+@pytest.mark.parametrize("name", ["open", "find"])
 @pytest.mark.parametrize("again", [1, 2])
 def test_a_step_that_is_retired_or_saved_again_meanwhile_is_replaced_by_the_newest(
     name: str,

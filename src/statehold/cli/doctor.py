@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
-from statehold.checkpoint.levels.near_files import PREFIX
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.checkpoint.store.lock import RunLock, is_saved_into
+from statehold.checkpoint.store.near_files import PREFIX
 from statehold.cli import codes
 from statehold.cli.output import bad, counted, emit, good, say, table, weak
 from statehold.cli.places import bytes_of, leftovers_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes
 from statehold.cli.output import emit, say, table
 from statehold.reading.places import file_system, run_at
@@ -19,7 +19,7 @@ from statehold.units import format_bytes
 
 def run(args: argparse.Namespace) -> int:
     path = run_at(args.run)
-    store = Store(file_system(), path)
+    store = DirectoryShelf(file_system(), path)
     steps = {step: sizes_of_steps(path, [store.where(step)]) for step in store.steps()}
     whole = sizes([path])
     if args.json:

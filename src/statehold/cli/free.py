@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.checkpoint.store.lock import is_saved_into
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
@@ -49,13 +49,13 @@ def _looked_at(
     fs: Fs, path: str, memory: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     found: list[dict[str, Any]] = [
-        {"path": each, "steps": Store(fs, each).steps(), "bytes": sizes([each]).own_bytes,
+        {"path": each, "steps": DirectoryShelf(fs, each).steps(), "bytes": sizes([each]).own_bytes,
          "used": is_saved_into(each)}
         for each in memory
     ]  # fmt: skip
     looked, in_run = [], list[int]()
     if os.path.isdir(path) and path not in memory:
-        options, in_run = levels.far_options(args.option), whole_steps(Store(fs, path))
+        options, in_run = levels.far_options(args.option), whole_steps(DirectoryShelf(fs, path))
         looked = levels.levels_of(fs, path, far=args.levels, options=options)
     others = [level for level in looked if level.entry.where not in memory]
     elsewhere = {*levels.steps_of(others, counting=True), *in_run}

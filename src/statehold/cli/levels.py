@@ -19,17 +19,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from statehold.checkpoint.levels.copying import CopyPart, SourceFile, part_of
+from statehold.checkpoint.levels.copying import CopyPart, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.publish import directory_id, is_directory, look_beside_a_writer
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli.output import note
 from statehold.cli.places import describe
 from statehold.cli.said import said
@@ -54,15 +54,6 @@ FETCH_BYTES = 64 << 20
 Document = dict[str, Any]
 
 
-class HeldSteps(Protocol):
-    """The steps of a level, if it can be read."""
-
-    def steps(self) -> list[int]: ...
-    def describe(self, step: int) -> Document | None: ...
-    def near(self, step: int) -> contextlib.AbstractContextManager[str]: ...
-    def about(self) -> Document: ...
-
-
 @dataclass
 class FoundLevel:
     """A level as it was found. state: "there", "not there", "not asked" or "unreadable". held: the
@@ -71,7 +62,7 @@ class FoundLevel:
     entry: Remembered
     state: str = "there"
     error: str = ""
-    place: HeldSteps | None = None
+    place: InDirectory | InObjects | None = None
     held: dict[int, Document] = field(default_factory=dict)
 
     def document(self) -> Document:
@@ -166,9 +157,9 @@ def _looked_at(fs: Fs, entry: Remembered, far: bool, options: Mapping[str, Any])
     return level
 
 
-def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> HeldSteps:
+def _held(fs: Fs, entry: Remembered, options: Mapping[str, Any]) -> InDirectory | InObjects:
     is_far = entry.kind == "objects"
-    return _InObjects(entry.where, options) if is_far else _InDirectory(fs, entry)
+    return InObjects(entry.where, options=options) if is_far else InDirectory(fs, entry)
 
 
 def _is_there(entry: Remembered) -> bool:
@@ -205,22 +196,20 @@ def copies_of(levels: Sequence[FoundLevel], step: int) -> list[tuple[FoundLevel,
     return [(level, level.held[step]) for level in levels if step in level.held]
 
 
-class _InDirectory:
+class InDirectory(DirectoryShelf):
+    """The steps of a level that is a directory."""
+
     def __init__(self, fs: Fs, entry: Remembered) -> None:
-        self._fs = fs
+        super().__init__(fs, os.path.realpath(entry.where), entry.name)
         self._path = entry.where
         self._is_part = entry.per_host
-        self._store = Store(fs, os.path.realpath(entry.where))
-
-    def steps(self) -> list[int]:
-        return self._store.steps()
 
     def describe(self, step: int) -> Document | None:
-        return describe(self._fs, self._store, step, is_part=self._is_part)
+        return describe(self, step, is_part=self._is_part)
 
     @contextlib.contextmanager
     def near(self, step: int) -> Iterator[str]:
-        yield self._store.where(step)
+        yield self.where(step)
 
     def about(self) -> Document:
         space, rates = os.statvfs(self._path), rates_of(self._path)
@@ -232,17 +221,11 @@ class _InDirectory:
         }
 
 
-class _InObjects:
+class InObjects(ObjectSteps):
     """For an object store, compare sizes with those in the step, which costs no data."""
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self._objects = ObjectSteps(url, options=options)
-
-    def steps(self) -> list[int]:
-        return self._objects.steps()
-
     def describe(self, step: int) -> Document | None:
-        found: Document = {"step": step, "path": self._objects.path(step), "state": "committed",
+        found: Document = {"step": step, "path": self.path(step), "state": "committed",
                            "bytes": 0, "files": 0}  # fmt: skip
         try:
             whole = look_beside_a_writer(
@@ -288,7 +271,7 @@ class _InObjects:
         """The files of a step, once they have the right sizes."""
         part = self._part(step)
         for file in part.files:
-            size = self._objects.size(step, file.name)
+            size = self.size(step, file.name)
             if size != file.bytes:
                 facts = {"file": file.name, "expected": file.bytes, "got": size}
                 raise CorruptionError("a file differs from what was committed", facts=facts)
@@ -297,34 +280,20 @@ class _InObjects:
     def _save_of(self, step: int) -> str | None:
         """The save of a step; None if it was retired, "" if that cannot be read."""
         try:
-            return sha256(self._objects.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+            return sha256(self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
         except StepNotFoundError:
             return None
         except CorruptionError:
             return ""
 
     def _part(self, step: int) -> CopyPart:
-        documents, where = _Documents(self._objects, step), self._objects.path(step)
-        return part_of(documents, where, lambda saved, _: range(saved))
+        return part_of(self, step, lambda saved, _: range(saved))
 
     def _fetch(self, step: int, name: str, nbytes: int, path: str) -> None:
         memory = memoryview(bytearray(min(FETCH_BYTES, nbytes)))
+        file = self.open_file(step, name)
         with open(path, "wb") as out:
             for begin in range(0, nbytes, FETCH_BYTES):
                 piece = memory[: min(FETCH_BYTES, nbytes - begin)]
-                self._objects.fetch(step, name, begin, piece)
+                file.read_into(piece, begin)
                 out.write(piece)
-
-
-@dataclass(frozen=True)
-class _Documents:
-    """A step in an object store, as a source of documents."""
-
-    objects: ObjectSteps
-    step: int
-
-    def read_file(self, path: str, max_bytes: int) -> bytes:
-        return self.objects.read(self.step, path.rpartition("/")[2], max_bytes)
-
-    def open_read(self, path: str) -> SourceFile:
-        raise NotImplementedError  # only documents are read this way

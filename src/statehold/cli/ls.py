@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes, levels
 from statehold.cli.output import (
     age,
@@ -45,9 +45,9 @@ KINDS = {
 
 def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_at(args.run)
-    store = Store(fs, path)
+    store = DirectoryShelf(fs, path)
     is_part = is_per_host(path)
-    looked_at = (describe(fs, store, step, is_part=is_part) for step in store.steps())
+    looked_at = (describe(store, step, is_part=is_part) for step in store.steps())
     steps = [step for step in looked_at if step is not None]
     document = {"run": path, "steps": steps, "other": leftovers_of(fs, path)}
     found, states = steps, []

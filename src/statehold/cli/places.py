@@ -23,7 +23,7 @@ from statehold.reading.sizes import sizes_of_steps
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.store.store import Store
+    from statehold.checkpoint.store.shelf import DirectoryShelf
     from statehold.format.manifest import Commit, Manifest
 
 
@@ -46,7 +46,7 @@ def is_per_host(run: str) -> bool:
     return False
 
 
-def describe(fs: Fs, store: Store, step: int, *, is_part: bool = False) -> dict[str, Any] | None:
+def describe(store: DirectoryShelf, step: int, *, is_part: bool = False) -> dict[str, Any] | None:
     """The facts of a step from its documents and the sizes of its files; None if it was retired.
 
     is_part: as for check_files().
@@ -56,8 +56,8 @@ def describe(fs: Fs, store: Store, step: int, *, is_part: bool = False) -> dict[
     found["bytes"], found["files"] = tree_bytes(directory)
 
     def look() -> Manifest | Commit:
-        manifest = load_manifest(fs, directory)
-        check_files(fs, directory, is_part=is_part)
+        manifest = load_manifest(store.fs, directory)
+        check_files(store.fs, directory, is_part=is_part)
         return manifest
 
     try:
@@ -68,7 +68,7 @@ def describe(fs: Fs, store: Store, step: int, *, is_part: bool = False) -> dict[
         return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
     if manifest is None:
         has_moved = store.where(step) != directory  # it is being replaced
-        return describe(fs, store, step, is_part=is_part) if has_moved else None
+        return describe(store, step, is_part=is_part) if has_moved else None
     return {
         **found,
         "created": manifest.created,

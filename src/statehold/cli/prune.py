@@ -120,7 +120,7 @@ _HIDDEN = ("replaced", "spare", "shared")
 
 
 def _is_damaged(fs: Any, store: Store, step: int) -> bool:
-    found = describe(fs, store, step, is_part=is_per_host(store.root))
+    found = describe(store, step, is_part=is_per_host(store.root))
     return found is not None and found["state"] == "damaged"
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from statehold.checkpoint.store.directories import REPLACED, step_of
 from statehold.checkpoint.store.pool import POOL_NAME
 from statehold.checkpoint.store.publish import LOOKS_MAX, directory_id, where
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, SpanReader, check_step
 from statehold.cli.output import (
@@ -122,7 +122,7 @@ def verified(fs: Fs, places: Iterable[StepPlace]) -> Iterator[tuple[CheckReport,
 
 
 def _all(fs: Fs, text: str) -> list[StepPlace]:
-    store = Store(fs, run_at(text))
+    store = DirectoryShelf(fs, run_at(text))
     steps = store.steps()
     if not steps:
         raise StepNotFoundError("no step is committed in this run", facts={"run": text})

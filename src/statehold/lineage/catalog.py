@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError, UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import LayerGraph, SavedModel, models_in
@@ -242,7 +242,7 @@ class _Scan:
     def _stamps(self, fs: Fs) -> Iterator[tuple[tuple[str, int], str]]:
         """What tells one save of each step from another."""
         for run in runs_below(self._directory):
-            store = Store(fs, run)
+            store = DirectoryShelf(fs, run)
             steps: list[int] = []
             with contextlib.suppress(StateholdError):  # the run was deleted meanwhile
                 steps = store.steps()
@@ -253,7 +253,7 @@ class _Scan:
 
     def _take(self, fs: Fs, run: str, step: int, stamp: str) -> None:
         self._forget(run, step)
-        directory = Store(fs, run).where(step)
+        directory = DirectoryShelf(fs, run).where(step)
         path = f"{directory}/{MANIFEST_NAME}"
         try:
             raw = fs.read_file(path, DOCUMENT_BYTES_MAX)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, sha256
 from statehold.format.saved import MANIFEST_NAME
@@ -56,7 +56,7 @@ class FamilyRun:
 def family(directory: str) -> list[FamilyRun]:
     """The runs below a directory, by path."""
     with contextlib.closing(file_system()) as fs:
-        found = [_member(Store(fs, run)) for run in runs_below(os.path.abspath(directory))]
+        found = [_member(DirectoryShelf(fs, run)) for run in runs_below(os.path.abspath(directory))]
         return _joined(fs, found)
 
 
@@ -71,7 +71,7 @@ def runs_below(directory: str) -> Iterator[str]:
         folders[:] = sorted(set(folders) - own)
 
 
-def _member(store: Store) -> FamilyRun:
+def _member(store: DirectoryShelf) -> FamilyRun:
     steps, size = store.steps(), sizes([store.root])
     try:
         about = load_manifest(store.fs, store.where(steps[-1])).about
@@ -113,7 +113,9 @@ def _manifest_of(fs: Fs, member: FamilyRun, step: int) -> str | None:
     """The SHA-256 of a step's manifest; None if the run does not have it, or cannot read it."""
     with contextlib.suppress(StateholdError):
         if step in member.steps:
-            return sha256(Store(fs, member.run).read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+            return sha256(
+                DirectoryShelf(fs, member.run).read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+            )
     return None
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError, StepNotFoundError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import models_in
@@ -123,7 +123,7 @@ def _rank(each: Candidate, metric: str | None, lowest: bool) -> tuple[int, float
 def _is_true(each: Candidate, graph: Graph) -> bool:
     """Whether the step has this manifest, and shares so many layers."""
     with contextlib.closing(file_system()) as fs, contextlib.suppress(StateholdError):
-        directory = Store(fs, each.run).where(each.step)
+        directory = DirectoryShelf(fs, each.run).where(each.step)
         raw = fs.read_file(f"{directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
         if sha256(raw) == each.manifest:
             models = models_in(open_step(fs.read_file, directory, each.step, 0, 0))

@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.forking import check_standing
-from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
+from statehold.checkpoint.levels.places import opened
+from statehold.checkpoint.store.shelf import DirectoryShelf, StepShelf
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.observe.background_log import BackgroundLog
 from statehold.observe.counters import Figures
@@ -78,25 +78,27 @@ def copy_into(
     it, StepNotFoundError if the step is retired meanwhile, and what reading and writing raise.
     """
     where = directory.rstrip("/")
-    part = part_of(Below(fs, where), where, lambda saved, _: range(saved))
-    step = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}").step
+    source = StepShelf(fs, where)
+    step = source.step
+    part = part_of(source, step, lambda saved, _: range(saved))
     there = _there(fs, destination, step, part)
     if there is not None:
         return there
-    with _opened(fs, destination) as place:
+    store = Store(fs, os.path.realpath(destination), reuse=False)
+    with opened(store, destination, "destination", _BUFFER_BYTES) as target:
         watch = CopyWatch(LevelWatch("copy", 0, None, Figures(where, 0), BackgroundLog()), "write")
         before = _counted(part.nbytes, report)
         near = where if link else None
-        place.take(Copy(step, None, part, Below(fs, where), before, watch, near))
+        target.take(Copy(step, None, part, source, before, watch, near))
         check_standing(fs, where, part.manifest)
-        place.commit(step, None, part.manifest)
+        target.commit(step, None, part.manifest)
         copied = part.nbytes - watch.linked_bytes
-        return CopiedStep(place.store.path(step), watch.linked_bytes, copied)
+        return CopiedStep(target.path(step), watch.linked_bytes, copied)
 
 
 def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | None:
     """The step, if the destination has it. Raises UsageError if it is another save of it."""
-    store = Store(fs, os.path.realpath(destination))
+    store = DirectoryShelf(fs, os.path.realpath(destination))
     if step not in whole_steps(store):
         return None
     if sha256(store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)) != sha256(part.manifest):
@@ -106,19 +108,6 @@ def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | 
             hint="copy it into another directory",
         )
     return CopiedStep(store.where(step), was_there=True)
-
-
-@contextlib.contextmanager
-def _opened(fs: Fs, destination: str) -> Iterator[DirectoryPlace]:
-    """The destination, locked. After an error it keeps what the next copy can use."""
-    store = Store(fs, os.path.realpath(destination), reuse=False)
-    engine = CopyEngine(fs, _BUFFER_BYTES)
-    place = DirectoryPlace(StoreSite("destination", store, destination, fs, engine, yields=False))
-    try:
-        place.prepare(None)
-        yield place
-    finally:
-        place.close()
 
 
 def _counted(total: int, report: Report | None) -> Callable[[int], None]:

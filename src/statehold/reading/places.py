@@ -31,7 +31,7 @@ from statehold.checkpoint.store.publish import (
     is_directory,
     look_beside_a_writer,
 )
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import (
     MissingFileError,
@@ -93,7 +93,7 @@ def asked_of(text: str) -> tuple[str, int | None]:
     if named.is_newest or named.step is not None:
         return run, named.step
     with contextlib.closing(file_system()) as fs:
-        return run, chosen(Store(fs, run), Choice.of(named))
+        return run, chosen(DirectoryShelf(fs, run), Choice.of(named))
 
 
 def step_in(text: str) -> tuple[str, int]:
@@ -117,7 +117,7 @@ def find(fs: Fs, text: str) -> StepPlace:
     if os.path.exists(f"{text}/{MANIFEST_NAME}"):
         return StepPlace(directory_of(text), _number_of(fs, text), text)
     run, wanted = asked_of(text)
-    store = Store(fs, run)
+    store = DirectoryShelf(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
     if wanted is None:
         hint = misnamed(fs, run_at(run)) or None
@@ -130,7 +130,7 @@ def find(fs: Fs, text: str) -> StepPlace:
 def tell_misnamed(run: str) -> None:
     """Log what a run without steps holds under other names: it is not passed over in silence."""
     with contextlib.suppress(StorageError), contextlib.closing(file_system()) as fs:
-        if os.path.isdir(run) and not Store(fs, run).steps():
+        if os.path.isdir(run) and not DirectoryShelf(fs, run).steps():
             log_once(misnamed(fs, run))
 
 

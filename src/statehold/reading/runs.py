@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.checkpoint.store.whole import whole_steps
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
@@ -109,7 +109,7 @@ class Run:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._store = Store(file_system(), path)
+        self._store = DirectoryShelf(file_system(), path)
 
     def steps(self) -> list[int]:
         """The committed steps that have all their files, oldest first, as they are now."""

@@ -27,10 +27,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.owners import other_owner
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.publish import directory_id, is_directory
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.publish import is_directory
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import CorruptionError, StorageError
 from statehold.io.mounts import mount_of
 from statehold.process.ownership import is_own
@@ -115,16 +114,11 @@ class Watching:
 # -- the levels ------------------------------------------------------------------------------------
 
 
-_COPY_BYTES = 1 << 20  # of an engine that is never opened, because nothing is copied here
-
-
-class ReadPlace(DirectoryPlace):
+class LevelShelf(DirectoryShelf):
     """A level, read only. read_bytes: of its documents. could_not_list: whether steps() failed."""
 
     def __init__(self, fs: Fs, entry: Remembered) -> None:
-        store = Store(fs, os.path.realpath(entry.where))
-        engine = CopyEngine(fs, _COPY_BYTES)
-        super().__init__(StoreSite(entry.name, store, entry.where, fs, engine, yields=False))
+        super().__init__(fs, os.path.realpath(entry.where), entry.name)
         self.read_bytes = 0
         self.could_not_list = False
 
@@ -140,14 +134,10 @@ class ReadPlace(DirectoryPlace):
         self.read_bytes += len(raw)
         return raw
 
-    def stamp(self, step: int) -> Hashable | None:
-        """Tells the save of a step here from other saves; None if there is none."""
-        return directory_id(self.store.where(step))
-
     def committed_s(self, step: int) -> float | None:
         """When the directory of a step got its name, in seconds since 1970."""
         try:
-            return os.stat(self.store.where(step)).st_ctime
+            return os.stat(self.where(step)).st_ctime
         except OSError:
             return None
 
@@ -164,11 +154,11 @@ def levels_of(run: str) -> list[Remembered]:
     return here
 
 
-class Places(list[ReadPlace]):
+class Places(list[LevelShelf]):
     """The levels that exist, for one look. has_all: whether all of them do."""
 
     def __init__(self, fs: Fs, levels: list[Remembered]) -> None:
-        super().__init__(ReadPlace(fs, entry) for entry in levels if is_directory(entry.where))
+        super().__init__(LevelShelf(fs, entry) for entry in levels if is_directory(entry.where))
         self.has_all = len(self) == len(levels)
 
     @property

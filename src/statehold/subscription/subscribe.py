@@ -350,7 +350,7 @@ class Subscription:
             return None
         matched = self._matched(saved)
         device = next(iter(devices_of(matched.moves)), None)
-        at = self._spare.read(matched.moves, partial(nearest.locate, step), device)
+        at = self._spare.read(matched.moves, partial(nearest.find, step), device)
         read_bytes = matched.changed_bytes + places.read_bytes - before
         put = partial(self._put, matched, at, partial(_InPlace, step, save, stamps))
         read_s = time.perf_counter() - begun_s

@@ -6,33 +6,33 @@ with the faults of that. A host that is `cut` off answers nobody any more.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.places import Below
+from statehold.checkpoint.store.near_files import NearFiles
 from statehold.errors import UnavailableError
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.levels.copying import SourceFile
     from statehold.checkpoint.levels.hosts.place import HostPlace
+    from statehold.checkpoint.store.shelf import ShelfFile
+    from statehold.checkpoint.store.store import Store
 
 
 class MemoryNetwork:
     """What is served, by address. `cut`: addresses of hosts that do not answer."""
 
     def __init__(self) -> None:
-        self.served: dict[str, dict[str, Below]] = {}
+        self.served: dict[str, dict[str, Store]] = {}
         self.cut: set[str] = set()
         self.reads = 0
 
     def exchange(self) -> MemoryExchange:
         return MemoryExchange(self)
 
-    def find(self, address: str, place: str) -> Below:
+    def find(self, address: str, place: str) -> Store:
         self.reads += 1
         if address in self.cut or address not in self.served:
             raise UnavailableError("cannot reach", errno=errno.ECONNREFUSED, path=address)
@@ -50,9 +50,7 @@ class MemoryExchange:
         if not self._address:
             self._address = f"{len(self._network.served)}"
             self._network.served[self._address] = {
-                place.name: Below(place._fs, place.store.root)
-                for level in places
-                for place in (level, level.copies)
+                place.name: place.store for level in places for place in (level, level.copies)
             }
         return self._address
 
@@ -62,7 +60,7 @@ class MemoryExchange:
         return MemoryFiles(self._network, address, place)
 
     def near(self, place: HostPlace) -> MemoryNear:
-        return MemoryNear(place._fs)
+        return MemoryNear(place.store.fs)
 
     def stop(self) -> None:
         self._network.served.pop(self._address, None)
@@ -79,10 +77,11 @@ class MemoryFiles:
         self._where = address, place
 
     def read_file(self, path: str, max_bytes: int) -> bytes:
-        return self._network.find(*self._where).read_file(path, max_bytes)
+        step, name = _split(path)
+        return self._network.find(*self._where).read(step, name, max_bytes)
 
-    def open_read(self, path: str) -> SourceFile:
-        return self._network.find(*self._where).open_read(path)
+    def open_read(self, path: str) -> ShelfFile:
+        return self._network.find(*self._where).open_file(*_split(path))
 
     def fetch(self, path: str, targets: Sequence[tuple[int, memoryview]]) -> None:
         file = self.open_read(path)
@@ -93,10 +92,17 @@ class MemoryFiles:
             file.close()
 
 
-class MemoryNear:
+def _split(path: str) -> tuple[int, str]:
+    """The step and the file that a path means."""
+    directory, _, name = path.partition("/")
+    return int(directory.removeprefix("step-")), name
+
+
+class MemoryNear(NearFiles):
     """Files of other hosts, on the simulated disk of this one."""
 
     def __init__(self, fs: Fs) -> None:
+        super().__init__(())
         self._fs = fs
 
     def bring(
@@ -114,8 +120,3 @@ class MemoryNear:
         self._fs.mkdir(folder)
         self._fs.write_file(f"{folder}/{name}", bytes(memory))
         return f"{folder}/{name}"
-
-    def reading(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def close(self) -> None: ...

@@ -44,7 +44,7 @@ from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.levels.memory import directory_of
 from statehold.checkpoint.levels.opening import open_places
-from statehold.checkpoint.levels.places import DirectoryPlace, Place
+from statehold.checkpoint.levels.places import DirectoryPlace, Target
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.levels.specs import Level, Memory
 from statehold.checkpoint.store.lock import TAKE_OVER_S
@@ -61,7 +61,7 @@ from statehold.observe.background_log import BackgroundLog
 # -- the work after the death of the trainer -------------------------------------------------------
 
 
-Target = tuple["Level", "Place"]
+Aim = tuple["Level", "Target"]
 
 # The process that holds the level has a newer step, or does this work itself, so asking again is of
 # no use.
@@ -86,7 +86,7 @@ class Persisting:
         )
         assert isinstance(places[0], DirectoryPlace)
         self._source = places[0]
-        self._targets: list[Target] = list(zip(orders.levels[1:], places[1:], strict=True))
+        self._targets: list[Aim] = list(zip(orders.levels[1:], places[1:], strict=True))
         self._near = [place for place in places if isinstance(place, DirectoryPlace)]
         self._stopped = threading.Event()
         self._copying: Promoter | None = None
@@ -130,11 +130,11 @@ class Persisting:
         if copying is not None:
             copying.close()
 
-    def _lacking(self, targets: list[Target]) -> list[Target]:
+    def _lacking(self, targets: list[Aim]) -> list[Aim]:
         """Try each of the levels; returns those to try again."""
         return [target for target in targets if not self._bring(*target)]
 
-    def _bring(self, level: Level, place: Place) -> bool:
+    def _bring(self, level: Level, place: Target) -> bool:
         """Copy the newest intact step to a level; False: try again."""
         if self._stopped.is_set():
             return True

@@ -247,7 +247,8 @@ class Companion:
         commit."""
         if self._agent is None:
             return
-        if self._levels.hosts.are_apart:
+        hosts = self._levels.hosts
+        if hosts is not None and hosts.are_apart:
             ahead(self._agent.goodbye)
             self._agent = None
         elif self._agent.is_missing:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from statehold.checkpoint.levels.places import Place
+from statehold.checkpoint.levels.places import Target
 from statehold.errors import PeerFailedError, StateholdError, named
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
@@ -35,7 +35,7 @@ class CommitRounds:
     number: int
     doing: str
 
-    def at(self, place: Place, commit: Callable[[], None]) -> Callable[[], None]:
+    def at(self, place: Target, commit: Callable[[], None]) -> Callable[[], None]:
         """The work of rank 0 in the first round: `commit`, at a level that all see."""
         return commit if not place.is_apart else _nothing
 
@@ -54,7 +54,7 @@ class CommitRounds:
         """
         return self._hold(self.kind, message, check, failure, then)
 
-    def publish(self, place: Place, commit: Callable[[], None]) -> None:
+    def publish(self, place: Target, commit: Callable[[], None]) -> None:
         """The second round, if there is one."""
         if not place.is_apart:
             return

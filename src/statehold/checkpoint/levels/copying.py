@@ -25,7 +25,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import ChecksumError, CorruptionError, StateholdError, StorageError
@@ -39,33 +39,12 @@ from statehold.layout.ranges import summed_pieces
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
+    from statehold.checkpoint.store.shelf import Shelf, ShelfFile
     from statehold.checkpoint.store.store import Store
     from statehold.checkpoint.telemetry.watch import CopyWatch
 
 
 BLOCK_BYTES = 16 << 20
-
-
-class SourceFile(Protocol):
-    """An open data file."""
-
-    def read_into(self, memory: memoryview, offset: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class Source(Protocol):
-    """A place from which steps, or the files of one step, can be read: documents, and data
-    files."""
-
-    def read_file(self, path: str, max_bytes: int) -> bytes: ...
-    def open_read(self, path: str) -> SourceFile: ...
-
-
-@runtime_checkable
-class Viewing(Protocol):
-    """A source whose files may be memory of this host."""
-
-    def open_view(self, path: str, nbytes: int, /) -> _core.File: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +85,9 @@ class CopyPart:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A rank's part on its way from `source`, which finds its files by name, to a place.
+    """A rank's part of a step on its way from `source` to a target.
 
-    There it is `step` and `attempt`. before: called with a number of bytes before they are moved;
+    There it is `attempt`. before: called with a number of bytes before they are moved;
     it may wait, or raise. watch: gets each file. near: the directory of the source, if its files
     get second names where the file system gives them.
     """
@@ -116,7 +95,7 @@ class Copy:
     step: int
     attempt: str | None
     part: CopyPart
-    source: Source
+    source: Shelf
     before: Callable[[int], None]
     watch: CopyWatch
     near: str | None = None
@@ -143,16 +122,15 @@ class Copy:
                 self.before(len(block))
 
     def _view(self, file: DataFile) -> _core.File | None:
-        if isinstance(self.source, Viewing):
-            # It may not be in memory, or be damaged. The code that reads it instead finds out.
-            with contextlib.suppress(StorageError, CorruptionError):
-                return self.source.open_view(file.name, file.bytes)
+        # It may not be in memory, or be damaged. The code that reads it instead finds out.
+        with contextlib.suppress(StorageError, CorruptionError):
+            return self.source.open_view(self.step, file.name, file.bytes)
         return None
 
     @contextlib.contextmanager
-    def opened(self, file: DataFile) -> Iterator[SourceFile]:
+    def opened(self, file: DataFile) -> Iterator[ShelfFile]:
         """A data file of the part, at its source, while it is copied."""
-        found = self.source.open_read(file.name)
+        found = self.source.open_file(self.step, file.name)
         try:
             with self.watch.file(file.name, file.bytes):
                 yield _Watched(found, self.watch)
@@ -164,7 +142,7 @@ class Copy:
 class _Watched:
     """A source that counts the time of its reads."""
 
-    source: SourceFile
+    source: ShelfFile
     watch: CopyWatch
 
     def read_into(self, memory: memoryview, offset: int) -> None:
@@ -185,13 +163,13 @@ class Copied:
         return self.raw
 
 
-def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection[int]]) -> CopyPart:
+def part_of(source: Shelf, step: int, share: Callable[[int, bytes], Collection[int]]) -> CopyPart:
     """The part of a step to copy: the files of the ranks in `share`, which gets the number of all
     ranks that have saved, and the manifest.
 
-    where: the directory of the step, for messages. Raises as reading a step does.
+    Raises as reading a step does.
     """
-    raw = source.read_file(MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+    raw, where = source.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX), source.path(step)
     manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
@@ -203,7 +181,7 @@ def part_of(source: Source, where: str, share: Callable[[int, bytes], Collection
 
         def read(path: str, max_bytes: int, kept: dict[str, bytes] = documents) -> bytes:
             name = path.rpartition("/")[2]
-            return kept.setdefault(name, source.read_file(name, max_bytes))
+            return kept.setdefault(name, source.read(step, name, max_bytes))
 
         record: Record = read_record(read, where, manifest, writer)
         files += data_files(record.files, dict(record.chunks), record.block_bytes)
@@ -236,10 +214,10 @@ def _order(span: FileSpan) -> tuple[int, int]:
 def write_copy(
     engine: Engine,
     file: DataFile,
-    source: SourceFile,
+    source: ShelfFile,
     target: _core.File,
     before: Callable[[int], None],
-    there: SourceFile | None = None,
+    there: ShelfFile | None = None,
 ) -> None:
     """D1 and D2 of a data file: copy it from `source` into `target`, durably.
 
@@ -283,7 +261,7 @@ def _fill(
     job: WriteJob,
     fill: Fill,
     file: DataFile,
-    source: SourceFile,
+    source: ShelfFile,
     before: Callable[[int], None],
     left: Left | None,
 ) -> None:
@@ -352,7 +330,7 @@ class Left:
     It is not trusted: a block counts only if every piece of it has its checksum.
     """
 
-    def __init__(self, file: DataFile, there: SourceFile) -> None:
+    def __init__(self, file: DataFile, there: ShelfFile) -> None:
         self._there = there
         self._sums = {
             begin: (end, expected)
@@ -381,7 +359,7 @@ class Left:
 # -- as blocks -------------------------------------------------------------------------------------
 
 
-def blocks(file: DataFile, source: SourceFile) -> Iterator[memoryview]:
+def blocks(file: DataFile, source: ShelfFile) -> Iterator[memoryview]:
     """The file, block by block and verified.
 
     A block stays valid until the second next is asked for, so it can be sent while the next is
@@ -458,10 +436,10 @@ class Already:
         self._paths: dict[Content, str] = {}
 
     @contextlib.contextmanager
-    def known(self, source: Callable[[int], Source]) -> Iterator[None]:
+    def known(self, source: Callable[[int], Shelf]) -> Iterator[None]:
         """Look the files up, and keep their step while the context lasts.
 
-        source: the source of the files of a step of the store.
+        source: where the documents of a step are read.
         """
         newest = self._newest() if self._writers else None
         if newest is None:
@@ -469,7 +447,7 @@ class Already:
             return
         with self._store.protect(newest):
             with contextlib.suppress(StateholdError):  # then nothing is known
-                self._look(self._store.path(newest), source(newest))
+                self._look(newest, source(newest))
             yield
 
     def _newest(self) -> int | None:
@@ -478,10 +456,10 @@ class Already:
             return max((step for step in self._store.steps() if step != self._step), default=None)
         return None
 
-    def _look(self, where: str, source: Source) -> None:
-        for file in part_of(source, where, self._share).files:
+    def _look(self, step: int, source: Shelf) -> None:
+        for file in part_of(source, step, self._share).files:
             if is_shared(file.name):
-                self._paths[content_of(file)] = f"{where}/{file.name}"
+                self._paths[content_of(file)] = f"{self._store.path(step)}/{file.name}"
 
     def link(self, file: DataFile, attempt: str) -> bool:
         """Give the file to the step that is made, if it is there. False if it has to be copied."""

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import CopyPart, DataFile, part_of
-from statehold.checkpoint.levels.places import Below, CopyEngine, DirectoryPlace, StoreSite
+from statehold.checkpoint.levels.places import DirectoryPlace, opened
 from statehold.checkpoint.store.directories import misnamed
+from statehold.checkpoint.store.shelf import DirectoryShelf, StepShelf
 from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
@@ -61,7 +62,8 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     where = directory.rstrip("/")
     base = os.path.dirname(where)
     check_origin(base)
-    part = part_of(Below(fs, where), where, lambda saved, _: range(saved))
+    shelf = StepShelf(fs, where)
+    part = part_of(shelf, shelf.step, lambda saved, _: range(saved))
     manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
     origin = Origin(base, manifest.step, sha256(part.manifest))
     with _opened(fs, child, base, manifest.step) as place:
@@ -86,7 +88,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
             facts={"level": first.name, "parent": run},
             hint="run `statehold fork` into a level that all hosts see, and restore from there",
         )
-    base = Store(first.store.fs, run)
+    base = DirectoryShelf(first.store.fs, run)
     newest = newest_whole(base)
     if newest is None:
         is_there = base.fs.is_dir(base.root)
@@ -130,12 +132,10 @@ def check_standing(fs: Fs, where: str, manifest: bytes) -> None:
 @contextlib.contextmanager
 def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace]:
     """The child, locked. After an error it has no part of the step."""
-    store, engine = Store(fs, child, reuse=False), CopyEngine(fs, _BUFFER_BYTES)
+    store = Store(fs, child, reuse=False)
     if store.root == base:
         raise UsageError("a run cannot begin from a step of its own", facts={"run": child})
-    place = DirectoryPlace(StoreSite("child", store, child, fs, engine, yields=False))
-    try:
-        place.prepare(None)
+    with opened(store, child, "child", _BUFFER_BYTES) as place:
         if steps := store.steps():
             facts = {"run": child, "newest step": steps[-1]}
             raise UsageError("a run that begins from a step must have no step yet", facts=facts)
@@ -144,5 +144,3 @@ def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace
         except BaseException:
             store.abandon(step)
             raise
-    finally:
-        place.close()

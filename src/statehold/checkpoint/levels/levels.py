@@ -1,7 +1,7 @@
 """The levels of an open run: the places of its steps, and the copies from one level to the next.
 
     places       every level, the nearest first; `near` are those that are directories
-    hosts        which rank is on which host, if each host has a level for itself
+    hosts        which rank is on which host; None if no level is one of each host
     promotions   the copies from the first level to the others
     notes        the run's notes about itself, for people and commands
 
@@ -25,13 +25,12 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts, HttpExchange
-from statehold.checkpoint.levels.hosts.place import CopiesPlace, HostPlace
-from statehold.checkpoint.levels.nearest import Nearest, ReadableLevel
+from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.opening import open_places
 from statehold.checkpoint.levels.owners import Identity
-from statehold.checkpoint.levels.places import DirectoryPlace, Place
+from statehold.checkpoint.levels.places import DirectoryPlace, Target
 from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.checkpoint.levels.remembered import remember
 from statehold.checkpoint.levels.specs import Level, ObjectStore
@@ -46,6 +45,10 @@ from statehold.ranks.membership import ALONE
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 
+if TYPE_CHECKING:
+    from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts
+
+
 # -- the notes of a run ----------------------------------------------------------------------------
 
 
@@ -59,7 +62,7 @@ class RunNotes:
         self,
         run: str,
         specs: Sequence[Level],
-        places: Sequence[Place],
+        places: Sequence[Target],
         identity: Identity,
         *,
         is_alone: bool,
@@ -80,11 +83,7 @@ class RunNotes:
         Until the ranks have met, each of them may be on a host of its own. The next save notes what
         is known then.
         """
-        apart = [
-            at.name
-            for at in self._places
-            if not self._is_alone and isinstance(at, HostPlace) and len(at.hosts) != 1
-        ]
+        apart = [at.name for at in self._places if at.may_be_apart and not self._is_alone]
         if not self._writes or (apart == self._noted and self._identity.is_noted):
             return
         self._noted = apart
@@ -108,7 +107,7 @@ class RunNotes:
                     place.owned.restored(step, has_steps=has_steps)
 
 
-def _is_ours(place: Place) -> bool:
+def _is_ours(place: Target) -> bool:
     """Whether a level is of this run, as long as the run has no id: no other one is named there."""
     return place.owned is None or place.owned.owner() is None
 
@@ -124,9 +123,9 @@ class Levels:
     """
 
     run: str
-    places: Sequence[Place]
+    places: Sequence[Target]
     near: Sequence[DirectoryPlace]
-    hosts: Hosts
+    hosts: Hosts | None
     promotions: Promotions
     notes: RunNotes
     peers: Peers | None
@@ -145,17 +144,14 @@ class Levels:
         All ranks call this together if a level lies on several hosts. `drain` ends the saves under
         way.
         """
-        self.hosts.discover()
-        if self.hosts.are_apart:
-            drain()  # a step that only some hosts have published does not count
-        self.hosts.census()
+        if self.hosts is not None:
+            self.hosts.discover()
+            if self.hosts.are_apart:
+                drain()  # a step that only some hosts have published does not count
+            self.hosts.census()
         self.promotions.look()
-        views: list[ReadableLevel] = [
-            view
-            for place in self.places
-            for view in (place.views() if isinstance(place, HostPlace) else [place])
-        ]
-        return Nearest(views, os.path.realpath(self.run))
+        shelves = [shelf for place in self.places for shelf in place.shelves()]
+        return Nearest(shelves, os.path.realpath(self.run))
 
     def check_there(self) -> None:
         """If no step was found: raise for a directory that cannot be a run.
@@ -235,7 +231,8 @@ class Levels:
 
     def look(self, within: Round) -> None:
         """Look which steps exist, before copies are decided."""
-        self.hosts.census(within)
+        if self.hosts is not None:
+            self.hosts.census(within)
         self.promotions.look()
 
     # -- steps that go ---------------------------------------------------------------------
@@ -288,7 +285,7 @@ class Levels:
         prepare_all(). The nearest level is the last one: until then a restore takes its step."""
         return sorted({newer for place in self._rewound() for newer in place.rewind(step)})
 
-    def _rewound(self) -> list[Place]:
+    def _rewound(self) -> list[Target]:
         """The levels that this rank leads. A farther one without steps may be another run's."""
         leading = [place for place in reversed(self.places) if place.leads]
         return [place for place in leading if place.steps() or place is self.near[0]]
@@ -335,9 +332,9 @@ def open_levels(
     identity = Identity(run, draws=writes)
     places = _places(run, specs, runtime, peers, identity, owned)
     near = [place for place in places if isinstance(place, DirectoryPlace)]
-    on_hosts = [place for place in places if isinstance(place, HostPlace)]
-    hosts = Hosts(on_hosts, peers, exchange or HttpExchange(run, runtime.options.io.address))
-    owned.callback(hosts.close)
+    hosts = _hosts(run, places, peers, exchange, runtime.options.io.address)
+    if hosts is not None:
+        owned.callback(hosts.close)
     targets = [*zip(specs[1:], places[1:], strict=True), *_copies(specs, places, peers)]
     promoters = [
         Promoter(spec, place, peers, give_way, watch_of(spec, watch), clock)
@@ -346,6 +343,24 @@ def open_levels(
     promotions = Promotions(near[0], promoters, peers, watch_of(specs[0], watch))
     notes = RunNotes(run, specs, places, identity, is_alone=peers is None, writes=writes)
     return Levels(run, places, near, hosts, promotions, notes, peers)
+
+
+def _hosts(
+    run: str,
+    places: Sequence[Target],
+    peers: Peers | None,
+    exchange: Exchange | None,
+    address: str | None,
+) -> Hosts | None:
+    """What the levels that each host has for itself have in common; None without such a level."""
+    if not any(place.is_of_hosts for place in places):
+        return None
+    # Without hosts, none of it is loaded.
+    from statehold.checkpoint.levels.hosts.discovery import Hosts, HttpExchange
+    from statehold.checkpoint.levels.hosts.place import HostPlace
+
+    on_hosts = [place for place in places if isinstance(place, HostPlace)]
+    return Hosts(on_hosts, peers, exchange or HttpExchange(run, address))
 
 
 def watch_of(spec: Level, watch: Watch) -> LevelWatch:
@@ -360,7 +375,7 @@ def _places(
     peers: Peers | None,
     identity: Identity,
     owned: contextlib.ExitStack,
-) -> list[Place]:
+) -> list[Target]:
     options = runtime.options
     places = open_places(
         specs,
@@ -377,18 +392,18 @@ def _places(
 
 
 def _copies(
-    specs: Sequence[Level], places: Sequence[Place], peers: Peers | None
-) -> list[tuple[Level, CopiesPlace]]:
+    specs: Sequence[Level], places: Sequence[Target], peers: Peers | None
+) -> list[tuple[Level, Target]]:
     """The copies that hosts keep for each other, as levels that get steps."""
     return [
-        (replace(spec, name=place.copies.name, every=every), place.copies)
+        (replace(spec, name=copies.name, every=every), copies)
         for spec, place in zip(specs, places, strict=True)
         for every in [1 if place is places[0] else spec.every]
-        if peers is not None and isinstance(place, HostPlace) and place.wanted_copies
+        for copies in place.beside(peers)
     ]
 
 
-def _close(place: Place) -> None:
+def _close(place: Target) -> None:
     try:
         place.close()
     except StateholdError as error:  # at the end no caller is left to get the error

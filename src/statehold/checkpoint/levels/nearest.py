@@ -21,9 +21,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from statehold.checkpoint.store.publish import GONE, missing_path
+from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -36,7 +37,7 @@ from statehold.errors import (
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
 from statehold.format.manifest import Manifest
-from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.format.saved import MANIFEST_NAME, SavedStep
 
 logger = logging.getLogger("statehold")
 
@@ -59,16 +60,6 @@ def is_of_storage(error: Exception) -> bool:
     return isinstance(error, StorageError) and error.errno not in GONE
 
 
-class LevelReader(Protocol):
-    """The interface of a level."""
-
-    @property
-    def name(self) -> str: ...
-    def steps(self) -> list[int]: ...
-    def holds(self, step: int, name: str) -> bool: ...
-    def read(self, step: int, name: str, max_bytes: int) -> bytes: ...
-
-
 class Saves:
     """The saves that one restore has met, by the sha256 of their manifests. Not thread-safe.
 
@@ -88,7 +79,7 @@ class Saves:
         """The save that is open; "" if there is none."""
         return self._opened.get(step, "")
 
-    def open(self, step: int, level: LevelReader, manifest: bytes) -> bool:
+    def open(self, step: int, level: Shelf, manifest: bytes) -> bool:
         """The manifest of a step at a level was read: that save is open now, unless it was given
         up."""
         save = self._at[step, level.name] = sha256(manifest)
@@ -97,11 +88,11 @@ class Saves:
         self._opened[step] = save
         return True
 
-    def unread(self, step: int, level: LevelReader, error: StateholdError) -> None:
+    def unread(self, step: int, level: Shelf, error: StateholdError) -> None:
         """The manifest of a step at a level could not be read."""
         self._at[step, level.name] = _UNKNOWN if is_of_storage(error) else _UNREADABLE
 
-    def is_another(self, step: int, level: LevelReader) -> bool:
+    def is_another(self, step: int, level: Shelf) -> bool:
         """Whether a level has another save of the step than the one that is open."""
         save = self._save_at(step, level)
         return save not in (_UNREADABLE, self._opened.get(step, save))
@@ -114,7 +105,7 @@ class Saves:
         """Whether a save of this step was given up."""
         return any(each == step for each, _ in self._given_up)
 
-    def has_another(self, step: int, levels: Iterable[LevelReader]) -> bool:
+    def has_another(self, step: int, levels: Iterable[Shelf]) -> bool:
         """Whether a level has a save of the step that is neither open nor given up."""
         saves = {self._save_at(step, level) for level in levels}
         return any(
@@ -122,7 +113,7 @@ class Saves:
             for save in saves
         )
 
-    def has_changed(self, step: int, level: LevelReader) -> bool:
+    def has_changed(self, step: int, level: Shelf) -> bool:
         """Whether a level has lost the step since it was read, or has another save of it.
 
         If the storage failed, only a loss can be seen.
@@ -144,7 +135,7 @@ class Saves:
         self._at = {at: save for at, save in self._at.items() if at[0] != step}
         self._intact = {at: save for at, save in self._intact.items() if at[0] != step}
 
-    def _save_at(self, step: int, level: LevelReader) -> str:
+    def _save_at(self, step: int, level: Shelf) -> str:
         """The save that a level has, by a valid manifest; otherwise _UNREADABLE."""
         key = step, level.name
         if key not in self._intact:
@@ -158,7 +149,7 @@ class Saves:
         return self._intact[key]
 
 
-def _read(step: int, level: LevelReader) -> str:
+def _read(step: int, level: Shelf) -> str:
     try:
         return sha256(level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
     except _FAILURES:
@@ -175,35 +166,19 @@ class Next(IntEnum):
     AGAIN = 3  # the step was saved again, or retired: list the steps again
 
 
-class ReadableLevel(Protocol):
-    """The interface of a place; checkpoint/levels/places describes the methods."""
-
-    @property
-    def name(self) -> str: ...
-    def steps(self) -> list[int]: ...
-    def holds(self, step: int, name: str) -> bool: ...
-    def read(self, step: int, name: str, max_bytes: int) -> bytes: ...
-    def find(
-        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> str: ...
-    def has_file(self, step: int, name: str) -> bool: ...
-    def path(self, step: int) -> str: ...
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]: ...
-
-
 class StepChanged(Exception):
     """The step is another save by now, or gone."""
 
 
-class Nearest:
+class Nearest(Shelf):
     """All steps of a run, for one restore; `places` with the nearest first. Not thread-safe."""
 
-    def __init__(self, places: Sequence[ReadableLevel], run: str) -> None:
+    def __init__(self, places: Sequence[Shelf], run: str) -> None:
         self._places = list(places)
-        self._run = run
+        self.name = self._run = run
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
         self._unreadable: dict[tuple[int, str], StorageError] = {}
-        self._served: dict[tuple[int, str], ReadableLevel] = {}
+        self._served: dict[tuple[int, str], Shelf] = {}
         self._found: dict[str, set[int]] | None = None
         self._unread: StorageError | None = None
         self._unread_at = ""
@@ -240,14 +215,9 @@ class Nearest:
         return f"{self._run}/step-{step:012d}"
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
-        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
         if step not in self.steps():
             raise no_such_step(step, self._run, self.steps())
-
-        def read(path: str, max_bytes: int) -> bytes:
-            return self._document(step, os.path.basename(path), max_bytes)
-
-        return open_step(read, self.path(step), step, rank or 0, world_size)
+        return super().open(step, rank, world_size)
 
     def said(self, step: int) -> About | None:
         """What a step says of itself; None if no place has a manifest that can be read."""
@@ -259,13 +229,8 @@ class Nearest:
                     return Manifest.said(raw, f"{place.path(step)}/{MANIFEST_NAME}")
         return None
 
-    def locate(
-        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> str:
-        """The path from which to read `ranges` (None: all) of a data file.
-
-        Several threads may locate files of an open step.
-        """
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        """As of any shelf. Several threads may find files of an open step."""
         for place in self._having(step, name):
             try:
                 path = place.find(step, name, nbytes, ranges)
@@ -274,6 +239,12 @@ class Nearest:
                 continue
             self._served[step, name] = place
             return path
+        raise self._missing(step, name)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        for place in self._having(step, name):
+            self._served[step, name] = place
+            return place.open_file(step, name)
         raise self._missing(step, name)
 
     def served(self, step: int) -> set[str]:
@@ -399,7 +370,7 @@ class Nearest:
             self._found = {place.name: self._listed(place) for place in self._places}
         return self._found
 
-    def _listed(self, place: ReadableLevel) -> set[int]:
+    def _listed(self, place: Shelf) -> set[int]:
         try:
             return set(place.steps())
         except StorageError as error:
@@ -409,7 +380,7 @@ class Nearest:
             self._unread, self._unread_at = error, place.name
             return set()
 
-    def _having(self, step: int, name: str) -> list[ReadableLevel]:
+    def _having(self, step: int, name: str) -> list[Shelf]:
         """The places to ask for a file of a step, the nearest first.
 
         A place that replaces a bad copy must have the open save.
@@ -425,7 +396,7 @@ class Nearest:
                 having.append(place)
         return having
 
-    def _document(self, step: int, name: str, max_bytes: int) -> bytes:
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
         for place in self._having(step, name):
             try:
                 raw = place.read(step, name, max_bytes)
@@ -442,9 +413,7 @@ class Nearest:
             return raw
         raise self._missing(step, name)
 
-    def _passed_over(
-        self, step: int, name: str, place: ReadableLevel, error: StateholdError
-    ) -> None:
+    def _passed_over(self, step: int, name: str, place: Shelf, error: StateholdError) -> None:
         self._bad.add((step, name, place.name))
         self._served.pop((step, name), None)
         if self.saves.has_changed(step, place):

@@ -1,8 +1,8 @@
-"""A level in an object store: steps become objects, and are fetched before they are read.
+"""A level in an object store: steps become objects.
 
 Owns: the names of attempts, which follow from the copied manifest.
-Not here: objects and their commit (store/objects), which step (promoting), the bytes (copying), the
-place of fetched files (near_files).
+Not here: objects, their commit, and how they are read (store/objects), which step (promoting), the
+bytes (copying).
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple
 
 from statehold.checkpoint.levels.copying import Copy, DataFile, blocks, content_of, is_shared
-from statehold.checkpoint.levels.near_files import NearFiles
 from statehold.checkpoint.levels.owners import OwnedSteps
-from statehold.checkpoint.levels.places import SharedPlace
+from statehold.checkpoint.levels.places import Target
 from statehold.checkpoint.levels.remembered import recall
 from statehold.checkpoint.store.objects import ObjectSteps, shared_name
 from statehold.checkpoint.store.retention import Retention
-from statehold.errors import CorruptionError, MissingFileError, StateholdError
+from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import sha256
 from statehold.format.manifest import Manifest
-from statehold.io.objects.parallel import Target
 from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
 
@@ -42,12 +40,11 @@ def urls_at_parent(manifest: bytes, where: str) -> list[str]:
     return []
 
 
-class ObjectPlace(SharedPlace):
+class ObjectPlace(Target):
     """The steps of a run in an object store.
 
     keep: which committed steps stay (options/keep).
     leads: this rank clears and retires.
-    near: directories for fetched files.
     owned: whose steps these are.
     """
 
@@ -58,61 +55,26 @@ class ObjectPlace(SharedPlace):
         *,
         keep: int | Keep | None,
         leads: bool,
-        near: Sequence[str],
         owned: OwnedSteps,
     ) -> None:
-        self.name = name
+        super().__init__(name, objects, owned)
         self._objects = objects
+        self._owner = owned
         self._retention = Retention(keep, objects.read)
-        self.leads = leads
-        self._near = NearFiles(near)
-        self.owned = owned
+        self._leads = leads
         self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 
     @property
-    def takes_steps(self) -> bool:
-        return not self.owned.is_refused
-
-    def steps(self) -> list[int]:
-        found = self._objects.steps()
-        return [] if found and self.owned.is_anothers else found
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._objects.read(step, name, max_bytes)
-
-    def find(
-        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> str:
-        size = self._objects.size(step, name)
-        if size != nbytes:
-            raise MissingFileError(
-                "a file of a step is not in the object store as it was committed",
-                facts={"file": f"{self._objects.path(step)}/{name}",
-                       "expected": f"{nbytes} bytes", "got": size},
-            )  # fmt: skip
-
-        def fetch(targets: Sequence[Target]) -> None:
-            self._objects.fetch_ranges(step, name, targets)
-
-        return self._near.bring(step, name, nbytes, ranges, fetch)
-
-    def has_file(self, step: int, name: str) -> bool:
-        return False
-
-    def path(self, step: int) -> str:
-        return self._objects.path(step)
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        # A reader of a step that is replaced in the store gets an error, and asks again.
-        return self._near.reading(step)
+    def leads(self) -> bool:
+        return self._leads
 
     def prepare(self, peers: Peers | None) -> None:
         self._objects.ask_again()  # leftovers are deleted when another step comes
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
-        self.owned.claim()
-        if self.leads:
+        self._owner.claim()
+        if self._leads:
             # Other ranks may already be copying a later save of this step.
             self._objects.clear(but_for=step)
         self._taken = step, attempt
@@ -166,10 +128,11 @@ class ObjectPlace(SharedPlace):
         self._retention.forget(step)
         self._taken = None
 
-    def retain(self) -> None:
+    def retain(self) -> str:
         for step in self._retention.going(self.steps):
-            if not self._near.has_readers(step):
+            if not self._objects.has_readers(step):
                 self._objects.retire(step)
+        return ""
 
     def drop(self, attempt: str | None) -> None:
         if self._taken is not None:
@@ -186,7 +149,7 @@ class ObjectPlace(SharedPlace):
         self._objects.stop()
 
     def close(self) -> None:
-        self._near.close()
+        self._objects.close()
 
 
 def _object_of(file: DataFile) -> str:

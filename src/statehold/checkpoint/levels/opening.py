@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.hosts.place import CopiesAt, HostPlace
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX, directory_of, make_private
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.owners import DirectoryNotes, Identity, OwnedSteps
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, Place, StoreSite
+from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite, Target
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
 from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.checkpoint.store.store import Store
@@ -41,7 +40,7 @@ def open_places(
     membership: Membership = ALONE,
     yields: bool = False,
     identity: Identity | None = None,
-) -> list[Place]:
+) -> list[Target]:
     """The levels of the run directory `run`, the nearest first; nothing is created yet.
 
     yields: an agent opens them. A trainer that wants them then waits for it instead of giving up.
@@ -50,13 +49,18 @@ def open_places(
     """
     only = CopyEngine(fs, buffer_bytes) if yields else None
     identity = identity or Identity(run, draws=False)
-    places: list[Place] = []
+    places: list[Target] = []
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            objects = ObjectSteps(level.url, options=level.options)
+            near = (SHARED_MEMORY, run)
+            objects = ObjectSteps(level.url, options=level.options, near=near)
             owned = OwnedSteps(level.name, objects, identity, leads=membership.leads, yields=yields)
-            places.append(_in_objects(level, run, objects, owned, leads=membership.leads))
+            places.append(
+                ObjectPlace(
+                    level.name, objects, keep=level.keep, leads=membership.leads, owned=owned
+                )
+            )
             continue
         called = directory_of(level, run)
         # Its path may have links. Below it, nothing is a link.
@@ -78,7 +82,7 @@ def open_places(
         def engine_of() -> CopyEngine:
             return only or CopyEngine(fs, buffer_bytes)
 
-        site = StoreSite(level.name, store_at(root), called, fs, engine_of(), yields, bool(places))
+        site = StoreSite(level.name, store_at(root), called, engine_of(), yields, bool(places))
         if fs.backend != "sim" and root != os.path.realpath(run):
             notes = DirectoryNotes(root)
             owned = OwnedSteps(level.name, notes, identity, leads=site.store.leads, yields=yields)
@@ -88,6 +92,8 @@ def open_places(
         if isinstance(level, Directory) and not level.per_host:
             places.append(DirectoryPlace(site))
         else:
+            from statehold.checkpoint.levels.hosts.place import CopiesAt, HostPlace
+
             wanted = level.copies if isinstance(level, Memory | Directory) else 0
             copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
             places.append(HostPlace(site, copies))
@@ -100,13 +106,6 @@ def storage_of(levels: Sequence[Level], run: str) -> str:
     The profile of this storage counts. A memory level before it has no queue, and needs no buffers.
     """
     return next((directory_of(level, run) for level in levels if isinstance(level, Directory)), run)
-
-
-def _in_objects(
-    level: ObjectStore, run: str, objects: ObjectSteps, owned: OwnedSteps, *, leads: bool
-) -> ObjectPlace:
-    near = (SHARED_MEMORY, run)
-    return ObjectPlace(level.name, objects, keep=level.keep, leads=leads, near=near, owned=owned)
 
 
 def _warn_of_a_disk(level: Level, called: str, root: str) -> None:

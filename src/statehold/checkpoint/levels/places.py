@@ -1,11 +1,12 @@
-"""A level of a run, open: its steps, how they are read, and how a copy gets there.
+"""A level of a run, open: a shelf that copies of steps are put on.
 
+    Target           a shelf (checkpoint/store/shelf), and what writes there
     DirectoryPlace   a store (checkpoint/store/store): memory, a local disk, a parallel file system
-    ObjectPlace      an object store (checkpoint/store/objects)
+    ObjectPlace      an object store (levels/object_place)
 
-Invariants: the place's own commit publishes a copy, and not before all of it is there. So no reader
-sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares, commits,
-abandons and retires: rank 0, or the first on each host.
+Invariants: the target's own commit publishes a copy, and not before all of it is there. So no
+reader sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares,
+commits, abandons and retires: rank 0, or the first on each host.
 
 A word in time where steps may fill a storage: any number of them stay, and few more have room.
 
@@ -27,15 +28,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.copying import Already, Copied, Copy, DataFile, write_copy
 from statehold.checkpoint.levels.owners import OwnedSteps
 from statehold.checkpoint.store.lock import RunLock
-from statehold.checkpoint.store.publish import read_standing
+from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
 from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
 from statehold.checkpoint.store.whole import is_whole
 from statehold.errors import StateholdError, StorageError
@@ -49,7 +50,6 @@ from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
-    from statehold.checkpoint.levels.copying import Source, SourceFile
     from statehold.checkpoint.store.store import Store
     from statehold.ranks.peers import Peers
 
@@ -109,8 +109,6 @@ def own_bytes(directory: str) -> int:
 
 logger = logging.getLogger("statehold")
 
-T = TypeVar("T")
-
 # By writer, of so many that have saved a step, the rank that copies its files.
 Carriers = Callable[[int], list[int]]
 # From the manifest of a step, and its carriers: the writers whose files this rank copies.
@@ -120,30 +118,133 @@ Share = Callable[[bytes, Sequence[int]], list[int]]
 COPY_BUFFERS = 4
 
 
-class Place(Protocol):
-    """The interface that promotions and restores need of a level."""
+class Target(Shelf):
+    """A level. shelf: where its steps are read, unless a kind of level says otherwise.
 
-    name: str
+    owned: whose steps these are; None if nobody else can have any here.
+    """
+
+    def __init__(self, name: str, shelf: Shelf, owned: OwnedSteps | None) -> None:
+        self.name = name
+        self.owned = owned
+        self._shelf = shelf
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        found = self._shelf.steps()
+        return [] if found and self.owned is not None and self.owned.is_anothers else found
+
+    def path(self, step: int) -> str:
+        return self._shelf.path(step)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._shelf.read(step, name, max_bytes)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return self._shelf.find(step, name, nbytes, ranges)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        return self._shelf.open_file(step, name)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        return self._shelf.open_view(step, name, nbytes)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self._shelf.has_file(step, name)
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._shelf.protect(step)
+
+    def shelves(self) -> Sequence[Shelf]:
+        """The shelves from which a restore reads, the nearest first."""
+        return [self]
+
+    def is_whole(self, step: int) -> bool:
+        """Whether all files of one of its steps are here; True where that is not known without a
+        transfer, or from this host."""
+        return True
+
+    # -- writing ---------------------------------------------------------------------------
 
     @property
-    def owned(self) -> OwnedSteps | None:
-        """Whose steps these are; None if nobody else can have any here."""
-
-    @property
+    @abstractmethod
     def leads(self) -> bool:
         """Whether this rank commits, abandons and retires here."""
 
     @property
-    def is_apart(self) -> bool:
-        """Whether each of several hosts has a part of its own; a commit then takes two rounds."""
-
-    @property
     def takes_steps(self) -> bool:
         """Whether steps can be copied here at all."""
+        return self.owned is None or not self.owned.is_refused
+
+    @abstractmethod
+    def prepare(self, peers: Peers | None) -> None:
+        """Before the first change: create it, take it for this run, and clear leftovers of a crash.
+
+        May be called again, without effect. peers: the ranks of this job, which may be ahead.
+        """
+
+    @abstractmethod
+    def take(self, copy: Copy) -> None:
+        """Copy a rank's part of a step; durable on return.
+
+        Files that an earlier copy of the same manifest has left are verified, and not copied again.
+        """
+
+    @abstractmethod
+    def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
+        """Publish a step; the parts of all ranks are there."""
+
+    @abstractmethod
+    def retain(self) -> str:
+        """Retire the steps that are no longer kept.
+
+        Returns a warning if any number of steps stay, and few more have room; empty without one.
+        """
+
+    @abstractmethod
+    def drop(self, attempt: str | None) -> None:
+        """Remove unpublished copies that are not to be continued."""
+
+    @abstractmethod
+    def rewind(self, step: int) -> list[int]:
+        """Discard every step newer than `step`; returns them."""
+
+    def is_owed(self, newest: int | None) -> bool:
+        """Whether a copy of a step above `newest` was begun, and not finished."""
+        return False
+
+    def stop(self) -> None:
+        """Wait for nothing that may never answer from now on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what prepare() took."""
+
+    # -- over several hosts ----------------------------------------------------------------
+
+    is_of_hosts = False  # whether each host has such a level for itself
+
+    @property
+    def may_be_apart(self) -> bool:
+        """Whether several hosts have a part of it, as far as this rank knows."""
+        return False
+
+    def beside(self, peers: Peers | None) -> Sequence[Target]:
+        """What else gets the steps of this level: copies that its hosts keep for each other."""
+        return []
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each of several hosts has a part of its own; a commit then takes two rounds."""
+        return False
 
     def share(self, step: int, rank: int) -> Share:
         """Before a copy of a step begins: what `rank` copies of it. It depends on what is known
         now, the same on all ranks, and not on what is learned during the copy."""
+        return lambda _, carriers: [
+            writer for writer, carrier in enumerate(carriers) if carrier == rank
+        ]
 
     def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
         """The step is committed here; every rank calls this. Raises StorageError if it is no longer
@@ -155,78 +256,8 @@ class Place(Protocol):
     def learn(self, landed: Collection[str]) -> None:
         """Some rank knows that these copies are complete: sha256 of their manifests."""
 
-    def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
 
-    def is_whole(self, step: int) -> bool:
-        """Whether all files of one of its steps are here; True where that is not known without a
-        transfer, or from this host."""
-
-    def holds(self, step: int, name: str) -> bool:
-        """Whether this place should have a file of one of its steps; if not, nobody asks for it."""
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
-
-    def find(
-        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> str:
-        """The path of a data file of `nbytes`.
-
-        A far file is fetched, and only its `ranges` (None: all) need be right. For another file,
-        the code that opens it finds out whether it exists.
-        """
-
-    def has_file(self, step: int, name: str) -> bool:
-        """Whether a file whose path find() returned exists now.
-
-        The step may have been at another path for a moment. False if steps have only one path.
-        """
-
-    def path(self, step: int) -> str:
-        """Where a step is here, for messages."""
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Keep a step, and its fetched files, while it is read."""
-
-    def prepare(self, peers: Peers | None) -> None:
-        """Before the first change: create it, take it for this run, and clear leftovers of a crash.
-
-        May be called again, without effect. peers: the ranks of this job, which may be ahead.
-        """
-
-    def take(self, copy: Copy) -> None:
-        """Copy a rank's part of a step; durable on return.
-
-        Files that an earlier copy of the same manifest has left are verified, and not copied again.
-        """
-
-    def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        """Publish a step; the parts of all ranks are there."""
-
-    def retain(self) -> None:
-        """Retire the steps that are no longer kept."""
-
-    def filling(self) -> str:
-        """A warning if any number of steps stay, and few more have room; empty without one."""
-
-    def is_owed(self, newest: int | None) -> bool:
-        """Whether a copy of a step above `newest` was begun, and not finished."""
-
-    def drop(self, attempt: str | None) -> None:
-        """Remove unpublished copies that are not to be continued."""
-
-    def rewind(self, step: int) -> list[int]:
-        """Discard every step newer than `step`; returns them."""
-
-    def stop(self) -> None:
-        """Wait for nothing that may never answer from now on."""
-
-    def close(self) -> None:
-        """Release what prepare() took."""
-
-
-def last_saved_s(place: Place, now_s: float) -> float:
+def last_saved_s(place: Shelf, now_s: float) -> float:
     """When the newest step at a level was saved, on the clock that shows `now_s`.
 
     Infinitely long ago, so that the next step is due, if there is none, if its time cannot be read,
@@ -268,67 +299,6 @@ class CopyEngine:
             self._engine.close()
 
 
-class Below:
-    """A `Source` of the files of steps, by their paths below a directory.
-
-    A step that is being replaced is read at its current name (checkpoint/store/publish).
-    """
-
-    def __init__(self, fs: Fs, root: str) -> None:
-        self._fs = fs
-        self._root = root
-
-    def read_file(self, path: str, max_bytes: int) -> bytes:
-        return self._standing(path, lambda found: self._fs.read_file(found, max_bytes))
-
-    def open_read(self, path: str) -> SourceFile:
-        return self._standing(path, self._fs.open_read)
-
-    def open_view(self, path: str, nbytes: int) -> File:
-        return self._standing(path, lambda found: self._fs.open_view(found, nbytes))
-
-    def _standing(self, path: str, act: Callable[[str], T]) -> T:
-        step, _, name = f"{self._root}/{path}".rpartition("/")
-        return read_standing(self._fs, step, lambda directory: act(f"{directory}/{name}"))
-
-
-class SharedPlace:
-    """The common part of levels that all ranks see."""
-
-    @property
-    def is_apart(self) -> bool:
-        return False
-
-    @property
-    def takes_steps(self) -> bool:
-        return True
-
-    def share(self, step: int, rank: int) -> Share:
-        return lambda _, carriers: [
-            writer for writer, carrier in enumerate(carriers) if carrier == rank
-        ]
-
-    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None: ...
-
-    def missed_end(self, step: int, manifest: bytes) -> None: ...
-
-    def learn(self, landed: Collection[str]) -> None: ...
-
-    def is_whole(self, step: int) -> bool:
-        return True
-
-    def holds(self, step: int, name: str) -> bool:
-        return True
-
-    def filling(self) -> str:
-        return ""
-
-    def is_owed(self, newest: int | None) -> bool:
-        return False
-
-    def stop(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoreSite:
     """Where the store of a level lies, and how steps get there.
@@ -342,7 +312,6 @@ class StoreSite:
     name: str
     store: Store
     called: str
-    fs: Fs
     engine: CopyEngine
     yields: bool
     takes_copies: bool = True
@@ -350,21 +319,21 @@ class StoreSite:
     owned: OwnedSteps | None = None
 
 
-class DirectoryPlace(SharedPlace):
+class DirectoryPlace(Target):
     """A store on a file system.
 
     Thread-safe: the trainer or a promotion prepares it, whichever comes first.
     """
 
     def __init__(self, site: StoreSite) -> None:
-        self.name = site.name
+        super().__init__(site.name, site.store, site.owned)
         self.store = site.store
         self._site = site
-        self._fs = site.fs
+        self._fs = site.store.fs
         self._lock: RunLock | None = None
         self._is_prepared = False
         self._guard = threading.Lock()
-        self._unfinished = Unfinished(site.fs, site.store.root)
+        self._unfinished = Unfinished(self._fs, site.store.root)
         self._filling = Filling(site.store)
         self._own = secrets.token_hex(4)
         self._copies = 0
@@ -373,14 +342,6 @@ class DirectoryPlace(SharedPlace):
     def engine(self) -> Engine:
         """The engine of copies to this place, whose buffers no save takes."""
         return self._site.engine()
-
-    @property
-    def owned(self) -> OwnedSteps | None:
-        return self._site.owned
-
-    @property
-    def takes_steps(self) -> bool:
-        return self.owned is None or not self.owned.is_refused
 
     @property
     def leads(self) -> bool:
@@ -396,33 +357,15 @@ class DirectoryPlace(SharedPlace):
     def is_prepared(self) -> bool:
         return self._is_prepared
 
-    def identity(self) -> str:
-        """A key that tells this directory from one of the same name on another host or in a
-        container.
-
-        It is the same for all ranks that see the same files.
-        """
-        if self._fs.backend == "sim":
-            return f"simulated {id(self._fs)}"
-        try:
-            booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-            above = Path(self._site.called)
-            while not above.is_dir() and above != above.parent:
-                above = above.parent
-            found, below = os.stat(above), os.path.relpath(self._site.called, above)
-        except OSError:  # a rank that cannot look is alone, and raises when it writes
-            return f"unknown {secrets.token_hex(8)}"
-        return f"{booted} {found.st_dev} {found.st_ino} {below}"
-
     def check_order(
         self, step: int, newest: int | None, *, may_be_unreachable: bool = False
     ) -> None:
         """Refuse a save that would not become the newest step; `newest` is known from elsewhere."""
         self.store.check_order(step, newest, may_be_unreachable=may_be_unreachable)
 
-    def source(self, step: int) -> Source:
-        """The source of copies of a step; paths are names of its files."""
-        return Below(self._fs, self.store.path(step))
+    def source(self, step: int) -> Shelf:
+        """Where a copy of a step reads it, from the begin of the copy to its end."""
+        return self.store
 
     def carriers(self, step: int, ranks: int) -> Carriers:
         """Before copies of a step begin: which of `ranks` copy its files from here.
@@ -441,29 +384,8 @@ class DirectoryPlace(SharedPlace):
         """Whether an agent was at work here when the place was prepared."""
         return self._lock is not None and self._lock.took_over
 
-    def steps(self) -> list[int]:
-        found = self.store.steps()
-        return [] if found and self.owned is not None and self.owned.is_anothers else found
-
     def is_whole(self, step: int) -> bool:
         return self.is_apart or is_whole(self.store, step)
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self.store.read(step, name, max_bytes)
-
-    def find(
-        self, step: int, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> str:
-        return f"{self.store.where(step)}/{name}"
-
-    def has_file(self, step: int, name: str) -> bool:
-        return self.store.has_file(step, name)
-
-    def path(self, step: int) -> str:
-        return self.store.path(step)
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self.store.protect(step)
 
     def prepare(self, peers: Peers | None) -> None:
         with self._guard:
@@ -596,11 +518,13 @@ class DirectoryPlace(SharedPlace):
         if self._is_prepared:  # otherwise it may be another job's
             self._unfinished.clear(None, self._numbered(attempt))
 
-    def retain(self) -> None:
-        self.store.retain()
-
-    def filling(self) -> str:
+    def retain(self) -> str:
+        self.retire()
         return self._filling.warning()
+
+    def retire(self) -> None:
+        """Retire the steps that are no longer kept."""
+        self.store.retain()
 
     def abandon(self, step: int, attempt: str | None) -> None:
         """Remove the files of a failed save here."""
@@ -632,3 +556,16 @@ class DirectoryPlace(SharedPlace):
         finally:
             if self._lock is not None:
                 self._lock.release()
+
+
+@contextlib.contextmanager
+def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[DirectoryPlace]:
+    """A directory that copies are put into, locked. After an error it keeps what the next copy can
+    use."""
+    engine = CopyEngine(store.fs, buffer_bytes)
+    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False))
+    try:
+        place.prepare(None)
+        yield place
+    finally:
+        place.close()

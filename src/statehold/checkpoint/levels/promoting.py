@@ -43,8 +43,9 @@ from statehold.checkpoint.cadence.costs import Interval
 from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.copying import Copy, part_of
-from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Place, Share, last_saved_s
+from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Share, Target, last_saved_s
 from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.store.shelf import Shelf
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import (
     ClosedError,
@@ -245,7 +246,7 @@ class Promoter:
     def __init__(
         self,
         spec: Level,
-        place: Place,
+        place: Target,
         peers: Peers | None,
         give_way: Callable[[], None],
         watch: LevelWatch,
@@ -448,12 +449,11 @@ class Promoter:
     def _counts(self) -> tuple[int, int]:
         return self._status.bytes_done, self._status.bytes_total
 
-    def _retain(self, place: Place) -> None:
+    def _retain(self, place: Target) -> None:
         if not place.leads:
             return
         try:
-            place.retain()
-            if warning := place.filling():
+            if warning := place.retain():
                 self._log.warning("%s", warning)
         except StateholdError as error:  # only old steps are left over; the next copy tries again
             self._log.warning("old steps stay at level %s\n%s", place.name, error)
@@ -501,7 +501,7 @@ class Promoter:
 
         files = source.source(step)
         with watch.stage("plan", step=step):
-            part = part_of(files, source.store.path(step), share)
+            part = part_of(files, step, share)
         copied.manifest = self._begun_with = part.manifest
         self._set(bytes_total=part.nbytes)
         self.throttle.begin()
@@ -716,5 +716,5 @@ def _steps(place: DirectoryPlace) -> list[int]:
         return []
 
 
-def _manifest(place: Place, step: int) -> bytes:
+def _manifest(place: Shelf, step: int) -> bytes:
     return place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)

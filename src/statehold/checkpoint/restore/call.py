@@ -24,19 +24,18 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.nearest import Nearest
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite
 from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.store import Store
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     CorruptionError,
@@ -57,11 +56,6 @@ from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import everyone, led, together
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.transfer import transfer_into
-from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- what the caller asks for ----------------------------------------------------------------------
 
@@ -138,16 +132,6 @@ def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:
     return levels.store.path(step)
 
 
-_BUFFER_BYTES = 4 * MiB  # of copies, which nobody makes
-
-
-def steps_of(fs: Fs, run: str) -> Nearest:
-    """The steps in the directory of a run."""
-    store = Store(fs, run, reuse=False)
-    engine = CopyEngine(fs, _BUFFER_BYTES)
-    return Nearest([DirectoryPlace(StoreSite("source", store, run, fs, engine, yields=False))], run)
-
-
 def check_source(source: str | None, levels: Levels) -> None:
     """Raises UsageError if the source is the run itself, or no step can record its path."""
     if source is None:
@@ -212,7 +196,7 @@ class RestoreCalls:
         self, run: str, state: Mapping[str, Any], choice: Choice, choose: Choose
     ) -> int:
         """Load a step of another run. That run is only read: no step is claimed or set aside."""
-        nearest = steps_of(self.runtime.fs, run)
+        nearest = Nearest([DirectoryShelf(self.runtime.fs, run, "source")], run)
         _, failed = self._load(nearest, state, choice, choose, lambda _: False)
         if self.report is None:
             hint = misnamed(self.runtime.fs, run) or None
@@ -233,7 +217,7 @@ class RestoreCalls:
             return False
         run, step = self.parent.run, self.parent.step
         if step is None and not self.parent.is_newest:
-            step = chosen(Store(self.runtime.fs, run), Choice.of(self.parent))
+            step = chosen(DirectoryShelf(self.runtime.fs, run), Choice.of(self.parent))
         fork_into(self.levels, run, step)
         return True
 

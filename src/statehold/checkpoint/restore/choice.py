@@ -30,7 +30,7 @@ from statehold.options.keywords import check_choice
 from statehold.options.paths import NamedStep
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.store.store import Store
+    from statehold.checkpoint.store.shelf import DirectoryShelf
 
 _SHOWN = 20
 
@@ -91,7 +91,7 @@ class Choice:
         return StepNotFoundError(summary, facts={"run": run, **facts, "there are": there})
 
 
-def chosen(store: Store, choice: Choice) -> int:
+def chosen(store: DirectoryShelf, choice: Choice) -> int:
     """The step of a store with the best metric, or the newest one with a tag. Raises
     StepNotFoundError."""
     known = {}

@@ -349,7 +349,7 @@ class Restorer:
             stream(fill)
 
     def _read_all(self, step: int, plan: ReadPlan) -> None:
-        reading = plan.start(self._engine, partial(self._saved.locate, step))
+        reading = plan.start(self._engine, partial(self._saved.find, step))
         try:
             with self._watch.reading(step, reading.job):  # each piece is verified and placed
                 reading.finish(self._devices.load)

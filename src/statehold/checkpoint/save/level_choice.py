@@ -82,7 +82,7 @@ class LevelChoice:
         places: Sequence[DirectoryPlace],
         promotions: Promotions,
         peers: Peers | None,
-        hosts: Hosts,
+        hosts: Hosts | None,
         log: BackgroundLog,
     ) -> None:
         self._levels = levels
@@ -103,7 +103,8 @@ class LevelChoice:
         """D1 of a save, at the first level that takes it on all ranks: `work.place` from now on."""
         self.check_levels(work.number)
         self._asked = work.number
-        self._hosts.discover()  # the rank that leads a host prepares its levels only after that
+        if self._hosts is not None:  # the rank that leads a host prepares its levels only then
+            self._hosts.discover()
         causes: list[StateholdError] = []
         at = 0
         while True:
@@ -135,7 +136,9 @@ class LevelChoice:
             return
         if number == 0 and self._rank == 0 and not self._has_announced:
             self._peers.fail(0, error, specs.ROUND)
-        if self._unlike or (self._hosts.are_asked and number > self._asked):
+        if self._unlike and self._hosts is None:  # the others may have levels of each host
+            self._hosts = _no_hosts(self._peers)
+        if self._hosts is not None and (self._unlike or number > self._asked):
             self._hosts.give_up(error)
         if (self._meets or self._unlike) and number > self._met:
             self._peers.fail(self._round(number, 0), error, ROUND)
@@ -162,7 +165,7 @@ class LevelChoice:
 
     @property
     def _asks_late(self) -> bool:
-        return len(self._levels) == 1 and not self._hosts.are_asked
+        return len(self._levels) == 1 and self._hosts is None
 
     # -- at one level ----------------------------------------------------------------------
 
@@ -267,6 +270,12 @@ class LevelChoice:
         self._was_logged = bool(causes)
         if not causes:
             self.first_error = None
+
+
+def _no_hosts(peers: Peers) -> Hosts:
+    from statehold.checkpoint.levels.hosts.discovery import Hosts, HttpExchange
+
+    return Hosts((), peers, HttpExchange(""))
 
 
 def _close(opened: OpenFile | None) -> None:

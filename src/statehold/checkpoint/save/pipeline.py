@@ -398,8 +398,7 @@ class Pipeline:
 
     def _retain(self, place: DirectoryPlace) -> None:
         try:
-            place.retain()
-            if warning := place.filling():
+            if warning := place.retain():
                 self._log.warning("%s", warning)
         except StateholdError as error:
             # The step is safe; only old ones could not be removed. The next save tries again.

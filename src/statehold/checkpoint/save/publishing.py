@@ -494,7 +494,7 @@ def publisher_of(
     descent = Descent(levels.near, lambda: levels.began_from)
     if peers is None:
         return Alone(descent, levels.promotions, schedule, log)
-    kind = Across if levels.hosts.are_asked else Together
+    kind = Together if levels.hosts is None else Across
     return kind(peers, claims, descent, levels.promotions, schedule, log)
 
 

@@ -64,6 +64,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from statehold.checkpoint.store.directories import ATTEMPT
+from statehold.checkpoint.store.near_files import NearFiles
+from statehold.checkpoint.store.shelf import Ranges, Shelf
 from statehold.encoding.strictjson import Checker
 from statehold.errors import (
     CorruptionError,
@@ -76,9 +78,9 @@ from statehold.errors import (
     no_such_step,
 )
 from statehold.format.entries import seal, sha256, unseal
-from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.format.saved import MANIFEST_NAME
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
-from statehold.io.objects.parallel import Target, side_by_side
+from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
 
 # -- names, and the commit object ------------------------------------------------------------------
@@ -267,26 +269,26 @@ class Neighbour:
             logger.info("files that the run at %s has are uploaded again: %s", self._url, error)
 
 
-class Uploaded:
-    """An object, as a file that is read from begin to end."""
+@dataclass(frozen=True, slots=True)
+class ObjectFile:
+    """An object, as a file that is read from begin to end. fetch: fills memory with ranges."""
 
-    def __init__(self, client: ObjectClient, path: str) -> None:
-        self._client = client
-        self._path = path
+    fetch: Callable[[Sequence[Extent]], None]
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        self._client.fetch(self._path, [(offset, memory)])
+        self.fetch([(offset, memory)])
 
     def close(self) -> None: ...
 
 
-class ObjectSteps:
+class ObjectSteps(Shelf):
     """The steps below `url`: s3://bucket/prefix, gs://..., az://..., file:///..., memory://.
 
     options: options of the store (io/objects/client lists them); credentials come from the
         environment.
     deadline_s: how long one request may take with all its retries.
     part_bytes: size of the parts of uploads and downloads.
+    near: directories for fetched files.
 
     Only this object sees memory://.
     """
@@ -298,8 +300,11 @@ class ObjectSteps:
         options: Mapping[str, Any] = {},
         deadline_s: float = DEADLINE_S,
         part_bytes: int = PART_BYTES,
+        near: Sequence[str] = (),
     ) -> None:
         self._client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
+        self.name = self._client.url
+        self._near = NearFiles(near)
         self._is_late = False
         self._silent: tuple[float, UnavailableError] | None = None
         self.shared = SharedObjects(self._client)
@@ -336,7 +341,6 @@ class ObjectSteps:
     # -- reading ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
         names, _ = self._answer(lambda client: client.list())
         return sorted(step for step in map(step_of_commit, names) if step is not None)
 
@@ -366,16 +370,7 @@ class ObjectSteps:
             )
 
     def path(self, step: int) -> str:
-        """Where a step is, for messages."""
         return self._client.path(f"step-{step:012d}")
-
-    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
-        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
-
-        def read(path: str, max_bytes: int) -> bytes:
-            return self.read(step, path.rpartition("/")[2], max_bytes)
-
-        return open_step(read, self.path(step), step, rank or 0, world_size)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """The content of a file of a committed step.
@@ -399,13 +394,34 @@ class ObjectSteps:
             return self._client.size(self.shared.path_of(commit.directory, check_file(name)))
         return None
 
-    def fetch(self, step: int, name: str, begin: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of a file of a committed step from `begin`, or raise."""
-        self.fetch_ranges(step, name, [(begin, memory)])
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        size = self.size(step, name)
+        if size != nbytes:
+            raise MissingFileError(
+                "a file of a step is not in the object store as it was committed",
+                facts={"file": f"{self.path(step)}/{name}",
+                       "expected": f"{nbytes} bytes", "got": size},
+            )  # fmt: skip
+        return self._near.bring(step, name, nbytes, ranges, partial(self.fetch, step, name))
 
-    def fetch_ranges(self, step: int, name: str, targets: Sequence[Target]) -> None:
-        """fetch(), for several ranges of a file, in parallel parts, with up to IN_FLIGHT_BYTES of
-        memory."""
+    def open_file(self, step: int, name: str) -> ObjectFile:
+        return ObjectFile(partial(self.fetch, step, name))
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        # A reader of a step that is replaced in the store gets an error, and asks again.
+        return self._near.reading(step)
+
+    def has_readers(self, step: int) -> bool:
+        """Whether this process reads the step, or keeps it."""
+        return self._near.has_readers(step)
+
+    def close(self) -> None:
+        """Remove the files that were fetched."""
+        self._near.close()
+
+    def fetch(self, step: int, name: str, targets: Sequence[Extent]) -> None:
+        """Fill memory with ranges of a file of a committed step, in parallel parts, with up to
+        IN_FLIGHT_BYTES of memory."""
         with self._directory(step) as commit:
             self._client.fetch(self.shared.path_of(commit.directory, check_file(name)), targets)
 
@@ -471,9 +487,10 @@ class ObjectSteps:
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
         return self._client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
 
-    def uploaded(self, step: int, attempt: str, name: str) -> Uploaded:
+    def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
         """A file of an attempt that was not published, for reading."""
-        return Uploaded(self._client, f"{directory_name(step, attempt)}/{check_file(name)}")
+        path = f"{directory_name(step, attempt)}/{check_file(name)}"
+        return ObjectFile(partial(self._client.fetch, path))
 
     def publish(self, step: int, attempt: str, manifest: bytes) -> None:
         """Commit a step whose other files are uploaded. May be called again after a failure."""

@@ -64,16 +64,13 @@ from statehold.checkpoint.store.directories import (
 from statehold.checkpoint.store.pool import Pool, linked, sync_all
 from statehold.checkpoint.store.publish import (
     Replaced,
-    is_directory,
-    look_beside_a_writer,
     make_durable,
     publish,
-    read_standing,
     settle,
-    where,
 )
 from statehold.checkpoint.store.ready import READY_NAME, Mappings, Ready
 from statehold.checkpoint.store.retention import Retention
+from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -81,11 +78,9 @@ from statehold.errors import (
     StepNotFoundError,
     StepOrderError,
     StorageError,
-    no_such_step,
 )
-from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.format.saved import MANIFEST_NAME
 from statehold.io.memory_room import open_file
-from statehold.observe.background_log import log_once
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -217,7 +212,7 @@ class CommitRecord(Protocol):
     def encode(self) -> bytes: ...
 
 
-class Store:
+class Store(DirectoryShelf):
     """The steps of the run directory `root` on the file system `fs`, which a test may wrap.
 
     keep: which committed steps stay (options/keep). reuse: overwrite retired files.
@@ -237,8 +232,7 @@ class Store:
         world_size: int = 1,
         mapped: bool = False,
     ) -> None:
-        self.fs = fs
-        self._root = root.rstrip("/") or "/"
+        super().__init__(fs, root)
         self.retention = Retention(keep, self.read)
         self._reuse = reuse
         self._leads = rank == 0
@@ -273,75 +267,12 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------
 
-    @property
-    def root(self) -> str:
-        """The run directory."""
-        return self._root
-
-    def names(self, step: int) -> list[str] | None:
-        """The files of a committed step; None if it is no longer committed."""
-        try:
-            entries = read_standing(self.fs, self.path(step), self.fs.listdir)
-        except StorageError:
-            if self.fs.is_dir(self.where(step)):
-                raise
-            return None
-        return [name for name, is_dir in entries if not is_dir]
-
-    def where(self, step: int) -> str:
-        """The directory that a committed step is in now: path(step), or step-n.replaced."""
-        return where(self.fs, self.path(step))
-
-    def has_file(self, step: int, name: str) -> bool:
-        """Whether a file of a step exists now."""
-        return self.fs.stat_bytes(f"{self.where(step)}/{name}") is not None
-
-    def path(self, step: int, suffix: str = "") -> str:
-        """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
-        return f"{self._root}/step-{step:012d}{suffix}"
-
     def partial(self, step: int, attempt: str | None = None) -> str:
         """The directory of a step in the making."""
         if attempt is None:
             return self.path(step, ".partial")
         check_attempt(attempt)
         return self.path(step, f".{attempt}.partial")
-
-    def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
-        found = set[int]()
-        for name, is_dir in self._entries():
-            step = standing_step_of(name)
-            if step is not None and is_dir:
-                found.add(step)
-            elif step is not None:
-                log_once(
-                    f"{self._root}/{name} is a link or a file, so it does not count as a step. "
-                    "Move the directory of the step back to this name"
-                )
-        return sorted(found)
-
-    def newest(self) -> int | None:
-        """The newest committed step, or None."""
-        return max(self.steps(), default=None)
-
-    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
-        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
-        if not self.fs.is_dir(self.where(step)):
-            raise no_such_step(step, self._root, self.steps())
-
-        def look(directory: str) -> SavedStep:
-            return open_step(self.fs.read_file, directory, step, rank or 0, world_size)
-
-        return read_standing(self.fs, self.path(step), look)
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        """A document of a step."""
-
-        def look(directory: str) -> bytes:
-            return self.fs.read_file(f"{directory}/{name}", max_bytes)
-
-        return read_standing(self.fs, self.path(step), look)
 
     def confirm(self, step: int, attempt: str) -> bool:
         """Whether `attempt` at a step is committed; if so, repeats D7."""
@@ -365,14 +296,6 @@ class Store:
                 self._protected[step] -= 1
                 if not self._protected[step]:
                     del self._protected[step]
-
-    def _entries(self) -> list[tuple[str, bool]]:
-        entries = look_beside_a_writer(
-            lambda: self.fs.listdir(self._root),
-            lambda: self.fs.is_dir(self._root) or is_directory(self._root, self.fs.is_dir) or None,
-            self._root,
-        )
-        return entries or []
 
     def check_there(self) -> None:
         """Raise if the run directory cannot be one, because a file is in its place."""

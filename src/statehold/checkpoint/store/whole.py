@@ -25,15 +25,15 @@ from statehold.layout.plan import file_name
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.store.store import Store
+    from statehold.checkpoint.store.shelf import DirectoryShelf
 
 
-def whole_steps(store: Store) -> list[int]:
+def whole_steps(store: DirectoryShelf) -> list[int]:
     """The committed steps that have all their files, oldest first."""
     return [step for step in store.steps() if is_whole(store, step)]
 
 
-def newest_whole(store: Store) -> int | None:
+def newest_whole(store: DirectoryShelf) -> int | None:
     """The newest step that has all its files; the newest one if none has."""
     steps = store.steps()
     return next(
@@ -41,7 +41,7 @@ def newest_whole(store: Store) -> int | None:
     )
 
 
-def is_whole(store: Store, step: int) -> bool:
+def is_whole(store: DirectoryShelf, step: int) -> bool:
     """Whether a committed step has all its files; True if the storage does not say."""
     look, path = partial(check_files, store.fs), store.path(step)
     try:

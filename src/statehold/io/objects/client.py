@@ -57,7 +57,7 @@ from statehold.errors import (
     shown,
     storage_error,
 )
-from statehold.io.objects.parallel import Target, apart, move
+from statehold.io.objects.parallel import Extent, apart, move
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -498,7 +498,7 @@ class ObjectClient:
 
     # -- downloads -------------------------------------------------------------------------
 
-    def fetch(self, name: str, targets: Sequence[Target]) -> None:
+    def fetch(self, name: str, targets: Sequence[Extent]) -> None:
         """Fill memory with ranges of an object, in parallel parts."""
         threads = max(2, IN_FLIGHT_BYTES // self._part_bytes)
         fetch_part = partial(self._fetch_part, name)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 # Bytes of a file from an offset on, and their destination in memory.
-Target = tuple[int, memoryview]
+Extent = tuple[int, memoryview]
 
 POLL_S = 0.1
 
@@ -55,7 +55,7 @@ def side_by_side(calls: Sequence[Callable[[], T]], threads: int) -> list[T]:
 
 
 def move(
-    targets: Sequence[Target],
+    targets: Sequence[Extent],
     part_bytes: int,
     move_part: Callable[[int, memoryview], None],
     threads: int,

@@ -6,7 +6,7 @@
 Pure. Invariants: a step counts if each file that its manifest names lies in some host's committed
 directory, under the same manifest everywhere. All ranks compute the same plan of copies, each by
 itself, because all have the same facts.
-Not here: how the ranks tell each other (meeting), reading (views).
+Not here: how the ranks tell each other (discovery), reading (place).
 """
 
 from __future__ import annotations

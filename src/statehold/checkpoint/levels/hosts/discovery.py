@@ -34,14 +34,14 @@ import secrets
 import socket
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from statehold.checkpoint.levels.hosts.census import Holding, PlacedFiles, settled, together
 from statehold.checkpoint.levels.hosts.place import HostPlace, KnownHost
-from statehold.checkpoint.levels.hosts.remote import RemoteFiles
+from statehold.checkpoint.levels.hosts.remote import FarFiles, RemoteFiles
 from statehold.checkpoint.levels.hosts.serving import FileServer
-from statehold.checkpoint.levels.hosts.views import FarSource, Nearby
-from statehold.checkpoint.levels.near_files import NearFiles
+from statehold.checkpoint.store.near_files import NearFiles
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
 from statehold.process.host_memory import SHARED_MEMORY
@@ -109,10 +109,10 @@ class Exchange(Protocol):
     def let_in(self, secret: str) -> None:
         """Answer who has this secret."""
 
-    def reach(self, address: str, secret: str, place: str) -> FarSource:
+    def reach(self, address: str, secret: str, place: str) -> FarFiles:
         """A level of the host that serves at `address`."""
 
-    def near(self, place: HostPlace) -> Nearby:
+    def near(self, place: HostPlace) -> NearFiles:
         """The directories for files of a level that are fetched from other hosts."""
 
     def stop(self) -> None:
@@ -147,11 +147,11 @@ class HttpExchange:
         if self._server is not None:
             self._server.let_in(secret)
 
-    def reach(self, address: str, secret: str, place: str) -> FarSource:
+    def reach(self, address: str, secret: str, place: str) -> FarFiles:
         self._reached.append(RemoteFiles(address, secret, place))
         return self._reached[-1]
 
-    def near(self, place: HostPlace) -> Nearby:
+    def near(self, place: HostPlace) -> NearFiles:
         return NearFiles((SHARED_MEMORY, self._run))
 
     def stop(self) -> None:
@@ -165,7 +165,8 @@ class HttpExchange:
 
 
 class Hosts:
-    """The hosts, as one rank sees them. Thread-safe."""
+    """The hosts, as one rank sees them. Thread-safe. places: the levels that a host may have for
+    itself; a rank that has none comes to no meeting."""
 
     def __init__(
         self, places: Sequence[HostPlace], peers: Peers | None, exchange: Exchange
@@ -174,8 +175,7 @@ class Hosts:
         self._peers = peers
         self._exchange = exchange
         self._guard = threading.Lock()
-        self._keys = KeyPair()
-        self._is_known = not places or peers is None
+        self._is_known = peers is None
         if peers is None:
             only = KnownHost(socket.gethostname(), (0,), {})
             for place in places:
@@ -185,6 +185,10 @@ class Hosts:
         if peers is None:
             for place in places:
                 _warn_of_missing_copies(place, 1)
+
+    @cached_property
+    def _keys(self) -> KeyPair:
+        return KeyPair()
 
     def discover(self) -> None:
         """Meet the other ranks, unless that has happened; raises on all of them if it fails on
@@ -200,11 +204,6 @@ class Hosts:
             if self._peers is not None and not self._learned:
                 self._peers.fail(self._tries, error, _KIND)
                 self._tries += 1
-
-    @property
-    def are_asked(self) -> bool:
-        """Whether there is a level that a host may have for itself."""
-        return bool(self._places)
 
     def census(self, within: Round = CENSUS) -> None:
         """All ranks together, with no save under way: look again which steps are whole.
@@ -292,7 +291,7 @@ class Hosts:
         mine, hosts = 0, []
         for index, (name, address, ranges) in enumerate(known):
             ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
-            files: dict[str, FarSource] = {}
+            files: dict[str, FarFiles] = {}
             if rank in ranks:
                 mine = index
             elif len(known) > 1:

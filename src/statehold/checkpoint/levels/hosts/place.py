@@ -4,12 +4,22 @@
     CopiesPlace   files that a host holds for other hosts, so that the run survives the loss of one
 
 Owns: for one level, this rank's knowledge of the hosts and the places of files; which rank copies
-which files from here, or to here. Until the ranks have met (meeting), it knows only its own host.
+which files from here, or to here. Until the ranks have met (discovery), it knows only its own host.
 Invariants: on one host it is a DirectoryPlace like any other, with the same cost. A step that not
 all hosts have published does not count: no reader sees it, and it is removed when a later one is
 there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
 younger one does.
-Not here: the meeting (meeting), which steps are whole (census), commits in two rounds.
+
+One shelf for each host, to read from, and the steps of all of them as one.
+
+    OwnShelf     the steps of a store of this host that it has a part of
+    FarShelf     the same of another host
+    Scattered    the steps of all of them: each file from the first shelf that has it
+
+Invariants: readers see only steps that are whole over all hosts, under one manifest. The name of a
+shelf says which host it is. Far files are fetched before they are read.
+Not here: the meeting (discovery), which steps are whole (census), commits in two rounds, how bytes
+come from another host (remote).
 """
 
 from __future__ import annotations
@@ -17,27 +27,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold.checkpoint.levels.hosts.census import (
     Holder,
     Holding,
     PlacedFiles,
+    holds_file,
     lacking_hosts,
     settled,
-)
-from statehold.checkpoint.levels.hosts.views import (
-    Far,
-    FarSource,
-    Near,
-    Nearby,
-    Reach,
-    Scattered,
-    StoreView,
 )
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.places import (
@@ -46,22 +52,205 @@ from statehold.checkpoint.levels.places import (
     DirectoryPlace,
     Share,
     StoreSite,
+    Target,
 )
+from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
 from statehold.checkpoint.store.store import check_newest
-from statehold.errors import StateholdError, StorageError, storage_error
+from statehold.errors import (
+    CorruptionError,
+    MissingFileError,
+    StateholdError,
+    StorageError,
+    storage_error,
+)
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.copying import Copy, Source
+    from statehold._core import File
+    from statehold.checkpoint.levels.copying import Copy
+    from statehold.checkpoint.levels.hosts.remote import FarFiles
+    from statehold.checkpoint.store.near_files import NearFiles
     from statehold.checkpoint.store.store import Store
     from statehold.ranks.peers import Peers
 
-# After the directory of the level.
-
 logger = logging.getLogger("statehold")
+
+# -- the shelves of the hosts ----------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+Held = Mapping[int, Holder]
+
+
+def step_directory(step: int) -> str:
+    """The name of the directory of a step, below any root."""
+    return f"step-{step:012d}"
+
+
+def held_by(host: int, is_copy: bool, placed: Mapping[int, PlacedFiles]) -> Held:
+    """What one store has of the whole steps; `placed`: the places of the files of each."""
+    return {
+        step: holder
+        for step, each in placed.items()
+        for holder in each.holders
+        if (holder.host, holder.is_copy) == (host, is_copy)
+    }
+
+
+class HostShelf(Shelf):
+    """The steps of one store of a level, as far as it has them."""
+
+    def __init__(self, name: str, held: Held) -> None:
+        self.name = name
+        self._held = held
+
+    def steps(self) -> list[int]:
+        return sorted(self._held)
+
+    def holds(self, step: int, name: str) -> bool:
+        holder = self._held.get(step)
+        return holder is not None and holds_file(holder, name)
+
+
+class OwnShelf(HostShelf):
+    """Those of a store of this host."""
+
+    def __init__(self, name: str, held: Held, store: Store) -> None:
+        super().__init__(name, held)
+        self._store = store
+
+    def path(self, step: int) -> str:
+        return self._store.path(step)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._store.read(step, name, max_bytes)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return self._store.find(step, name, nbytes, ranges)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        return self._store.open_file(step, name)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        return self._store.open_view(step, name, nbytes)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self._store.has_file(step, name)
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._store.protect(step)
+
+
+class FarShelf(HostShelf):
+    """Those of a store of another host. near: where its files are fetched to."""
+
+    def __init__(self, name: str, held: Held, files: FarFiles, near: NearFiles, root: str) -> None:
+        super().__init__(name, held)
+        self._files = files
+        self._near = near
+        self._root = root
+
+    def path(self, step: int) -> str:
+        return f"{self._root}/{step_directory(step)}"
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._files.read_file(f"{step_directory(step)}/{name}", max_bytes)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        fetch = partial(self._files.fetch, f"{step_directory(step)}/{name}")
+        return self._near.bring(step, name, nbytes, ranges, fetch)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        return self._files.open_read(f"{step_directory(step)}/{name}")
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._near.reading(step)  # there, its own ranks keep it, because they restore, too
+
+
+class Scattered(Shelf):
+    """The steps of `shelves`, each file from the first that has it. where: of a step, for
+    messages."""
+
+    def __init__(self, name: str, shelves: Sequence[Shelf], where: Callable[[int], str]) -> None:
+        self.name = name
+        self._shelves = shelves
+        self._where = where
+
+    def steps(self) -> list[int]:
+        return sorted({step for shelf in self._shelves for step in shelf.steps()})
+
+    def path(self, step: int) -> str:
+        return self._where(step)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._first(step, name, lambda shelf: shelf.read(step, name, max_bytes))
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return self._first(step, name, lambda shelf: shelf.find(step, name, nbytes, ranges))
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        having = list(self._having(step, name))
+        if len(having) == 1:
+            return having[0].open_file(step, name)
+        return _Anywhere(step, name, having)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        for shelf in self._having(step, name):
+            return shelf.open_view(step, name, nbytes)
+        return None
+
+    def _first(self, step: int, name: str, act: Callable[[Shelf], T]) -> T:
+        failure: StorageError | CorruptionError | None = None
+        for shelf in self._having(step, name):
+            try:
+                return act(shelf)
+            except (StorageError, CorruptionError) as error:
+                failure = failure or error
+        raise failure or _nowhere(step, name)
+
+    def _having(self, step: int, name: str) -> Iterator[Shelf]:
+        return (shelf for shelf in self._shelves if shelf.holds(step, name))
+
+
+class _Anywhere:
+    """A data file that several shelves have; if one cannot be read, the next is asked."""
+
+    def __init__(self, step: int, name: str, shelves: list[Shelf]) -> None:
+        self._step = step
+        self._name = name
+        self._shelves = shelves
+        self._opened: ShelfFile | None = None
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        failure: StorageError | CorruptionError = _nowhere(self._step, self._name)
+        while self._shelves:
+            try:
+                if self._opened is None:
+                    self._opened = self._shelves[0].open_file(self._step, self._name)
+                self._opened.read_into(memory, offset)
+                return
+            except (StorageError, CorruptionError) as error:
+                failure = error
+                self.close()
+                self._shelves.pop(0)
+        raise failure
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+
+def _nowhere(step: int, name: str) -> MissingFileError:
+    facts = {"file": name, "step": step}
+    return MissingFileError("no host of this job has this file of the step", facts=facts)
+
+
+# -- the level -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +262,7 @@ class KnownHost:
 
     name: str
     ranks: tuple[int, ...]
-    files: Mapping[str, FarSource]
+    files: Mapping[str, FarFiles]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +280,15 @@ class HostPlace(DirectoryPlace):
     copies: the copies of other hosts' files on this host.
     """
 
+    is_of_hosts = True
+
     def __init__(self, site: StoreSite, copies: CopiesAt) -> None:
         super().__init__(site)
         self.wanted_copies = copies.wanted
         self.hosts: tuple[KnownHost, ...] = ()
         self.mine = 0
         self.copies = CopiesPlace(self, copies, site)
-        self._near: Nearby | None = None
+        self._near: NearFiles | None = None
         self._knowing = threading.Lock()
         self._placed: dict[int, PlacedFiles] = {}  # what is whole, as far as this rank knows
         self._committed: set[int] = set()  # of it, by this job
@@ -116,7 +307,32 @@ class HostPlace(DirectoryPlace):
         """Whether several hosts share this level, each with a part of it."""
         return len(self.hosts) > 1
 
-    def met(self, hosts: Sequence[KnownHost], mine: int, rank: int, near: Nearby) -> None:
+    @property
+    def may_be_apart(self) -> bool:
+        return len(self.hosts) != 1
+
+    def beside(self, peers: Peers | None) -> Sequence[Target]:
+        return [self.copies] if peers is not None and self.wanted_copies else []
+
+    def identity(self) -> str:
+        """A key that tells this directory from one of the same name on another host or in a
+        container.
+
+        It is the same for all ranks that see the same files.
+        """
+        if self._fs.backend == "sim":
+            return f"simulated {id(self._fs)}"
+        try:
+            booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+            above = Path(self._site.called)
+            while not above.is_dir() and above != above.parent:
+                above = above.parent
+            found, below = os.stat(above), os.path.relpath(self._site.called, above)
+        except OSError:  # a rank that cannot look is alone, and raises when it writes
+            return f"unknown {secrets.token_hex(8)}"
+        return f"{booted} {found.st_dev} {found.st_ino} {below}"
+
+    def met(self, hosts: Sequence[KnownHost], mine: int, rank: int, near: NearFiles) -> None:
         """The ranks have met: these hosts have the level, and this is the mine-th of them.
 
         near: the place for fetched files of other hosts.
@@ -217,39 +433,34 @@ class HostPlace(DirectoryPlace):
             return
         check_newest(self.store.root, step, (newest, *self.known()), self.known)
 
-    def views(self) -> list[StoreView]:
-        """The files of this host, and those of others, nearest first; as of the last census."""
-        return self._views(self._seen if self.is_apart else self.known())
+    def shelves(self) -> Sequence[Shelf]:
+        """The files of this host, and those of others; as of the last census."""
+        return self._shelves(self._seen if self.is_apart else self.known())
 
-    def _views(self, placed: Mapping[int, PlacedFiles]) -> list[StoreView]:
+    def _shelves(self, placed: Mapping[int, PlacedFiles]) -> list[HostShelf]:
         hosts = range(len(self.hosts) or 1)
         around = sorted(hosts, key=lambda host: (host - self.mine) % len(hosts))
         return [
-            StoreView(
-                self._called_at(host, is_copy), host, is_copy, placed, self._reach(host, is_copy)
-            )
+            self._shelf_of(host, is_copy, held_by(host, is_copy, placed))
             for host in around
             for is_copy in (False, True)
         ]
 
-    def _called_at(self, host: int, is_copy: bool) -> str:
-        name = self.copies.name if is_copy else self.name
-        return name if host == self.mine else f"{name} of host {self.hosts[host].name}"
-
-    def _reach(self, host: int, is_copy: bool) -> Reach:
-        store = self.copies.store if is_copy else self.store
+    def _shelf_of(self, host: int, is_copy: bool, held: Mapping[int, Holder]) -> HostShelf:
+        place = self.copies if is_copy else self
         if host == self.mine or self._near is None:
-            return Near(self._fs, store)
-        place, there = self.copies.name if is_copy else self.name, self.hosts[host]
-        return Far(there.files[place], self._near, f"{there.name}:{store.root}")
+            return OwnShelf(place.name, held, place.store)
+        there = self.hosts[host]
+        name, root = f"{place.name} of host {there.name}", f"{there.name}:{place.store.root}"
+        return FarShelf(name, held, there.files[place.name], self._near, root)
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self.source(step).read_file(name, max_bytes)
+        return self.source(step).read(step, name, max_bytes)
 
-    def source(self, step: int) -> Source:
+    def source(self, step: int) -> Shelf:
         if not self.is_apart:
             return super().source(step)
-        return Scattered(step, self._views(self.known()))
+        return Scattered(self.name, self._shelves(self.known()), self.store.path)
 
     # -- copies from here ------------------------------------------------------------------
 
@@ -326,7 +537,7 @@ class HostPlace(DirectoryPlace):
             self._placed[step] = placed.with_copies(copies)
             self._copied_in[step] = self._censuses
 
-    def retain(self) -> None:
+    def retire(self) -> None:
         newest = max(self.known(), default=-1) if self.is_apart else -1
         self._remove_halves(lambda each: each < newest)  # a newer one may just be on its way
         # Files that survive the loss of a host are kept until newer ones do.
@@ -482,8 +693,8 @@ class CopiesPlace(DirectoryPlace):
             if sha256(missed.manifest) in landed:
                 self._level.copied(missed.step, missed.manifest, missed.planned)
 
-    def retain(self) -> None:
-        self._level.retain()
+    def retire(self) -> None:
+        self._level.retire()
 
 
 @dataclass(frozen=True, slots=True)

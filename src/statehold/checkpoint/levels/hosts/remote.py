@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from statehold.checkpoint.levels.hosts.wire import MessageHead, Wire, WireError
 from statehold.errors import (
@@ -27,8 +27,11 @@ from statehold.errors import (
     UnavailableError,
     storage_error,
 )
-from statehold.io.objects.parallel import Target, move
+from statehold.io.objects.parallel import Extent, move
 from statehold.process import addresses
+
+if TYPE_CHECKING:
+    from statehold.checkpoint.store.shelf import ShelfFile
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
@@ -38,10 +41,18 @@ _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,
 T = TypeVar("T")
 
 
+class FarFiles(Protocol):
+    """The files of a store on another host; paths are "STEP/NAME"."""
+
+    def read_file(self, path: str, max_bytes: int) -> bytes: ...
+    def open_read(self, path: str) -> ShelfFile: ...
+    def fetch(self, path: str, targets: Sequence[Extent]) -> None: ...
+
+
 class RemoteFiles:
     """The steps of `place` on the host that serves at `address`.
 
-    Paths are "STEP/NAME". A `Source` of copies. Thread-safe; connects at the first use.
+    Paths are "STEP/NAME". Thread-safe; connects at the first use.
     """
 
     def __init__(
@@ -78,7 +89,7 @@ class RemoteFiles:
         """A file, for reading in any order; the first read sends the first request."""
         return RemoteFile(self, path)
 
-    def fetch(self, path: str, targets: Sequence[Target]) -> None:
+    def fetch(self, path: str, targets: Sequence[Extent]) -> None:
         """Fill memory with ranges of a file, over several connections."""
         move(targets, PART_BYTES, partial(self._fetch_part, path), CONNECTIONS)
 
@@ -212,7 +223,7 @@ class RemoteFiles:
 
 
 class RemoteFile:
-    """A `SourceFile` of copies."""
+    """A data file, open for copies."""
 
     def __init__(self, files: RemoteFiles, path: str) -> None:
         self._files = files

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from statehold.errors import NoSpaceError, storage_error
 from statehold.io.memory_room import free_bytes
-from statehold.io.objects.parallel import Target
+from statehold.io.objects.parallel import Extent
 
 # Of the directories of such files; the number of the process comes next.
 PREFIX = ".statehold-fetched-"
@@ -50,7 +50,7 @@ class NearFiles:
         name: str,
         nbytes: int,
         needed: Sequence[Range] | None,
-        fetch: Callable[[Sequence[Target]], None],
+        fetch: Callable[[Sequence[Extent]], None],
     ) -> str:
         """The path of a file after `fetch` has filled its ranges `needed` (None: all of it).
 

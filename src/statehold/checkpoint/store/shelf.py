@@ -1,0 +1,221 @@
+"""Where steps are: one interface to read them, and the directories that have it.
+
+    Shelf             steps, wherever they are
+    DirectoryShelf    the steps of a run directory, or of a level that is one
+    StepShelf         one step, in a directory of any name
+
+An object store (objects), a host of the job (levels/hosts/place) and the nearest intact copy of
+several (levels/nearest) are shelves, too. Whoever reads a step asks a shelf, and knows nothing else
+about where it is.
+Invariants: a shelf changes nothing. A step that is listed may be gone when it is read: a job may
+retire it, or save it again, meanwhile. A step that is being replaced is read at the name that it
+has now (publish).
+Not here: what writes steps (store, levels/places).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from statehold.checkpoint.store.directories import standing_step_of
+from statehold.checkpoint.store.publish import (
+    directory_id,
+    is_directory,
+    look_beside_a_writer,
+    read_standing,
+    where,
+)
+from statehold.errors import StorageError, no_such_step
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.observe.background_log import log_once
+
+if TYPE_CHECKING:
+    from statehold._core import File, Fs
+
+Ranges = Sequence[tuple[int, int]] | None
+
+
+class ShelfFile(Protocol):
+    """An open data file of a step."""
+
+    def read_into(self, memory: memoryview, offset: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Shelf(ABC):
+    """Steps, to be read. name: of the shelf, for messages."""
+
+    name: str
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+
+    @abstractmethod
+    def path(self, step: int) -> str:
+        """Where a step is, for messages."""
+
+    @abstractmethod
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
+
+    @abstractmethod
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        """The path of a data file of `nbytes`.
+
+        A far file is fetched, and only its `ranges` (None: all) need be right. For another file,
+        the code that opens it finds out whether it exists.
+        """
+
+    @abstractmethod
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        """A data file, to be read once from begin to end: nothing is fetched before."""
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        """A data file of `nbytes` as memory of this host, in its place; None elsewhere."""
+        return None
+
+    def holds(self, step: int, name: str) -> bool:
+        """Whether this shelf should have a file of one of its steps; if not, nobody asks for it."""
+        return True
+
+    def has_file(self, step: int, name: str) -> bool:
+        """Whether a file whose path find() returned exists now.
+
+        The step may have been at another path for a moment. False if steps have only one path.
+        """
+        return False
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Keep a step, and its fetched files, while it is read."""
+        return contextlib.nullcontext()
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        """A committed step, as `rank` of `world_size` ranks sees it (None: one rank)."""
+
+        def read(path: str, max_bytes: int) -> bytes:
+            return self.read(step, path.rpartition("/")[2], max_bytes)
+
+        return open_step(read, self.path(step), step, rank or 0, world_size)
+
+
+class DirectoryShelf(Shelf):
+    """The committed steps in the directory `root`, on the file system `fs`, which a test may wrap.
+
+    A thread of its own may use it.
+    """
+
+    def __init__(self, fs: Fs, root: str, name: str = "") -> None:
+        self.fs = fs
+        self._root = root.rstrip("/") or "/"
+        self.name = name or self._root
+
+    @property
+    def root(self) -> str:
+        """The run directory."""
+        return self._root
+
+    def path(self, step: int, suffix: str = "") -> str:
+        """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
+        return f"{self._root}/step-{step:012d}{suffix}"
+
+    def where(self, step: int) -> str:
+        """The directory that a committed step is in now: path(step), or step-n.replaced."""
+        return where(self.fs, self.path(step))
+
+    def steps(self) -> list[int]:
+        found = set[int]()
+        for name, is_dir in self._entries():
+            step = standing_step_of(name)
+            if step is not None and is_dir:
+                found.add(step)
+            elif step is not None:
+                log_once(
+                    f"{self._root}/{name} is a link or a file, so it does not count as a step. "
+                    "Move the directory of the step back to this name"
+                )
+        return sorted(found)
+
+    def newest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.steps(), default=None)
+
+    def names(self, step: int) -> list[str] | None:
+        """The files of a committed step; None if it is no longer committed."""
+        try:
+            entries = read_standing(self.fs, self.path(step), self.fs.listdir)
+        except StorageError:
+            if self.fs.is_dir(self.where(step)):
+                raise
+            return None
+        return [name for name, is_dir in entries if not is_dir]
+
+    def stamp(self, step: int) -> Hashable | None:
+        """Tells the save of a step here from other saves; None if there is none."""
+        return directory_id(self.where(step))
+
+    def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
+        if not self.fs.is_dir(self.where(step)):
+            raise no_such_step(step, self._root, self.steps())
+
+        def look(directory: str) -> SavedStep:
+            return open_step(self.fs.read_file, directory, step, rank or 0, world_size)
+
+        return read_standing(self.fs, self.path(step), look)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        def look(directory: str) -> bytes:
+            return self.fs.read_file(f"{directory}/{name}", max_bytes)
+
+        return read_standing(self.fs, self.path(step), look)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return f"{self.where(step)}/{name}"
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        def look(directory: str) -> ShelfFile:
+            return self.fs.open_read(f"{directory}/{name}")
+
+        return read_standing(self.fs, self.path(step), look)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        def look(directory: str) -> File:
+            return self.fs.open_view(f"{directory}/{name}", nbytes)
+
+        return read_standing(self.fs, self.path(step), look)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self.fs.stat_bytes(f"{self.where(step)}/{name}") is not None
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        entries = look_beside_a_writer(
+            lambda: self.fs.listdir(self._root),
+            lambda: self.fs.is_dir(self._root) or is_directory(self._root, self.fs.is_dir) or None,
+            self._root,
+        )
+        return entries or []
+
+
+class StepShelf(DirectoryShelf):
+    """The step in a directory, which need not be named like one."""
+
+    def __init__(self, fs: Fs, directory: str) -> None:
+        super().__init__(fs, directory)
+
+    @cached_property
+    def step(self) -> int:
+        """Its number, by its manifest. Raises as reading that does."""
+        raw = self.read(0, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        return Manifest.decode(raw, f"{self._root}/{MANIFEST_NAME}").step
+
+    def steps(self) -> list[int]:
+        return [self.step]
+
+    def path(self, step: int, suffix: str = "") -> str:
+        return f"{self._root}{suffix}"
