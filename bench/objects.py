@@ -38,10 +38,10 @@ from typing import Any
 
 from bench import harness
 from statehold import _core
-from statehold.checkpoint.levels.copying import DataFile, FileSpan, blocks, viewed_blocks
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.io.objects.client import IN_FLIGHT_BYTES, PART_BYTES, ObjectClient
 from statehold.layout.plan import pieces
+from statehold.steps.copying import DataFile, FileSpan, blocks, viewed_blocks
+from statehold.steps.objects import ObjectSteps
 from statehold.units import MiB, parse_bytes
 
 ATTEMPT, NAME = "00000000-1", "rank-00000-of-00001.safetensors"

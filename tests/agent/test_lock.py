@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from statehold.checkpoint.store import lock as locks
-from statehold.checkpoint.store.lock import RunLock
 from statehold.errors import RunBusyError
+from statehold.steps import lock as locks
+from statehold.steps.lock import RunLock
 from support.faults import DEADLINE_S
 
 # Holds the lock as an agent does; says so; ends when the lock is wanted, or when the test says so.
 AGENT = """
 import select, sys
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 lock = RunLock(sys.argv[1], yields=True)
 print("held", flush=True)
 while not lock.is_wanted and not select.select([sys.stdin], [], [], 0.01)[0]:
@@ -33,7 +33,7 @@ print("gone", flush=True)
 TRAINER = """
 import sys
 from statehold.errors import RunBusyError
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 print("ready", flush=True)
 sys.stdin.readline()
 try:

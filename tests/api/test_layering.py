@@ -41,7 +41,7 @@ UNITS = [
     "offload",
     "checkpoint.telemetry",
     "checkpoint.cadence",
-    "checkpoint.store",
+    "steps",
     "checkpoint.levels",
     "checkpoint.agent",
     "checkpoint.save",
@@ -62,7 +62,7 @@ UNITS = [
 CORE_USERS = {
     "io",
     "offload",
-    "checkpoint.store",
+    "steps",
     "checkpoint.save",
     "checkpoint.levels",
     "checkpoint.agent",

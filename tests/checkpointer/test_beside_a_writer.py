@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from statehold import errors
-from statehold.checkpoint.levels.nearest import Nearest
+from statehold.steps.nearest import Nearest
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from statehold import Checkpointer, Directory, Keep
-from statehold.checkpoint.levels import places
+from statehold.steps import target
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 
@@ -22,7 +22,7 @@ class Disk:
     def __init__(self, patch: pytest.MonkeyPatch, steps: float) -> None:
         self.steps = steps
         self.asked = 0
-        patch.setattr(places, "free_bytes", self._free)
+        patch.setattr(target, "free_bytes", self._free)
 
     def _free(self, directory: str) -> int:
         self.asked += 1
@@ -89,7 +89,7 @@ def test_a_file_system_that_cannot_be_asked_fails_nothing(
         asked.append(directory)
         raise OSError(5, "no")
 
-    monkeypatch.setattr(places, "free_bytes", refuse)
+    monkeypatch.setattr(target, "free_bytes", refuse)
     with Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, {"x": 1}).wait("committed", DEADLINE_S)
     assert asked

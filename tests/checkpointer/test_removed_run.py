@@ -14,8 +14,8 @@ import torch
 
 import statehold
 from statehold import Directory
-from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
+from statehold.steps.lock import RunLock, is_saved_into
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, small
 from support.inside import inside, promoter
@@ -47,7 +47,7 @@ def test_saves_go_on_after_the_run_directory_was_removed(tmp_path: Path, caplog)
 # Makes and locks a run directory, says so, and keeps it until the test ends it.
 OTHER_JOB = """
 import os, sys
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 os.mkdir(sys.argv[1])
 lock = RunLock(sys.argv[1])
 print("locked", flush=True)

@@ -19,10 +19,10 @@ import torch
 import statehold
 from statehold import errors
 from statehold.checkpoint.levels.hosts.serving import Served
-from statehold.checkpoint.levels.nearest import Nearest
-from statehold.checkpoint.store.directories import delete
-from statehold.checkpoint.store.store import Store
 from statehold.cli import main
+from statehold.steps.directories import delete
+from statehold.steps.nearest import Nearest
+from statehold.steps.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Spy, spy_on
 from support.inside import inside

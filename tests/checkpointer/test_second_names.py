@@ -15,8 +15,8 @@ import torch
 
 import statehold
 from statehold import _core
-from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
+from statehold.steps.store import Store
+from statehold.steps.unfinished import Unfinished, copy_attempt
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statehold.checkpoint.store.lock import RunLock
 from statehold.cli import main, numbers
 from statehold.errors import UsageError
 from statehold.format.entries import About
+from statehold.steps.lock import RunLock
 from support.runs import arrays_of, write_step
 
 Ask = Callable[..., tuple[int, Any]]

@@ -29,7 +29,7 @@ from support.sharing import Tuned
 # look for.
 HOLDER = """
 import select, sys
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 lock = RunLock(sys.argv[1], yields=sys.argv[2] == "agent")
 print("held", flush=True)
 while not (sys.argv[2] == "agent" and lock.is_wanted):

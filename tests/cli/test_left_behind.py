@@ -9,9 +9,9 @@ import torch
 
 import statehold
 from cli.conftest import Asked
-from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.cli.doctor import Leftover, left_behind
 from statehold.reading.places import file_system
+from statehold.steps.lock import RunLock, is_saved_into
 from support.faults import SMALL
 from support.levels import save
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.conftest import Asked
 from lineage.test_family import on_storage
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 from support import scripts
 from support.faults import must
 

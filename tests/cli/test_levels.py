@@ -13,9 +13,9 @@ import torch
 import statehold
 from cli.conftest import Asked
 from statehold.checkpoint.levels.remembered import FILE_NAME
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.cli import main
 from statehold.errors import storage_error
+from statehold.steps.objects import ObjectSteps
 from support.faults import SMALL
 from support.inside import inside
 from support.levels import save

@@ -31,7 +31,7 @@ import torch._dynamo
 import torch.distributed
 from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
-from statehold.checkpoint.store import store
+from statehold.steps import store
 
 with contextlib.suppress(ImportError):  # make integrations has it
     importlib.import_module("lightning.pytorch")

@@ -26,9 +26,9 @@ from torch import nn
 
 import statehold
 from statehold.checkpoint.save.gate import Gate
-from statehold.checkpoint.store import store
 from statehold.errors import StateholdError, StepNotFoundError, UsageError, storage_error
 from statehold.integrations.deepspeed import engine_state, save_into_steps
+from statehold.steps import store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.faults import SMALL, Holdup

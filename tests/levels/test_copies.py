@@ -17,9 +17,9 @@ import statehold
 from sim.crash_states import crash_states
 from statehold import Directory, Memory
 from statehold.checkpoint.levels import promoting
-from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.checkpoint.levels.promoting import NICENESS
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
+from statehold.steps.target import DirectoryPlace
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
 from support.inside import borrowed, inside, promoter

@@ -14,7 +14,6 @@ import torch
 
 import statehold
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.store.near_files import GAP_BYTES, PREFIX, NearFiles, coalesced
 from statehold.errors import (
     ChecksumError,
     MissingFileError,
@@ -25,6 +24,7 @@ from statehold.errors import (
 from statehold.io.objects.parallel import Extent
 from statehold.layout.layout import Box
 from statehold.process.host_memory import SHARED_MEMORY
+from statehold.steps.near_files import GAP_BYTES, PREFIX, NearFiles, coalesced
 from statehold.units import MiB
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside

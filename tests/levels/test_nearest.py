@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.errors import (
     FormatVersionError,
     PeerFailedError,
     PeerLostError,
     StorageError,
 )
+from statehold.steps.target import DirectoryPlace
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
 from support.inside import inside, promoter

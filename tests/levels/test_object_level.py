@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.store.near_files import PREFIX
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StorageError, UnavailableError
 from statehold.io.objects.client import ObjectClient, not_given_back
+from statehold.steps.near_files import PREFIX
+from statehold.steps.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 from support.levels import settle
 
@@ -181,7 +181,7 @@ def test_a_restart_asks_a_store_that_is_away_once(
         return listed(self, *at)
 
     monkeypatch.setattr(ObjectClient, "list", counted)
-    monkeypatch.setattr("statehold.checkpoint.store.objects.ANSWER_S", 1.0)
+    monkeypatch.setattr("statehold.steps.objects.ANSWER_S", 1.0)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ALLOW_HTTP"):
         monkeypatch.setenv(name, "true")
     away = [statehold.Directory(), statehold.ObjectStore("s3://bucket/run", options=CLOSED)]

@@ -11,11 +11,11 @@ import torch
 
 import statehold
 from statehold import Directory, Memory, ObjectStore
-from statehold.checkpoint.levels.owners import FILE_NAME, Identity, OwnedSteps, Owner
 from statehold.checkpoint.levels.specs import Level
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.cli import main
 from statehold.errors import CorruptionError, RunBusyError
+from statehold.steps.objects import ObjectSteps
+from statehold.steps.owners import FILE_NAME, Identity, OwnedSteps, Owner
 from support.faults import DEADLINE_S, SMALL
 from support.levels import save, status
 

@@ -12,7 +12,7 @@ import torch
 
 import statehold
 from statehold import _core
-from statehold.checkpoint.store import ready
+from statehold.steps import ready
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside

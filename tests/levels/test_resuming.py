@@ -16,8 +16,8 @@ import torch
 import statehold
 from sim.crash_states import crash_states
 from statehold import _core
-from statehold.checkpoint.levels.places import COPY_BUFFERS
 from statehold.errors import ClosedError, NoSpaceError, StorageError
+from statehold.steps.target import COPY_BUFFERS
 from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, SMALL

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.store.objects import SHARED, ObjectSteps
 from statehold.cli import main
 from statehold.errors import StateholdError, StorageError
+from statehold.steps.objects import SHARED, ObjectSteps
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
 from support.levels import settle

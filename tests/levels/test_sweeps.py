@@ -17,9 +17,9 @@ import torch
 
 import statehold
 from statehold.checkpoint.levels.remembered import FILE_NAME
-from statehold.checkpoint.store.objects import SHARED
 from statehold.errors import StorageError
 from statehold.io.objects.client import ObjectClient
+from statehold.steps.objects import SHARED
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside
 from support.sharing import Tuned, same

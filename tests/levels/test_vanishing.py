@@ -12,9 +12,9 @@ import torch
 import statehold
 from statehold.checkpoint.levels import promoting
 from statehold.checkpoint.levels.hosts.place import HostPlace
-from statehold.checkpoint.store.publish import LOOKS_MAX, look_beside_a_writer
-from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
+from statehold.steps.publish import LOOKS_MAX, look_beside_a_writer
+from statehold.steps.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.inside import inside

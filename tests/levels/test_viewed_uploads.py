@@ -19,7 +19,7 @@ from support.faults import DEADLINE_S, SMALL, must
 from support.inside import inside
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
-from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.steps.objects import ObjectSteps
 
 NUMEL = 6_000_000  # 23 MiB: two blocks
 DATA = "rank-00000-of-00001.safetensors"

@@ -10,8 +10,8 @@ import torch
 
 import statehold
 from statehold import Checkpointer
-from statehold.checkpoint.store.directories import make_directories
 from statehold.errors import PeerFailedError, StepNotFoundError, UsageError
+from statehold.steps.directories import make_directories
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.plain_runs import (

@@ -11,7 +11,7 @@ import torch
 from statehold.checkpoint.levels.forking import fork
 from statehold.checkpoint.save import sharing
 from statehold.checkpoint.save.sharing import known_files
-from statehold.checkpoint.store.store import Store
+from statehold.steps.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
 from support.faults import DEADLINE_S, SMALL, small

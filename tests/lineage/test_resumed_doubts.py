@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.levels.copying import is_shared
+from statehold.steps.copying import is_shared
 from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
 from support.faults import DEADLINE_S, SMALL

@@ -15,7 +15,6 @@ import torch
 import statehold
 from sim.crash_states import Sample
 from statehold import Checkpointer
-from statehold.checkpoint.levels.places import DirectoryPlace
 from statehold.cli import main
 from statehold.errors import (
     CorruptionError,
@@ -26,6 +25,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.reading.copying import copy_into
+from statehold.steps.target import DirectoryPlace
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.levels import remove, step_path, steps_at

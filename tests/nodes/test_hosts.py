@@ -15,8 +15,6 @@ import pytest
 
 from statehold import Directory, Memory
 from statehold.checkpoint.levels.hosts.discovery import _PRIME, KeyPair, drawn
-from statehold.checkpoint.store.directories import make_directories
-from statehold.checkpoint.store.unfinished import Unfinished
 from statehold.errors import (
     PeerFailedError,
     PeerLostError,
@@ -24,6 +22,8 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
+from statehold.steps.directories import make_directories
+from statehold.steps.unfinished import Unfinished
 from statehold.testing import SimFs
 from statehold.testing.memory_board import MemoryStore
 from statehold.testing.memory_network import MemoryExchange, MemoryFiles

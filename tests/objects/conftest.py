@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
 
-from statehold.checkpoint.store.objects import ObjectSteps
+from statehold.steps.objects import ObjectSteps
 from statehold.units import MiB
 from support import s3
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import ClosedError
 from statehold.io.objects.client import ObjectClient, around, no_limit
+from statehold.steps.objects import ObjectSteps
 from support import s3
 
 NAMES = [f"{number:064x}.safetensors" for number in range(20)]

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import ClosedError, MissingFileError, StorageError, UnavailableError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.objects.client import ObjectClient, naming
+from statehold.steps.objects import ObjectSteps
 from statehold.units import MiB
 from support import s3
 

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from statehold.checkpoint.store.objects import (
+from statehold.errors import FormatVersionError, InvariantError, ManifestError
+from statehold.format.entries import seal
+from statehold.steps.objects import (
     CommitObject,
     attempt_of,
     check_file,
@@ -14,8 +16,6 @@ from statehold.checkpoint.store.objects import (
     directory_name,
     step_of_commit,
 )
-from statehold.errors import FormatVersionError, InvariantError, ManifestError
-from statehold.format.entries import seal
 
 GOOD = CommitObject(100, "step-000000000100.5f3a09c1-7", "ab" * 32)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import StateholdError, UsageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.objects import ObjectSteps
 from support import s3
 
 # None of these strings is part of any other word that may be shown.

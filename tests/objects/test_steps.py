@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import statehold
-from statehold.checkpoint.store.objects import ObjectSteps, commit_name
 from statehold.errors import ManifestError, MissingFileError, StepNotFoundError, StorageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.objects import ObjectSteps, commit_name
 
 FIRST, SECOND, OTHER = "5f3a09c1-7", "5f3a09c1-8", "00000000-1"
 DATA = "rank-00000-of-00001.safetensors"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from statehold.checkpoint.store.objects import ObjectSteps
 from statehold.errors import InvariantError, MissingFileError, StorageError, TruncatedFileError
 from statehold.io.objects.client import IN_FLIGHT_BYTES, PARTS_MAX, PIECE_BYTES, parts_of
+from statehold.steps.objects import ObjectSteps
 from statehold.units import GiB, MiB, TiB
 from support import s3
 from support.faults import DEADLINE_S, must

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.store.store import Store
 from statehold.errors import InvariantError, StateholdError, StorageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.store import Store
 from statehold.testing import SimFs
 
 RUN, RANKS, TOKEN, OTHER = "/runs/x", 3, "5f3a09c1", "00000000"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from statehold.checkpoint.levels.nearest import Nearest
+from statehold.steps.nearest import Nearest
 from statehold.testing import SimFs
 from support.faults import must
 from support.levels import FAR, NEAR, step_path, two

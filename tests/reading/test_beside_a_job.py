@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.store.publish import directory_id
-from statehold.checkpoint.store.store import Store
 from statehold.errors import StepNotFoundError, UsageError, storage_error
 from statehold.reading.places import StepPlace, file_system
+from statehold.steps.publish import directory_id
+from statehold.steps.store import Store
 from support.faults import DEADLINE_S, SMALL
 
 

@@ -22,9 +22,9 @@ from typing import Any
 from sim.job import HANG_S, SMALL, Died, Job
 from sim.oracle import FAR, RUN, Oracle, best_of, blank, content, metrics_of
 from statehold import Directory, Keep, Save
-from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.store.whole import whole_steps
 from statehold.errors import CorruptionError, StateholdError, StepNotFoundError, WaitTimeout
+from statehold.steps.store import Store
+from statehold.steps.whole import whole_steps
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
 from support.inside import inside

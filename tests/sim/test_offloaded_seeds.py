@@ -8,8 +8,8 @@ import pytest
 
 from sim.campaign import missing, summary
 from sim.offloaded import run_offloaded
-from statehold.checkpoint.store import store as run_store
 from statehold.offload.head import Head
+from statehold.steps import store as run_store
 
 SEEDS, FIRST = 6, 100
 # What happens in so few seeds, whatever the schedules.

@@ -17,9 +17,9 @@ from functools import partial
 import pytest
 
 from sim.crash_states import Sample
-from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.store import Store
 from statehold.testing import SimFs
 
 RUN, DATA, BYTES = "/run", "data", 5000

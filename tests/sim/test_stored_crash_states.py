@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sim.crash_states import Sample
-from statehold.checkpoint.store.store import Store
+from statehold.steps.store import Store
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.stored import OnFiles

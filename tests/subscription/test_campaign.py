@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.levels.nearest import Nearest, Next
 from statehold.errors import ChecksumError
+from statehold.steps.nearest import Nearest, Next
 from statehold.subscription.preparing import Move
 from statehold.subscription.spare import Locate, Spare
 from support import scripts

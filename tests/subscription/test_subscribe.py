@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.levels.nearest import Nearest
 from statehold.errors import ClosedError, UsageError
+from statehold.steps.nearest import Nearest
 from statehold.subscription import copying, subscribe
 from statehold.subscription import levels as watching
 from statehold.subscription.spare import Spare
@@ -263,7 +263,7 @@ def test_a_level_that_cannot_be_listed_is_no_way_back(
                 raise statehold.errors.storage_error("list", 5, store.root)
             return [2]
 
-        monkeypatch.setattr("statehold.checkpoint.store.shelf.DirectoryShelf.steps", fails)
+        monkeypatch.setattr("statehold.steps.shelf.DirectoryShelf.steps", fails)
         assert updates.wait(0) is None
         assert str(memory) in asked
     assert whole(live) == 3

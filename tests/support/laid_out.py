@@ -15,13 +15,13 @@ import torch
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save import writes
-from statehold.checkpoint.store.store import Store
 from statehold.format.manifest import Commit, RecordEntry, groups_of, record_name
 from statehold.format.saved import SavedStep
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Box, Layout
 from statehold.layout.share import PlanCache
 from statehold.ranks.membership import Membership
+from statehold.steps.store import Store
 from statehold.tensors.columns import Tensors as Columns
 from statehold.tensors.columns import described
 from statehold.tensors.devices import Devices

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from statehold.checkpoint.levels.copying import Copy
+from statehold.steps.copying import Copy
 
 
 class Travelled:

@@ -21,8 +21,6 @@ import pytest
 import statehold
 from statehold import cli
 from statehold._core import open_fs
-from statehold.checkpoint.store import lock as store_lock
-from statehold.checkpoint.store.lock import RunLock, is_saved_into
 from statehold.errors import RunBusyError, StorageError
 from statehold.integrations.formats.partial import Journal
 from statehold.lineage import Catalog
@@ -30,6 +28,8 @@ from statehold.offload import store
 from statehold.offload.store import PathTurns, claim_folder
 from statehold.process import file_locks
 from statehold.process.file_locks import LockFile
+from statehold.steps import lock as store_lock
+from statehold.steps.lock import RunLock, is_saved_into
 from support.contents import THREADS, committed
 from support.faults import DEADLINE_S
 
@@ -40,7 +40,7 @@ BUSY, GOT = 3, 4
 # Says whether another process would get the run.
 OTHER = f"""
 import sys
-from statehold.checkpoint.store.lock import RunLock
+from statehold.steps.lock import RunLock
 from statehold.errors import RunBusyError
 try:
     RunLock(sys.argv[1])

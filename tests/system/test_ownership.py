@@ -12,11 +12,11 @@ import torch
 
 import statehold
 from statehold import _core
-from statehold.checkpoint.store.pool import linked
 from statehold.cli import main
 from statehold.errors import StorageError
 from statehold.offload.store import claim_folder
 from statehold.process.ownership import is_own, make_own_directory
+from statehold.steps.pool import linked
 from support.faults import DEADLINE_S, SMALL
 
 STRANGER = 65534

@@ -21,7 +21,6 @@ from statehold.checkpoint.agent.starting import companion_of
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.levels import Levels, open_levels, watch_of
 from statehold.checkpoint.levels.opening import storage_of
-from statehold.checkpoint.levels.places import last_saved_s
 from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.save.handle import Callbacks
 from statehold.checkpoint.save.level_choice import LevelChoice
@@ -35,6 +34,7 @@ from statehold.observe.background_log import BackgroundLog
 from statehold.options import Options
 from statehold.ranks.joining import join
 from statehold.ranks.membership import ALONE
+from statehold.steps.target import last_saved_s
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.checkpoint.levels.remembered import FILE_NAME
-from statehold.checkpoint.store.lock import RunLock, is_saved_into
-from statehold.checkpoint.store.near_files import PREFIX
 from statehold.cli import codes
 from statehold.cli.output import bad, counted, emit, good, say, table, weak
 from statehold.cli.places import bytes_of, leftovers_of
@@ -44,6 +42,8 @@ from statehold.process import host_memory as memory
 from statehold.process.host_memory import SHARED_MEMORY, home_path
 from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.reading.sizes import sizes
+from statehold.steps.lock import RunLock, is_saved_into
+from statehold.steps.near_files import PREFIX
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:

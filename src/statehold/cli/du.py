@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes
 from statehold.cli.output import emit, say, table
 from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import StepSizes, sizes, sizes_of_steps
+from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes
 
 

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.freeing import free, memory_of
-from statehold.checkpoint.store.lock import is_saved_into
-from statehold.checkpoint.store.shelf import DirectoryShelf
-from statehold.checkpoint.store.whole import whole_steps
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
 from statehold.errors import RunBusyError, UsageError
 from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.reading.sizes import sizes
+from statehold.steps.lock import is_saved_into
+from statehold.steps.shelf import DirectoryShelf
+from statehold.steps.whole import whole_steps
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:

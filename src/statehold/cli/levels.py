@@ -22,14 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from statehold.checkpoint.levels.copying import CopyPart, part_of
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
-from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.checkpoint.store.publish import directory_id, is_directory, look_beside_a_writer
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli.output import note
 from statehold.cli.places import describe
 from statehold.cli.said import said
@@ -45,6 +40,11 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.mounts import mount_of
 from statehold.io.profile import rates_of
+from statehold.steps.copying import CopyPart, part_of
+from statehold.steps.objects import ObjectSteps
+from statehold.steps.owners import other_owner
+from statehold.steps.publish import directory_id, is_directory, look_beside_a_writer
+from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import Fs

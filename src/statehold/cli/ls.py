@@ -10,8 +10,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes, levels
 from statehold.cli.output import (
     age,
@@ -30,6 +28,8 @@ from statehold.cli.places import describe, is_per_host, leftovers_of
 from statehold.cli.said import LEAST, LEGEND, MOST, columns_of
 from statehold.cli.tables import Table
 from statehold.reading.places import file_system, run_at
+from statehold.steps.directories import misnamed
+from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes
 
 # The names of directories that are not committed steps, for people.

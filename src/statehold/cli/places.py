@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels import remembered
-from statehold.checkpoint.store.directories import REPLACED
-from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.publish import directory_id, look_beside_a_writer
-from statehold.checkpoint.store.whole import check_files
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
 from statehold.reading.places import LEFTOVER, load_manifest
 from statehold.reading.sizes import sizes_of_steps
+from statehold.steps.directories import REPLACED
+from statehold.steps.pool import POOL_NAME
+from statehold.steps.publish import directory_id, look_beside_a_writer
+from statehold.steps.whole import check_files
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.store.shelf import DirectoryShelf
     from statehold.format.manifest import Commit, Manifest
+    from statehold.steps.shelf import DirectoryShelf
 
 
 def tree_bytes(directory: str) -> tuple[int, int]:

@@ -17,10 +17,6 @@ import argparse
 from typing import Any
 
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.checkpoint.store.directories import is_leftover
-from statehold.checkpoint.store.lock import RunLock, is_saved_into
-from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.store import Store
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of
@@ -28,6 +24,10 @@ from statehold.errors import UsageError, no_such_step
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import sizes
+from statehold.steps.directories import is_leftover
+from statehold.steps.lock import RunLock, is_saved_into
+from statehold.steps.pool import POOL_NAME
+from statehold.steps.store import Store
 from statehold.units import format_bytes
 
 

@@ -20,10 +20,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.store.directories import REPLACED, step_of
-from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.publish import LOOKS_MAX, directory_id, where
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, SpanReader, check_step
 from statehold.cli.output import (
@@ -41,6 +37,10 @@ from statehold.cli.output import (
 from statehold.cli.places import tree_bytes
 from statehold.errors import StepNotFoundError, storage_error
 from statehold.reading.places import StepPlace, asked_of, file_system, find, run_at
+from statehold.steps.directories import REPLACED, step_of
+from statehold.steps.pool import POOL_NAME
+from statehold.steps.publish import LOOKS_MAX, directory_id, where
+from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

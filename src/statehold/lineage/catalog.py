@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError, UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import LayerGraph, SavedModel, models_in
@@ -33,6 +32,7 @@ from statehold.lineage.family import runs_below
 from statehold.options.paths import absolute
 from statehold.process.file_locks import LockFile
 from statehold.reading.places import file_system
+from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import Fs

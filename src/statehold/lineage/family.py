@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.reading.places import file_system, load_manifest
 from statehold.reading.sizes import StepSizes, sizes
+from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import Fs

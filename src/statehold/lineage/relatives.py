@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import StateholdError, StepNotFoundError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import models_in
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.catalog import Candidate, Catalog
 from statehold.reading.places import file_system
+from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.graph import Graph
 from statehold.tensors.transfer import shared_with
 

@@ -6,7 +6,7 @@ best ones by a metric, and those that are pinned.
 Invariants: a Keep is valid as soon as it is made. A step that one rule has let go is never wanted
 again, whatever steps follow. So a run that retires steps as it goes on ends with the same steps as
 a run that retires them once at its end.
-Not here: where metrics and tags come from (format/entries), retiring (checkpoint/store).
+Not here: where metrics and tags come from (format/entries), retiring (steps/store).
 """
 
 from __future__ import annotations

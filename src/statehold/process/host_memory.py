@@ -8,7 +8,7 @@ The directory of this user in the memory of the host: `/dev/shm/statehold-UID`.
 Invariants: it belongs to this user, and no other user may look into it. Anything else with that
 name is refused, and neither followed nor changed.
 
-Not here: the use of the memory (staging, checkpoint/store/ready).
+Not here: the use of the memory (staging, steps/ready).
 
 Facts about Linux behind this module:
 - MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.

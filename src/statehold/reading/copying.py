@@ -12,7 +12,7 @@ verifies what is there. The destination may be a run, and is locked meanwhile. I
 step of the same number and another content is refused. The source was still at its place when all
 files were there.
 
-Not here: which step a name means (places), the bytes (levels/copying).
+Not here: which step a name means (places), the bytes (steps/copying).
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.checkpoint.levels.copying import Copy, part_of
 from statehold.checkpoint.levels.forking import check_standing
-from statehold.checkpoint.levels.places import opened
-from statehold.checkpoint.store.shelf import DirectoryShelf, StepShelf
-from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.store.whole import whole_steps
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -38,11 +33,16 @@ from statehold.observe.background_log import BackgroundLog
 from statehold.observe.counters import Figures
 from statehold.options.paths import check_run
 from statehold.reading.places import StepPlace, at_rest
+from statehold.steps.copying import Copy, part_of
+from statehold.steps.shelf import DirectoryShelf, StepShelf
+from statehold.steps.store import Store
+from statehold.steps.target import opened
+from statehold.steps.whole import whole_steps
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.levels.copying import CopyPart
+    from statehold.steps.copying import CopyPart
 
 
 _BUFFER_BYTES = 16 * MiB

@@ -31,7 +31,6 @@ import torch
 
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.store.publish import directory_id
 from statehold.encoding import values
 from statehold.errors import StateMismatchError, TruncatedFileError, UsageError, storage_error
 from statehold.format.selection import nearest
@@ -40,6 +39,7 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.progress import Progress
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
+from statehold.steps.publish import directory_id
 from statehold.tensors import dtypes, nodes
 from statehold.tensors.devices import Devices
 from statehold.tensors.nodes import value_of

@@ -20,19 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME
-from statehold.checkpoint.levels import owners, remembered
+from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.lock import LOCK_NAME
-from statehold.checkpoint.store.pool import POOL_NAME
-from statehold.checkpoint.store.publish import (
-    ask_server,
-    directory_id,
-    is_directory,
-    look_beside_a_writer,
-)
-from statehold.checkpoint.store.shelf import DirectoryShelf
-from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import (
     MissingFileError,
     StepNotFoundError,
@@ -44,6 +33,18 @@ from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.observe.background_log import log_once
 from statehold.options.paths import STEP_NAME, absolute, check_run, named_step
+from statehold.steps import owners
+from statehold.steps.directories import misnamed
+from statehold.steps.lock import LOCK_NAME
+from statehold.steps.pool import POOL_NAME
+from statehold.steps.publish import (
+    ask_server,
+    directory_id,
+    is_directory,
+    look_beside_a_writer,
+)
+from statehold.steps.shelf import DirectoryShelf
+from statehold.steps.whole import newest_whole
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statehold.checkpoint.store.shelf import DirectoryShelf
-from statehold.checkpoint.store.whole import whole_steps
 from statehold.encoding import values
 from statehold.encoding.header import bytes_of
 from statehold.errors import StepNotFoundError
@@ -29,6 +27,8 @@ from statehold.reading.places import (
     run_of,
     tell_misnamed,
 )
+from statehold.steps.shelf import DirectoryShelf
+from statehold.steps.whole import whole_steps
 from statehold.tensors import nodes
 from statehold.tensors.nodes import value_of
 from statehold.units import format_bytes

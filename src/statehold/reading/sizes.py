@@ -2,7 +2,7 @@
 
 Invariants: a file counts once, however many names it has. It is own to a set of directories if all
 its names are in them; deleting these frees its bytes, and nothing else does.
-Not here: which directories are steps (checkpoint/store).
+Not here: which directories are steps (steps/store).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from statehold.checkpoint.store.pool import POOL_NAME
+from statehold.steps.pool import POOL_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ kernel tells about changes by processes of this host only, so a directory that o
 change is looked at every `POLL_S`. Nobody who changes a directory waits for this.
 
 Not here: which levels a run has (checkpoint/levels/remembered), which copy is read
-(checkpoint/levels/nearest).
+(steps/nearest).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.owners import other_owner
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
-from statehold.checkpoint.store.publish import is_directory
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import CorruptionError, StorageError
 from statehold.io.mounts import mount_of
 from statehold.process.ownership import is_own
+from statehold.steps.owners import other_owner
+from statehold.steps.publish import is_directory
+from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -14,7 +14,7 @@ Update: a newer step, verified in spare memory, that waits to be put into place.
 
 Invariants: no live tensor changes before apply(). If that returns, all of them have the step.
 
-Not here: which copy of a file is read (checkpoint/levels/nearest), who tells that something has
+Not here: which copy of a file is read (steps/nearest), who tells that something has
 changed (levels).
 """
 
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statehold.checkpoint.levels.nearest import Nearest, StepChanged
 from statehold.errors import ClosedError, CorruptionError, StorageError, UsageError
 from statehold.options.paths import absolute
 from statehold.reading.places import file_system, tell_misnamed
+from statehold.steps.nearest import Nearest, StepChanged
 from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, Watching, levels_of
 from statehold.subscription.preparing import Changes, Filled, Prepared, check_state, match

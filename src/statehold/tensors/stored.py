@@ -8,7 +8,7 @@ knows what its parameters are called and which ranks hold them together. Its way
 
 Invariants: from then on until release() the object neither writes nor removes the files that
 it hands over. release() is called once, when the save has ended, whether it was committed or not.
-Not here: what a file must be (layout/stored), its second name in the step (checkpoint/store).
+Not here: what a file must be (layout/stored), its second name in the step (steps/store).
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.near_files import NearFiles
 from statehold.errors import UnavailableError
+from statehold.steps.near_files import NearFiles
 
 if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold.checkpoint.levels.hosts.place import HostPlace
-    from statehold.checkpoint.store.shelf import ShelfFile
-    from statehold.checkpoint.store.store import Store
+    from statehold.steps.shelf import ShelfFile
+    from statehold.steps.store import Store
 
 
 class MemoryNetwork:

@@ -44,10 +44,8 @@ from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.agent.orders import Orders
 from statehold.checkpoint.levels.memory import directory_of
 from statehold.checkpoint.levels.opening import open_places
-from statehold.checkpoint.levels.places import DirectoryPlace, Target
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.levels.specs import Level, Memory
-from statehold.checkpoint.store.lock import TAKE_OVER_S
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     ClosedError,
@@ -57,6 +55,8 @@ from statehold.errors import (
     StepOrderError,
 )
 from statehold.observe.background_log import BackgroundLog
+from statehold.steps.lock import TAKE_OVER_S
+from statehold.steps.target import DirectoryPlace, Target
 
 # -- the work after the death of the trainer -------------------------------------------------------
 

@@ -7,7 +7,7 @@
 Invariants: a failure on one rank is a failure on all, by name and in time. If a rank is lost
 between the rounds, some hosts have a step that no reader sees (census). On one host there is no
 second round.
-Not here: the parts (copying, save/publishing), how ranks talk (ranks/peers).
+Not here: the parts (steps/copying, save/publishing), how ranks talk (ranks/peers).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from statehold.checkpoint.levels.places import Target
 from statehold.errors import PeerFailedError, StateholdError, named
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
+from statehold.steps.target import Target
 
 # The fact of an error in the second round: some hosts may have published a step that does not
 # count.

@@ -21,16 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import CopyPart, DataFile, part_of
-from statehold.checkpoint.levels.places import DirectoryPlace, opened
-from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.shelf import DirectoryShelf, StepShelf
-from statehold.checkpoint.store.store import Store
-from statehold.checkpoint.store.whole import newest_whole
 from statehold.errors import StepNotFoundError, StorageError, UsageError, no_such_step
 from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, check_origin, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.copying import CopyPart, DataFile, part_of
+from statehold.steps.directories import misnamed
+from statehold.steps.shelf import DirectoryShelf, StepShelf
+from statehold.steps.store import Store
+from statehold.steps.target import DirectoryPlace, opened
+from statehold.steps.whole import newest_whole
 from statehold.units import MiB
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX, memory_path
-from statehold.checkpoint.levels.owners import FILE_NAME, Identity, owner_at
 from statehold.checkpoint.levels.remembered import recall
-from statehold.checkpoint.store.directories import delete
-from statehold.checkpoint.store.lock import RunLock
-from statehold.checkpoint.store.store import Store
 from statehold.errors import StorageError
 from statehold.io.memory_room import is_memory
 from statehold.process.host_memory import SHARED_MEMORY
+from statehold.steps.directories import delete
+from statehold.steps.lock import RunLock
+from statehold.steps.owners import FILE_NAME, Identity, owner_at
+from statehold.steps.store import Store
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -15,8 +15,8 @@ The notes of a run in its directory: its levels, and its id. Only rank 0 writes 
 the run is on a real file system. No save and no restore depends on a note, and none fails because
 of one.
 
-Not here: what a user says of a level (specs), the places (places), the copies (promoting), the
-files of the notes (remembered, owners).
+Not here: what a user says of a level (specs), the work of a level (steps/target), the copies
+(promoting), the files of the notes (remembered, steps/owners).
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.opening import open_places
-from statehold.checkpoint.levels.owners import Identity
-from statehold.checkpoint.levels.places import DirectoryPlace, Target
 from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promotions
 from statehold.checkpoint.levels.remembered import remember
 from statehold.checkpoint.levels.specs import Level, ObjectStore
-from statehold.checkpoint.store.store import Store
 from statehold.checkpoint.telemetry.watch import LevelWatch, Watch
 from statehold.errors import CorruptionError, RunBusyError, StateholdError, StorageError
 from statehold.format.entries import Origin
@@ -44,6 +40,10 @@ from statehold.options.io import settled
 from statehold.ranks.membership import ALONE
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
+from statehold.steps.nearest import Nearest
+from statehold.steps.owners import Identity
+from statehold.steps.store import Store
+from statehold.steps.target import DirectoryPlace, Target
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts

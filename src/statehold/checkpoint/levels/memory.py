@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 
-from statehold.checkpoint.levels.owners import Identity, owner_at
 from statehold.checkpoint.levels.specs import Directory, Level, Memory
 from statehold.observe.background_log import log_once
 from statehold.process.host_memory import SHARED_MEMORY, check_home, home, home_path
 from statehold.process.ownership import check_own_directory, make_own_directory
+from statehold.steps.owners import Identity, owner_at
 
 OF_LEVEL = "of a memory level"
 COPIES_SUFFIX = "-copies"

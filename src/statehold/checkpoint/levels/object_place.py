@@ -1,8 +1,8 @@
 """A level in an object store: steps become objects.
 
 Owns: the names of attempts, which follow from the copied manifest.
-Not here: objects, their commit, and how they are read (store/objects), which step (promoting), the
-bytes (copying).
+Not here: objects, their commit, and how they are read (steps/objects), which step (promoting), the
+bytes (steps/copying).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import astuple
 
-from statehold.checkpoint.levels.copying import Copy, DataFile, blocks, content_of, is_shared
-from statehold.checkpoint.levels.owners import OwnedSteps
-from statehold.checkpoint.levels.places import Target
 from statehold.checkpoint.levels.remembered import recall
-from statehold.checkpoint.store.objects import ObjectSteps, shared_name
-from statehold.checkpoint.store.retention import Retention
 from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import sha256
 from statehold.format.manifest import Manifest
 from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
+from statehold.steps.copying import Copy, DataFile, blocks, content_of, is_shared
+from statehold.steps.objects import ObjectSteps, shared_name
+from statehold.steps.owners import OwnedSteps
+from statehold.steps.retention import Retention
+from statehold.steps.target import Target
 
 
 def urls_at_parent(manifest: bytes, where: str) -> list[str]:

@@ -1,7 +1,7 @@
 """From the user's levels to places that can be read and written.
 
 Invariants: no two levels use one place.
-Not here: the options of a level (specs), its directory (memory), the work of a place (places).
+Not here: the options of a level (specs), its directory (memory), its work (steps/target).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX, directory_of, make_private
 from statehold.checkpoint.levels.object_place import ObjectPlace
-from statehold.checkpoint.levels.owners import DirectoryNotes, Identity, OwnedSteps
-from statehold.checkpoint.levels.places import CopyEngine, DirectoryPlace, StoreSite, Target
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
-from statehold.checkpoint.store.objects import ObjectSteps
-from statehold.checkpoint.store.store import Store
 from statehold.errors import UsageError
 from statehold.io.memory_room import is_memory
 from statehold.io.mounts import mount_of
 from statehold.observe.background_log import log_once
 from statehold.process.host_memory import SHARED_MEMORY
 from statehold.ranks.membership import ALONE, Membership
+from statehold.steps.objects import ObjectSteps
+from statehold.steps.owners import DirectoryNotes, Identity, OwnedSteps
+from statehold.steps.store import Store
+from statehold.steps.target import CopyEngine, DirectoryPlace, StoreSite, Target
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -23,7 +23,8 @@ The speed of copies to a level: a limit in bytes a second, and the priority of t
 Invariants: a copy never exceeds the limit, even if earlier time was unused. It makes up for short
 delays. A waiting thread is woken at once when the copy is to stop.
 
-Not here: when a level wants a step (cadence), the bytes (copying), a level's commit (places).
+Not here: when a level wants a step (cadence), the bytes (steps/copying), a level's commit
+(steps/target).
 """
 
 from __future__ import annotations
@@ -42,10 +43,7 @@ from functools import partial
 from statehold.checkpoint.cadence.costs import Interval
 from statehold.checkpoint.cadence.every import Cadence, parse_every
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
-from statehold.checkpoint.levels.copying import Copy, part_of
-from statehold.checkpoint.levels.places import Carriers, DirectoryPlace, Share, Target, last_saved_s
 from statehold.checkpoint.levels.specs import Level
-from statehold.checkpoint.store.shelf import Shelf
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import (
     ClosedError,
@@ -68,6 +66,9 @@ from statehold.process.warn import let_go
 from statehold.process.worker import Worker
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
+from statehold.steps.copying import Copy, part_of
+from statehold.steps.shelf import Shelf
+from statehold.steps.target import Carriers, DirectoryPlace, Share, Target, last_saved_s
 
 # -- the speed of a copy ---------------------------------------------------------------------------
 

@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from statehold.checkpoint.levels.memory import directory_of
-from statehold.checkpoint.levels.owners import read_note, write_note
 from statehold.checkpoint.levels.specs import NAME, Directory, Level, Memory, ObjectStore
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, UsageError, shown
 from statehold.io.objects.client import check_url
+from statehold.steps.owners import read_note, write_note
 
 FILE_NAME = "levels.json"
 FORMAT = "statehold-levels"

@@ -10,7 +10,7 @@ Whether the ranks of a job have the same levels, and the difference if not.
 All ranks go through the levels together, by name and in order, and would wait in vain for a rank
 with other levels. The place of a level, and its limit of bandwidth, may differ from host to host.
 
-Not here: when a step is due (cadence), how it gets there (promoting), reading it (nearest).
+Not here: when a step is due (cadence), how it gets there (promoting), reading it (steps/nearest).
 """
 
 from __future__ import annotations

@@ -29,13 +29,10 @@ from typing import Any, TypeAlias
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
-from statehold.checkpoint.levels.nearest import Nearest
 from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.checkpoint.restore.restoring import Restorer
 from statehold.checkpoint.save.gate import Trainer
-from statehold.checkpoint.store.directories import misnamed
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     CorruptionError,
@@ -54,6 +51,9 @@ from statehold.options.paths import NamedStep, check_step
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import everyone, led, together
+from statehold.steps.directories import misnamed
+from statehold.steps.nearest import Nearest
+from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.transfer import transfer_into
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.whole import whole_steps
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -28,9 +27,10 @@ from statehold.layout.plan import step_of
 from statehold.options.keep import MODES, ranked
 from statehold.options.keywords import check_choice
 from statehold.options.paths import NamedStep
+from statehold.steps.whole import whole_steps
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.store.shelf import DirectoryShelf
+    from statehold.steps.shelf import DirectoryShelf
 
 _SHOWN = 20
 

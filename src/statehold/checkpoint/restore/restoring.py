@@ -19,7 +19,7 @@ same. If that does not match on some rank, all ranks read the records of all.
 
 Invariants: no rank changes a byte before all ranks have matched. A step counts as restored only
 when all ranks have read and verified it, from the same save of it.
-Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (levels/nearest),
+Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (steps/nearest),
 agreeing (ranks/rounds).
 """
 
@@ -33,7 +33,6 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from statehold.checkpoint.levels.nearest import Next, StepChanged
 from statehold.checkpoint.restore.choice import Choice
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
@@ -56,6 +55,7 @@ from statehold.format.selection import (
 )
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
+from statehold.steps.nearest import Next, StepChanged
 from statehold.tensors.destinations import Destination
 from statehold.tensors.restoration import Restoration, mismatch
 from statehold.tensors.restore import prepare
@@ -63,9 +63,9 @@ from statehold.tensors.stored import Wanted
 
 if TYPE_CHECKING:
     from statehold._core import Engine
-    from statehold.checkpoint.levels.nearest import Nearest
     from statehold.format.saved import SavedStep
     from statehold.ranks.peers import Peers
+    from statehold.steps.nearest import Nearest
     from statehold.tensors.devices import Devices
 
 

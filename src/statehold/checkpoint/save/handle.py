@@ -39,12 +39,12 @@ from statehold.units import check_timeout
 
 if TYPE_CHECKING:
     from statehold._core import WriteJob
-    from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Copies
     from statehold.errors import StateholdError
     from statehold.layout.claims import Comparison
     from statehold.layout.share import RankPlan
     from statehold.observe.background_log import BackgroundLog
+    from statehold.steps.target import DirectoryPlace
     from statehold.tensors.captured import Capture
     from statehold.tensors.devices.copying import DeviceCopies
     from statehold.tensors.stored import StoredState

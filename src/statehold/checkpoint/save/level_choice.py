@@ -41,12 +41,12 @@ from statehold.ranks.rounds import Round
 if TYPE_CHECKING:
     from statehold._core import File
     from statehold.checkpoint.levels.hosts.discovery import Hosts
-    from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.save.handle import Work
     from statehold.observe.background_log import BackgroundLog
     from statehold.ranks.peers import Peers
+    from statehold.steps.target import DirectoryPlace
 
 ROUND = "open"
 ENTRY_BYTES = 300  # of a rank in a manifest, at most

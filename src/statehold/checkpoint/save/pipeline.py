@@ -50,12 +50,12 @@ from statehold.process.warn import let_go
 from statehold.process.worker import Worker
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.checkpoint.levels.promoting import Promotions
     from statehold.checkpoint.save.handle import Callbacks, Work
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
     from statehold.observe.background_log import BackgroundLog
+    from statehold.steps.target import DirectoryPlace
     from statehold.tensors.captured import Capture
 
 # One save is written while one is staged. More would hold more captured state, and end no sooner.

@@ -81,8 +81,8 @@ from statehold.observe.background_log import BackgroundLog
 from statehold.ranks.peers import Peers
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.levels.places import DirectoryPlace
     from statehold.format.entries import About, Origin
+    from statehold.steps.target import DirectoryPlace
 
 
 # -- the step that the run began from --------------------------------------------------------------

@@ -30,7 +30,7 @@ were, and compared with its checksums (decision S2).
 Invariants: the bytes of the header are not compared; nobody but the file has them. The threads are
 those of one proof, and leave the processor to training.
 
-Not here: which parts go where (sharing), second names (taking), the files' names (store/pool).
+Not here: which parts go where (sharing), second names (taking), the files' names (steps/pool).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
-    from statehold.checkpoint.store.store import Store
     from statehold.io.runtime import Runtime
+    from statehold.steps.store import Store
     from statehold.tensors.columns import Stamps, Tensors
 
 

@@ -47,7 +47,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import is_shared
 from statehold.checkpoint.save.shared import (
     FileLink,
     Fresh,
@@ -62,14 +61,15 @@ from statehold.errors import StateholdError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.layout.share import Key, Part, RankPlan, Share, key_of, keys_of
+from statehold.steps.copying import is_shared
 from statehold.units import MiB
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
-    from statehold.checkpoint.levels.places import DirectoryPlace
-    from statehold.checkpoint.store.store import Store
     from statehold.io.runtime import Runtime
     from statehold.ranks.peers import Peers
+    from statehold.steps.store import Store
+    from statehold.steps.target import DirectoryPlace
     from statehold.tensors.columns import Stamps, Tensors
 
 

@@ -16,12 +16,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import DataFile, data_files
 from statehold.errors import InvariantError
 from statehold.format.entries import record_file
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import StoredFile, StoredPart, check, held_in
+from statehold.steps.copying import DataFile, data_files
 
 if TYPE_CHECKING:
     from statehold.checkpoint.save.handle import Work

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.save.writes import WRITER, now
-from statehold.checkpoint.store.directories import parent_of
-from statehold.checkpoint.store.publish import make_durable
 from statehold.errors import CorruptionError, InvariantError, StorageError, UsageError
 from statehold.format.entries import TensorEntry, sha256
 from statehold.format.manifest import Commit, Manifest, RecordEntry, groups_of, record_name
@@ -28,6 +26,8 @@ from statehold.integrations.dcp.writing import SaveDestination, Written, Written
 from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.share import HeldTensor
+from statehold.steps.directories import parent_of
+from statehold.steps.publish import make_durable
 
 if TYPE_CHECKING:
     from statehold._core import Fs

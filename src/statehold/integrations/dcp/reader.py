@@ -50,12 +50,6 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.store.directories import REPLACED
-from statehold.checkpoint.store.publish import (
-    look_beside_a_writer,
-    missing_path,
-    read_standing,
-)
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.encoding import values
 from statehold.errors import (
@@ -75,6 +69,12 @@ from statehold.layout.layout import Box
 from statehold.options import Options
 from statehold.options.io import Io
 from statehold.options.keywords import answering
+from statehold.steps.directories import REPLACED
+from statehold.steps.publish import (
+    look_beside_a_writer,
+    missing_path,
+    read_standing,
+)
 from statehold.tensors import dtypes
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.graphs import refuse_in_capture

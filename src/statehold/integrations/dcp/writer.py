@@ -56,8 +56,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
-from statehold.checkpoint.store.directories import delete, make_directories, parent_of, unless
-from statehold.checkpoint.store.publish import Replaced, publish, settle
 from statehold.errors import (
     PeerFailedError,
     StateholdError,
@@ -80,6 +78,8 @@ from statehold.options.keywords import answering
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
+from statehold.steps.directories import delete, make_directories, parent_of, unless
+from statehold.steps.publish import Replaced, publish, settle
 from statehold.tensors.devices.graphs import refuse_in_capture
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ Not here: the formats (one module each), which format a path has, and the table 
 A tree of streamed tensors -> a committed step.
 
 Owns: the names of the tensors, the one data file, its checksums.
-Invariants: the step is committed by D3 to D7 (checkpoint/store), under the lock of the run. Until
+Invariants: the step is committed by D3 to D7 (steps/store), under the lock of the run. Until
 then its bytes lie in a directory that no reader takes for a step, with a journal, so a second try
 goes on where the first one was killed. A job that saves into the run in between clears that
 directory, and a second try begins again. Checksums are those of the bytes as they were read from
@@ -35,8 +35,6 @@ import torch
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save.writes import WRITER, now
-from statehold.checkpoint.store.lock import RunLock
-from statehold.checkpoint.store.store import Store
 from statehold.encoding import values
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -83,6 +81,8 @@ from statehold.options.paths import absolute
 from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
+from statehold.steps.lock import RunLock
+from statehold.steps.store import Store
 from statehold.tensors import dtypes, foreign, nodes
 from statehold.units import MiB
 

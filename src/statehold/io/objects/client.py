@@ -16,7 +16,7 @@ Invariants: no text of obstore is passed on, because it quotes URLs with signatu
 passwords. A message consists of recognised parts: an HTTP status, the code of the store, an errno,
 the kind of transport failure. The original error is not chained.
 
-Not here: which objects make a step (checkpoint/store/objects).
+Not here: which objects make a step (steps/objects).
 
 The address of an object store and how it is opened: a URL, a few options, and no secrets.
 

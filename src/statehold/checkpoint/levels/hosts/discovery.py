@@ -41,12 +41,12 @@ from statehold.checkpoint.levels.hosts.census import Holding, PlacedFiles, settl
 from statehold.checkpoint.levels.hosts.place import HostPlace, KnownHost
 from statehold.checkpoint.levels.hosts.remote import FarFiles, RemoteFiles
 from statehold.checkpoint.levels.hosts.serving import FileServer
-from statehold.checkpoint.store.near_files import NearFiles
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
 from statehold.process.host_memory import SHARED_MEMORY
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
+from statehold.steps.near_files import NearFiles
 
 # -- one secret for all ranks ----------------------------------------------------------------------
 

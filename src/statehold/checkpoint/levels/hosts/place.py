@@ -46,16 +46,6 @@ from statehold.checkpoint.levels.hosts.census import (
     settled,
 )
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
-from statehold.checkpoint.levels.places import (
-    Carriers,
-    CopyEngine,
-    DirectoryPlace,
-    Share,
-    StoreSite,
-    Target,
-)
-from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
-from statehold.checkpoint.store.store import check_newest
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -67,14 +57,24 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
+from statehold.steps.shelf import Ranges, Shelf, ShelfFile
+from statehold.steps.store import check_newest
+from statehold.steps.target import (
+    Carriers,
+    CopyEngine,
+    DirectoryPlace,
+    Share,
+    StoreSite,
+    Target,
+)
 
 if TYPE_CHECKING:
     from statehold._core import File
-    from statehold.checkpoint.levels.copying import Copy
     from statehold.checkpoint.levels.hosts.remote import FarFiles
-    from statehold.checkpoint.store.near_files import NearFiles
-    from statehold.checkpoint.store.store import Store
     from statehold.ranks.peers import Peers
+    from statehold.steps.copying import Copy
+    from statehold.steps.near_files import NearFiles
+    from statehold.steps.store import Store
 
 logger = logging.getLogger("statehold")
 

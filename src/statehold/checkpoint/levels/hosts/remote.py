@@ -4,7 +4,7 @@ Owns: the requests to that server (serving), their connections, and the names of
 Invariants: a request ends within `deadline_s` with all of its bytes, or a named error, whatever the
 other end does. A large read is many requests, each of PART_BYTES at most. A request whose
 connection breaks is repeated once, on a new one. No error and no repr has the secret.
-Not here: whether the bytes are right (copying, the engine), which host to ask (place).
+Not here: whether the bytes are right (steps/copying, the engine), which host to ask (place).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from statehold.io.objects.parallel import Extent, move
 from statehold.process import addresses
 
 if TYPE_CHECKING:
-    from statehold.checkpoint.store.shelf import ShelfFile
+    from statehold.steps.shelf import ShelfFile
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20

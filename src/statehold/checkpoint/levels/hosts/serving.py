@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
 from statehold.checkpoint.levels.hosts.wire import MessageHead, Wire, WireError
-from statehold.checkpoint.store.directories import REPLACED, step_of
-from statehold.checkpoint.store.objects import is_file_name
 from statehold.errors import UsageError, shown
 from statehold.process import addresses
 from statehold.process.forks import forget_in_children
+from statehold.steps.directories import REPLACED, step_of
+from statehold.steps.objects import is_file_name
 
 logger = logging.getLogger("statehold")
 

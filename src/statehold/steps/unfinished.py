@@ -6,11 +6,11 @@ The last part is the beginning of the sha256 of the copied manifest, which says 
 become. A step that was saved again has another manifest, so no file of the earlier save is taken
 for it. The attempt before it is new every time, as for a save. A copy never continues in a
 directory that a process of an earlier job may still know. It moves the files out, and only files
-that no process has open, as the kernel says (as for spare files, checkpoint/store/store).
+that no process has open, as the kernel says (as for spare files, store).
 
 Invariants: the caller must verify the files that it takes over; a name proves nothing. Only copies
 look at these directories; readers and saves ignore them.
-Not here: the bytes (levels/copying); when a copy is abandoned (levels/promoting).
+Not here: the bytes (copying); when a copy is abandoned (levels/promoting).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import hashlib
 import re
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.directories import ATTEMPT, COPY_DIGITS, delete, unless
-from statehold.checkpoint.store.publish import look_beside_a_writer
 from statehold.errors import StorageError
+from statehold.steps.directories import ATTEMPT, COPY_DIGITS, delete, unless
+from statehold.steps.publish import look_beside_a_writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

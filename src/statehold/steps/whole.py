@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.publish import (
-    look_beside_a_writer,
-    missing_path,
-    read_standing,
-)
 from statehold.errors import CorruptionError, FormatVersionError, MissingFileError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, FileEntry
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, committed_record
 from statehold.layout.plan import file_name
+from statehold.steps.publish import (
+    look_beside_a_writer,
+    missing_path,
+    read_standing,
+)
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold.checkpoint.store.shelf import DirectoryShelf
+    from statehold.steps.shelf import DirectoryShelf
 
 
 def whole_steps(store: DirectoryShelf) -> list[int]:

@@ -3,7 +3,7 @@
     PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
     PREFIX/step-000000000100.commit             committed: this object alone makes it so
     PREFIX/shared/...                           files that several steps have (references)
-    PREFIX/run.json                             the run that owns the steps (levels/owners)
+    PREFIX/run.json                             the run that owns the steps (owners)
 
 A step is uploaded file by file into the directory of its attempt. Every object there is whole or
 missing. `publish` puts the manifest, then the commit object. One request creates the commit object,
@@ -36,7 +36,7 @@ Data files that several steps in an object store have: one object, and reference
     2. It uploads those of the shared objects that are not there. Their names follow from their
        content, and an object is whole or missing.
     3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
-    4. The commit object makes the step (store/objects).
+    4. The commit object makes the step (objects).
     5. If steps were deleted since the last commit, it deletes the objects to which no directory
        refers (`sweep`).
 
@@ -63,9 +63,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from statehold.checkpoint.store.directories import ATTEMPT
-from statehold.checkpoint.store.near_files import NearFiles
-from statehold.checkpoint.store.shelf import Ranges, Shelf
 from statehold.encoding.strictjson import Checker
 from statehold.errors import (
     CorruptionError,
@@ -82,6 +79,9 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
+from statehold.steps.directories import ATTEMPT
+from statehold.steps.near_files import NearFiles
+from statehold.steps.shelf import Ranges, Shelf
 
 # -- names, and the commit object ------------------------------------------------------------------
 

@@ -4,13 +4,13 @@
     DirectoryShelf    the steps of a run directory, or of a level that is one
     StepShelf         one step, in a directory of any name
 
-An object store (objects), a host of the job (levels/hosts/place) and the nearest intact copy of
-several (levels/nearest) are shelves, too. Whoever reads a step asks a shelf, and knows nothing else
-about where it is.
+An object store (objects), a host of the job (checkpoint/levels/hosts/place) and the nearest intact
+copy of several (nearest) are shelves, too. The code that reads a step asks a shelf, and knows
+nothing else about where the step is.
 Invariants: a shelf changes nothing. A step that is listed may be gone when it is read: a job may
 retire it, or save it again, meanwhile. A step that is being replaced is read at the name that it
 has now (publish).
-Not here: what writes steps (store, levels/places).
+Not here: what writes steps (store, target).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.store.directories import standing_step_of
-from statehold.checkpoint.store.publish import (
+from statehold.errors import StorageError, no_such_step
+from statehold.format.entries import DOCUMENT_BYTES_MAX
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.observe.background_log import log_once
+from statehold.steps.directories import standing_step_of
+from statehold.steps.publish import (
     directory_id,
     is_directory,
     look_beside_a_writer,
     read_standing,
     where,
 )
-from statehold.errors import StorageError, no_such_step
-from statehold.format.entries import DOCUMENT_BYTES_MAX
-from statehold.format.manifest import Manifest
-from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
-from statehold.observe.background_log import log_once
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -204,9 +204,6 @@ class DirectoryShelf(Shelf):
 
 class StepShelf(DirectoryShelf):
     """The step in a directory, which need not be named like one."""
-
-    def __init__(self, fs: Fs, directory: str) -> None:
-        super().__init__(fs, directory)
 
     @cached_property
     def step(self) -> int:

@@ -15,7 +15,7 @@ one. Two files with the same spans, and the same checksums of all of them, are o
 Invariants: only files that steps share are looked for, so a run without such files reads nothing
 more. If the newest step cannot be read, or goes away meanwhile, the files are copied.
 
-Not here: which step goes where and when (promoting), the commit of the target (store, objects).
+Not here: which step goes where and when (promoting), the commit of the target (target).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from statehold.layout.ranges import summed_pieces
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fill, WriteJob
-    from statehold.checkpoint.store.shelf import Shelf, ShelfFile
-    from statehold.checkpoint.store.store import Store
     from statehold.checkpoint.telemetry.watch import CopyWatch
+    from statehold.steps.shelf import Shelf, ShelfFile
+    from statehold.steps.store import Store
 
 
 BLOCK_BYTES = 16 << 20

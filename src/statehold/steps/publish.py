@@ -35,7 +35,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.checkpoint.store.directories import REPLACED, delete, parent_of
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -45,6 +44,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.directories import REPLACED, delete, parent_of
 
 if TYPE_CHECKING:
     from statehold._core import Fs

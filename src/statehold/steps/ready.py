@@ -31,9 +31,9 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.directories import unless
 from statehold.errors import StateholdError
 from statehold.io.memory_room import free_bytes, open_file
+from statehold.steps.directories import unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
-from statehold.checkpoint.store.publish import GONE, missing_path
-from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -38,6 +36,8 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep
+from statehold.steps.publish import GONE, missing_path
+from statehold.steps.shelf import Ranges, Shelf, ShelfFile
 
 logger = logging.getLogger("statehold")
 

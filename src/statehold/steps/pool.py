@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.store.directories import unless
 from statehold.errors import StateholdError, StorageError
 from statehold.io.memory_room import open_file
 from statehold.process.ownership import is_own_file
+from statehold.steps.directories import unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

@@ -5,7 +5,7 @@ readers use the same offsets as everywhere, and check the same checksums.
 Owns: the place of such files, and their end: when the step is not read any more, or at close().
 Invariants: a range has its storage before a byte of it is written as memory. Without space, that is
 an error with a name, and not a signal. No other process uses the names of these files.
-Not here: how ranges are fetched (checkpoint/store/objects, remote), which ranges (read_plan).
+Not here: how ranges are fetched (objects, levels/hosts/remote), which ranges (read_plan).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A level of a run, open: a shelf that copies of steps are put on.
 
-    Target           a shelf (checkpoint/store/shelf), and what writes there
-    DirectoryPlace   a store (checkpoint/store/store): memory, a local disk, a parallel file system
+    Target           a shelf (shelf), and what writes there
+    DirectoryPlace   a store (store): memory, a local disk, a parallel file system
     ObjectPlace      an object store (levels/object_place)
 
 Invariants: the target's own commit publishes a copy, and not before all of it is there. So no
@@ -33,12 +33,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.checkpoint.levels.copying import Already, Copied, Copy, DataFile, write_copy
-from statehold.checkpoint.levels.owners import OwnedSteps
-from statehold.checkpoint.store.lock import RunLock
-from statehold.checkpoint.store.shelf import Ranges, Shelf, ShelfFile
-from statehold.checkpoint.store.unfinished import Unfinished, copy_attempt
-from statehold.checkpoint.store.whole import is_whole
 from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
@@ -46,12 +40,18 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.io.memory_room import free_bytes
 from statehold.ranks.peers import job_token
+from statehold.steps.copying import Already, Copied, Copy, DataFile, write_copy
+from statehold.steps.lock import RunLock
+from statehold.steps.owners import OwnedSteps
+from statehold.steps.shelf import Ranges, Shelf, ShelfFile
+from statehold.steps.unfinished import Unfinished, copy_attempt
+from statehold.steps.whole import is_whole
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, Fs
-    from statehold.checkpoint.store.store import Store
     from statehold.ranks.peers import Peers
+    from statehold.steps.store import Store
 
 
 # -- the warning before a storage is full ----------------------------------------------------------
@@ -303,7 +303,7 @@ class CopyEngine:
 class StoreSite:
     """Where the store of a level lies, and how steps get there.
 
-    called: the directory as the user named it. yields: an agent opens it (store/lock).
+    called: the directory as the user named it. yields: an agent opens it (lock).
     takes_copies: False for the first level, where steps are only saved.
     make_home: makes the directory, where it is not for everybody to look into.
     owned: whose steps these are; None for the run directory itself.

@@ -20,8 +20,8 @@ Notes: small files in a run directory that are no step, written whole or not at 
 Invariants: what is read is a regular file and bounded; no link is followed. One job saves into a
 run, so nobody else writes.
 
-Not here: when this is called (places, object_place, levels), requests (checkpoint/store/objects),
-the note of the levels (remembered).
+Not here: when this is called (target, checkpoint/levels), requests (objects), the note of the
+levels (checkpoint/levels/remembered).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
     RUN/step-000000000100.replaced/  counts as step-n while that is missing (publish)
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
-    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (checkpoint/store/unfinished)
+    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (unfinished)
     RUN/.spare/                      retired files held back for the next save to overwrite
     RUN/.ready/                      in memory: new files, made before the next save (ready)
     RUN/.shared/                     names of files that several steps hold (pool)
@@ -50,27 +50,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from statehold.checkpoint.store.directories import (
-    REPLACED,
-    Attempt,
-    attempt_of,
-    check_attempt,
-    delete,
-    is_leftover,
-    make_directories,
-    standing_step_of,
-    unless,
-)
-from statehold.checkpoint.store.pool import Pool, linked, sync_all
-from statehold.checkpoint.store.publish import (
-    Replaced,
-    make_durable,
-    publish,
-    settle,
-)
-from statehold.checkpoint.store.ready import READY_NAME, Mappings, Ready
-from statehold.checkpoint.store.retention import Retention
-from statehold.checkpoint.store.shelf import DirectoryShelf
 from statehold.errors import (
     CorruptionError,
     InvariantError,
@@ -81,6 +60,27 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.memory_room import open_file
+from statehold.steps.directories import (
+    REPLACED,
+    Attempt,
+    attempt_of,
+    check_attempt,
+    delete,
+    is_leftover,
+    make_directories,
+    standing_step_of,
+    unless,
+)
+from statehold.steps.pool import Pool, linked, sync_all
+from statehold.steps.publish import (
+    Replaced,
+    make_durable,
+    publish,
+    settle,
+)
+from statehold.steps.ready import READY_NAME, Mappings, Ready
+from statehold.steps.retention import Retention
+from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs

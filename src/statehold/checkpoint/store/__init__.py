@@ -1,1 +1,0 @@
-"""The run directory: the commit protocol, retention, and who may write. Never touches torch."""
