@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 import statehold
 from checkpointer.test_torn import releasing
 from statehold.observe import background_log
-from statehold.tensors import step_hook
+from statehold.tensors import updates
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage
 
@@ -76,7 +76,7 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(step_hook._hook, "has_blind_steps", False)
+    monkeypatch.setattr(updates.hook, "has_blind_steps", False)
     monkeypatch.setattr(background_log, "_logged", set())
     yield
     torch._dynamo.reset()
@@ -92,7 +92,7 @@ def test_a_compiled_step_waits(run: Path, is_compiled_before: bool) -> None:
             compiled.step()
         compiled.check_held_step(ckpt, 1)
         compiled.check_held_step(ckpt, 2)
-    assert not step_hook.runs_blind()
+    assert not updates.hook.has_blind_steps
 
 
 def test_no_step_is_compiled_anew_because_of_saves(run: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_save_under_way_is_waited_for_while_one_graph_is_traced(run: Path) -> 
     compiled = Compiled(Descent, fullgraph=True)
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         compiled.check_held_step(ckpt, 1)
-    assert step_hook.runs_blind()
+    assert updates.hook.has_blind_steps
 
 
 def test_one_graph_is_not_compiled_anew_by_checkpointers_that_come_and_go(run: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_held_step_without_the_compiler_in_between(run: Path) -> None:
     compiled = Compiled(Descent, fullgraph=True)
     with statehold.Checkpointer(run, **SMALL):
         compiled.step()
-    step_hook._hook.has_blind_steps = False
+    updates.hook.has_blind_steps = False
     compiled.step = compiled.optimizer.step
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         compiled.check_held_step(ckpt, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.tensors import step_hook
+from statehold.tensors import updates
 from support.faults import DEADLINE_S, SMALL
 
 TOLD = "is saved while gradients wait for optimizer.step()"
@@ -140,11 +140,11 @@ def test_an_accumulation_is_told_of_once(run, caplog: pytest.LogCaptureFixture) 
 def test_a_closure_runs_before_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward are in it, and they may overlap with copies."""
     order: list[str] = []
-    monkeypatch.setattr(step_hook._hook, "action", None)
-    monkeypatch.setattr(step_hook._hook, "handle", None)
+    monkeypatch.setattr(updates.hook, "action", None)
+    monkeypatch.setattr(updates.hook, "handle", None)
     hooks = import_module("torch.optim.optimizer")
     monkeypatch.setattr(hooks, "_global_optimizer_pre_hooks", OrderedDict())
-    step_hook.put_on(lambda _: order.append("gate"))
+    updates.hook.put_on(lambda _: order.append("gate"))
 
     def closure() -> torch.Tensor:
         order.append("closure")
@@ -160,7 +160,7 @@ def test_a_closure_runs_before_the_gate(monkeypatch: pytest.MonkeyPatch) -> None
             assert order[0] == ("gate" if kind is Before else "closure")
             assert order[order.index("closure") + 1] == "gate"
     finally:
-        step_hook.take_off()
+        updates.hook.action = None
 
 
 class Before(torch.optim.SGD):

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import statehold
 from statehold.checkpoint.save.gate import Gate
-from statehold.tensors import step_hook
+from statehold.tensors import updates
 from statehold.tensors.gradients import Gradients
 from support.faults import must
 
@@ -106,7 +106,7 @@ def test_an_action_that_is_taken_off_meanwhile_is_not_called_as_none() -> None:
             self.looks += 1
             return (lambda _: None) if self.looks == 1 else None
 
-    step_hook._Hook.run(Twice(), None)  # type: ignore[arg-type]
+    updates.StepHook.run(Twice(), None)  # type: ignore[arg-type]
 
 
 def test_a_save_leaves_the_collector_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import statehold
 from statehold.errors import ClosedError, StepNotFoundError, UsageError
-from statehold.tensors import step_hook
+from statehold.tensors import updates
 from support.faults import DEADLINE_S, SMALL, small
 from support.training import Training, bits
 
@@ -177,10 +177,10 @@ def test_bad_settings_of_io_are_refused_at_once(given: dict[str, Any]) -> None:
 def test_one_hook_stays_and_does_nothing_after_close(run) -> None:
     """Another thread may be going through the hooks of torch: to take one out would end it."""
     training = Training()
-    step_hook.put_on(lambda _: None)
+    updates.hook.put_on(lambda _: None)
     hooks = set(_global_optimizer_pre_hooks)
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, training.state)
         ckpt.save(2, training.state)
     assert set(_global_optimizer_pre_hooks) == hooks
-    assert step_hook._hook.action is None
+    assert updates.hook.action is None

@@ -6,16 +6,44 @@ hooks on, and the last one takes them off. While a graph is captured an update d
 torch moves the version counters: watchers are asked to let that happen (`before_capture`).
 Not seen: a step() that was compiled in one graph, a CUDA graph of another library than torch (both:
 `why_unseen`), and updates that are no step().
+
+The hook before the step() of every torch optimizer, also where torch.compile traces the step.
+
+torch.compile traces the step.
+
+torch.compile traces the hooks of a step together with the step. A hook that is traced would run at
+the time of tracing, and not at each step. So the action runs outside of what is compiled: torch
+breaks the graph there, once, and compiles the update as without the hook. The graph has guards on
+the list of hooks: a step that was compiled before the hook was there is compiled anew.
+Under fullgraph=True no break is possible, and so no action can run in such a step. The hook notices
+this while the step is traced. It calls the action once, then and there, and from then on
+`runs_blind()` is true: steps may come that no action sees.
+
+Forward and backward happen in a closure: those of Lightning do. So the action comes after a
+closure, and only there if nothing can change parameters before it. That is so for a step() of
+torch.optim, which calls its closure first. Another step() may change parameters first, and so may a
+hook that runs after this one. Then the action comes twice: before everything, and after the
+closure.
+
+Invariants: there is one hook a process, whatever its action does for how many. It stays, without
+an action, when nobody needs it any more: another thread may be going through torch's hooks then,
+and would raise RuntimeError. To take it off and put it on would also compile steps anew.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from statehold.tensors import memory_moves, step_hook
+from torch import compiler
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from statehold.tensors import memory_moves
 from statehold.tensors.devices import graphs
 
 if TYPE_CHECKING:
@@ -57,14 +85,14 @@ def watch(watcher: Watcher) -> None:
     with _guard:
         if watcher not in _living():
             _watchers = (*_watchers, weakref.ref(watcher))
-    step_hook.put_on(_before_step)
+    hook.put_on(_before_step)
     graphs.put_on(_ask)
     memory_moves.put_on(_before_memory_goes)
 
 
 def why_unseen() -> list[str]:
     """Why updates may come that no watcher is asked about, and the way out. Empty: none may."""
-    blind = ((_COMPILED, step_hook.runs_blind()), (_CAPTURED, graphs.runs_blind()))
+    blind = ((_COMPILED, hook.has_blind_steps), (_CAPTURED, graphs.runs_blind()))
     return [why for why, holds in blind if holds]
 
 
@@ -72,7 +100,7 @@ def unwatch(watcher: Watcher) -> None:
     """Ask it no more. On the thread that trains."""
     unwatch_later(watcher)
     if not _living():
-        step_hook.take_off()
+        hook.action = None
         graphs.take_off()
         memory_moves.take_off()
 
@@ -114,3 +142,123 @@ def _ask(optimizers: Iterable[Optimizer]) -> None:
 def _before_memory_goes(storage: UntypedStorage) -> None:
     for watcher in _living():
         watcher.before_memory_goes(storage)
+
+
+# -- the hook of step() ----------------------------------------------------------------------------
+
+
+class StepHook:
+    """The one hook before each step() of every torch optimizer.
+
+    action: what it calls, with the optimizer, or with None while a step is compiled in one graph:
+    that step may run next. None while the hook is off. has_blind_steps: whether a step was compiled
+    that cannot call it.
+    """
+
+    def __init__(self) -> None:
+        self.action: Callable[[Optimizer | None], None] | None = None
+        self.handle: Any = None
+        self.has_blind_steps = False
+
+    def put_on(self, action: Callable[[Optimizer | None], None]) -> None:
+        self.action = action
+        if self.handle is None:
+            self.handle = register_optimizer_step_pre_hook(_hooked)
+            _hooks_of_all().move_to_end(self.handle.id, last=False)  # others may change parameters
+
+    def run(self, optimizer: Optimizer | None) -> None:
+        action = self.action  # read once: another thread may take it off
+        if action is not None:
+            action(optimizer)
+
+
+hook = StepHook()
+
+
+def _hooked(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if compiler.is_dynamo_compiling():
+        if not _is_traced_in_one_graph():
+            _run(optimizer)
+        return None
+    if hook.action is None:
+        return None
+    step = _known(type(optimizer).step)
+    is_named = "closure" in kwargs
+    closure = kwargs["closure"] if is_named else args[1] if len(args) == 2 else None
+    if closure is None or not (is_named or step.takes_closure):
+        _run(optimizer)
+        return None
+    if not step.closes_first or _has_other_hooks(optimizer):
+        _run(optimizer)
+    closed = partial(_closed, closure, optimizer)
+    return (args, {**kwargs, "closure": closed}) if is_named else ((args[0], closed), kwargs)
+
+
+def _closed(closure: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    result = closure(*args, **kwargs)
+    _run(optimizer)
+    return result
+
+
+class _Step(NamedTuple):
+    """What is known of a step(). takes_closure: as its first argument. closes_first: it calls the
+    closure before it changes anything."""
+
+    takes_closure: bool
+    closes_first: bool
+
+
+@lru_cache(maxsize=64)
+def _known(step: Callable[..., Any]) -> _Step:
+    try:
+        taken = list(inspect.signature(step).parameters)[1:2]
+    except (TypeError, ValueError):  # it is not written in Python
+        return _Step(takes_closure=False, closes_first=False)
+    return _Step(taken == ["closure"], _is_of_torch(step))
+
+
+def _is_of_torch(step: Callable[..., Any]) -> bool:
+    """Whether step() and all that wraps it are torch's. A wrapper has the __module__ of what it
+    wraps, but not its globals."""
+    modules = []
+    each: Any = step
+    while each is not None:
+        modules.append(getattr(each, "__globals__", {}).get("__name__", ""))
+        each = getattr(each, "__wrapped__", None)
+    is_torch = all(module.startswith("torch.") for module in modules)
+    return is_torch and modules[-1].startswith("torch.optim.")
+
+
+def _has_other_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run after this one, and before step() begins."""
+    return len(_hooks_of_all()) > 1 or bool(getattr(optimizer, "_optimizer_step_pre_hooks", True))
+
+
+def _hooks_of_all() -> Any:
+    """The hooks of all optimizers, in the order in which they run."""
+    return hook.handle.hooks_dict_ref()
+
+
+# Not torch.compiler.disable: that imports the compiler, which takes a second, and this waits until
+# the first step. Constructing an optimizer has imported it by then.
+@_disable_dynamo
+def _run(optimizer: Optimizer) -> None:
+    hook.run(optimizer)
+
+
+def _is_traced_in_one_graph() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    # What a future torch calls otherwise is taken for one graph: that is slow, and never wrong.
+    if not getattr(InstructionTranslator.current_tx(), "one_graph", True):
+        return False
+    hook.has_blind_steps = True
+    hook.run(None)
+    return True
+
+
+# torch.compiler.assume_constant_result, which would import the compiler, too: the compiler calls
+# the function while it traces, and keeps the answer.
+_is_traced_in_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
