@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from statehold.subscription.subscribe import Subscription as Subscription
     from statehold.subscription.subscribe import Update as Update
     from statehold.subscription.subscribe import subscribe as subscribe
+    from statehold.tensors.kinds.rng import Rng as Rng
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
-    from statehold.tensors.rng import Rng as Rng
     from statehold.tensors.subclasses import allow_tensor_class as allow_tensor_class
 
 __all__ = [
@@ -106,7 +106,7 @@ _HOMES = {
     "Memory": "statehold.checkpoint.levels.specs",
     "ObjectStore": "statehold.checkpoint.levels.specs",
     "RestoreReport": "statehold.format.selection",
-    "Rng": "statehold.tensors.rng",
+    "Rng": "statehold.tensors.kinds.rng",
     "Run": "statehold.reading.runs",
     "Save": "statehold.checkpoint.save.handle",
     "SaveStats": "statehold.checkpoint.telemetry.watch",

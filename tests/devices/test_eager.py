@@ -15,7 +15,7 @@ import torch
 import statehold
 from devices.conftest import trained_on
 from statehold.errors import StorageError, TornSnapshot
-from statehold.tensors import captured
+from statehold.tensors import captured, found
 from statehold.tensors.capture import capture
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.jobs import JobSource
@@ -241,7 +241,7 @@ def test_the_layout_follows_from_the_marks_alone(
         layouts.append([each.spec for each in capture(state).tensors])
         machine.memory.limits.clear()
     with machine.still(), monkeypatch.context() as patch:
-        patch.setattr(captured, "is_external", lambda _: False)
+        patch.setattr(found, "is_external", lambda _: False)
         layouts.append([each.spec for each in capture(state).tensors])
     assert all(layout == layouts[0] for layout in layouts)
 

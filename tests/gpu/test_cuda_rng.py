@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import statehold
-from statehold.tensors.rng import unchanged
+from statehold.tensors.kinds.rng import unchanged
 from support.faults import DEADLINE_S, SMALL
 from support.gpu import needs_cuda
 

@@ -14,8 +14,8 @@ from statehold.format.saved import open_step
 from statehold.layout.plan import plan_save
 from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
-from statehold.tensors.restoration import Restoration
-from statehold.tensors.restore import prepare
+from statehold.tensors.matching import Restoration
+from statehold.tensors.restore import finish, prepare
 from support.steps import sums_for
 
 
@@ -63,7 +63,7 @@ class MemoryStep:
         with torch.no_grad():
             for target in restoration.destinations:
                 target.tensor.copy_(self.copies[target.name])
-        restoration.finish()
+        finish(restoration)
         return restoration
 
 

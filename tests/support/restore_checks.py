@@ -21,8 +21,8 @@ from statehold.format.selection import Selection
 from statehold.format.trees import merge
 from statehold.layout.layout import Box, Ranks
 from statehold.tensors import destinations
-from statehold.tensors.restoration import Restoration
-from statehold.tensors.restore import prepare
+from statehold.tensors.matching import Restoration
+from statehold.tensors.restore import finish, prepare
 from statehold.tensors.stored import Wanted
 from support import fourbit
 from support.capture_checks import Mlp, live_tensors, piece, trained, two_dimensional
@@ -72,7 +72,7 @@ class SharedStep:
             target.tensor.copy_(piece(self.whole[target.name], target.box))
         for stream in restoration.streams:
             stream(self._fill)
-        restoration.finish()
+        finish(restoration)
         return restoration
 
     def _fill(self, wanted: Sequence[Wanted]) -> None:

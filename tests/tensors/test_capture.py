@@ -17,7 +17,7 @@ import statehold
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.tensors.capture import capture
 from statehold.tensors.found import Seen
-from statehold.tensors.parts import parts
+from statehold.tensors.kinds import parts
 from statehold.tensors.stepping import Stepping
 from support.matching import captured, eager
 from support.wrapped import compiled

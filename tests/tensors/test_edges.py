@@ -12,9 +12,9 @@ from torch import nn
 
 import statehold
 from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError, UsageError
-from statehold.tensors import captured as captured_module
+from statehold.tensors import found as found_module
 from statehold.tensors.capture import capture
-from statehold.tensors.rng import Rng
+from statehold.tensors.kinds.rng import Rng
 from support.matching import MemoryStep, captured, eager
 from support.wrapped import compiled
 
@@ -112,7 +112,7 @@ def test_a_conjugate_view_is_not_tied_to_what_it_shows_the_conjugate_of() -> Non
 def test_small_host_tensors_beside_device_tensors_are_cloned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(captured_module, "is_external", lambda tensor: tensor.numel() == 4)
+    monkeypatch.setattr(found_module, "is_external", lambda tensor: tensor.numel() == 4)
     small, large = torch.zeros(3), torch.zeros(1 << 16)
     device = torch.zeros(4)
     state = {"small": small, "large": large, "device": statehold.Gated(device)}
@@ -128,7 +128,7 @@ def test_small_host_tensors_beside_device_tensors_are_cloned(
 def test_volatile_makes_a_device_tensor_a_clone_in_either_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(captured_module, "is_external", lambda _: True)
+    monkeypatch.setattr(found_module, "is_external", lambda _: True)
     model = nn.Linear(2, 2, bias=False)
     for state in (
         {"model": model, "ema": statehold.Volatile(model.weight)},
@@ -278,7 +278,7 @@ def test_options_of_the_step_decide_where_missing_state_is_made() -> None:
         return parameter.device
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("statehold.tensors.optimizers.state_device", state_device)
+        patch.setattr("statehold.tensors.kinds.optimizers.state_device", state_device)
         step.prepare(live.state)
     assert ("step", True, None) in asked
 

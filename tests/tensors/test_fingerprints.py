@@ -8,7 +8,7 @@ import hashlib
 import pytest
 import torch
 
-from statehold.tensors import captured, fingerprints
+from statehold.tensors import fingerprints, found
 from statehold.tensors.capture import capture
 
 
@@ -25,6 +25,6 @@ def test_host_fingerprints_are_of_the_elements_in_order() -> None:
 
 
 def test_a_device_tensor_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "is_external", lambda tensor: tensor.numel() == 4)
-    found = capture({"host": torch.ones(3), "device": torch.ones(4)})
-    assert fingerprints.begin(found.tensors, hash_memory).keys() == {"host"}
+    monkeypatch.setattr(found, "is_external", lambda tensor: tensor.numel() == 4)
+    captured = capture({"host": torch.ones(3), "device": torch.ones(4)})
+    assert fingerprints.begin(captured.tensors, hash_memory).keys() == {"host"}

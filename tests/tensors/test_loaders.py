@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, RandomSampler
 import statehold
 from statehold.errors import UnsupportedValueError
 from statehold.format.selection import Selection
-from statehold.tensors import loaders
-from statehold.tensors.rng import unchanged
+from statehold.tensors.kinds import loaders
+from statehold.tensors.kinds.rng import unchanged
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
 from support.loading import (

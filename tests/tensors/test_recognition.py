@@ -24,13 +24,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import statehold
 from statehold.errors import StateholdError
-from statehold.tensors import capture as capture_module
 from statehold.tensors import captured as captured_module
 from statehold.tensors import columns, facts
 from statehold.tensors import found as found_module
-from statehold.tensors.capture import _Capturer, capture
+from statehold.tensors.capture import capture
+from statehold.tensors.captured import Capturing
 from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Found, Seen
+from statehold.tensors.kinds import modules, optimizers
 from support.changing import Changing
 from support.quantized import Made
 
@@ -71,10 +72,10 @@ TOGETHER: list[Defect] = [
     (facts, "read", "devices_of(tensors),\n            layouts", "[-1] * len(tensors), layouts", 0),
     (facts, "read", "any(map(_is_neg, tensors))", "False", 1),
     (facts, "read", "            layouts,\n", "            [],\n", 9),
-    (_Capturer, "_module", "self._rank, names, ", "self._rank, ", 117),
-    (_Capturer, "_module", "are_parameters, ", "", 90),
-    (_Capturer, "_module", "self._layouts_of(held)", "None", 81),
-    (_Capturer, "_owners_of", "self._gated_ids.issuperset(map(id, tensors))", "True", 2),
+    (modules, "_captured", "to.rank, names, ", "to.rank, ", 117),
+    (modules, "_captured", "are_parameters, to", "to", 90),
+    (modules, "_captured", "to.layouts_of(held)", "None", 81),
+    (Capturing, "_owners_of", "self._gated_ids.issuperset(map(id, tensors))", "True", 2),
     (Seen, "mapping", " or list(map(id, known.parts)) != list(map(id, parts))", "", 0),
     (Tensors, "_is_of", " and self._parts == known.parts", "", 0),
     (Tensors, "_is_of", "self._work_out() != known.columns", "False", 0),
@@ -136,18 +137,24 @@ def first_difference(states: Iterable[int], mesh: DeviceMesh) -> str | None:
 
 def on_device(patch: pytest.MonkeyPatch, are_there: Callable[[torch.Tensor], bool]) -> None:
     """Take these tensors for those of a device."""
-    for module in (captured_module, found_module):
-        patch.setattr(module, "is_external", are_there)
+    patch.setattr(found_module, "is_external", are_there)
     for module in (columns, facts):
         patch.setattr(module, "devices_of", lambda given: [are_there(each) - 1 for each in given])
+
+
+def make_small(patch: pytest.MonkeyPatch, batch: int) -> None:
+    """Batches of so many tensors, and of one parameter's state."""
+    for owner in (captured_module, modules):
+        patch.setattr(owner, "BATCH", batch)
+    for owner in (captured_module, optimizers):
+        patch.setattr(owner, "STATES", 1)
 
 
 @pytest.fixture(params=["small", "large"])
 def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches are seldom out of the ordinary; large ones hold a whole state."""
     if request.param == "small":
-        monkeypatch.setattr(capture_module, "BATCH", 2)
-        monkeypatch.setattr(capture_module, "STATES", 1)
+        make_small(monkeypatch, 2)
     # Every parameter of another optimizer is worth a note.
     monkeypatch.setattr(captured_module, "TOLD_BYTES_MIN", 1)
 
@@ -182,8 +189,7 @@ def test_each_condition_of_recognition_is_needed(
     if owner is facts and function == "read":
         monkeypatch.setattr(found_module, "read", names[function])
     if batch:
-        monkeypatch.setattr(capture_module, "BATCH", batch)
-        monkeypatch.setattr(capture_module, "STATES", 1)
+        make_small(monkeypatch, batch)
     else:
         monkeypatch.setattr(Found, "recognised", lambda *_: None)
     if "devices_of" in condition:

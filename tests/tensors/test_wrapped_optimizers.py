@@ -11,7 +11,7 @@ from torch import nn
 
 from statehold.errors import StateMismatchError
 from statehold.format.selection import Selection
-from statehold.tensors import optimizers
+from statehold.tensors.kinds import optimizers
 from support.matching import MemoryStep, eager
 from support.wrapped import Extra, Flat, Holder, Hooked, Imitating, Subclassing, Translating
 
@@ -41,7 +41,7 @@ def run(wrap: Callable[[Any], Any], lr: float = 0.1) -> tuple[nn.Module, Any]:
 
 
 def content(optimizer: Any) -> Any:
-    inner = optimizers.behind(optimizer)
+    inner = optimizers.of(optimizer)
     assert inner is not None
     return [
         [{key: value.tolist() for key, value in inner.state[p].items()} for p in group["params"]]
@@ -60,7 +60,7 @@ def test_names_are_those_of_the_optimizer_inside(wrap: Callable[[Any], Any]) -> 
     part, optimizer = run(wrap)
     stepped(part, optimizer)
     step = MemoryStep({"m": part, "o": optimizer})
-    bare = MemoryStep({"m": part, "o": optimizers.behind(optimizer)})
+    bare = MemoryStep({"m": part, "o": optimizers.of(optimizer)})
     assert step.manifest.state == bare.manifest.state
     assert "o.state.m.0.weight.exp_avg" in step.manifest.tensors
     assert not eager({"m": part, "o": optimizer})

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 
 from statehold.errors import UsageError
 from statehold.integrations.trained import trained_part
-from statehold.tensors.rng import Rng
+from statehold.tensors.kinds.rng import Rng
 
 
 def accelerator_state(

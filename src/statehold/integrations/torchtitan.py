@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import UsageError
 from statehold.integrations.trained import check_names
+from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Gated
-from statehold.tensors.rng import Rng
 
 RNG = "rng"
 

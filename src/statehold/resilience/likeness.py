@@ -33,7 +33,7 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.devices.fingerprinting import totals_of
 from statehold.tensors.fingerprints import on_host
 from statehold.tensors.found import Seen
-from statehold.tensors.parts import parts
+from statehold.tensors.kinds import parts
 from statehold.tensors.storable import device_of, is_external, is_storable, local_of, version_of
 
 TURNS_MAX = 32

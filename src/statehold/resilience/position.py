@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from statehold.errors import StateMismatchError
 from statehold.resilience.data.course import Course
 from statehold.resilience.sums.interface import Sum
-from statehold.tensors.parts import parts
+from statehold.tensors.kinds import parts
 from statehold.tensors.storable import local_of, version_of
 
 

@@ -32,7 +32,7 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.found import Seen
-from statehold.tensors.restore import prepare
+from statehold.tensors.restore import finish, prepare
 from statehold.tensors.storable import device_of, is_external
 
 # (rank, number of ranks) in torch's job.
@@ -159,7 +159,7 @@ class Arriving:
         with torch.no_grad():
             for tensor, staged in self._staged:
                 tensor.copy_(staged)
-        self._restoration.finish()
+        finish(self._restoration)
 
     def _taker(self, tensor: Tensor) -> Tensor:
         """Memory for the bytes of a tensor: its own, if that is in their order."""

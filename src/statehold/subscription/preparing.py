@@ -33,12 +33,12 @@ from statehold.errors import ManifestError, UsageError
 from statehold.format.selection import Selection
 from statehold.layout.layout import Box
 from statehold.layout.ranges import SUM_DIGITS, summed_pieces
-from statehold.tensors import dtypes, optimizers, updates
+from statehold.tensors import dtypes, updates
 from statehold.tensors.devices.placing import ChunkPlace
-from statehold.tensors.parts import is_stateful
+from statehold.tensors.kinds import optimizers
 from statehold.tensors.restore import check_takes_values, prepare
 from statehold.tensors.stepping import Storages, storages
-from statehold.tensors.storable import is_dtensor, memory_of, version_of
+from statehold.tensors.storable import is_dtensor, is_stateful, memory_of, version_of
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from statehold.format.saved import PlacedChunk, SavedStep
     from statehold.tensors.destinations import Destination
-    from statehold.tensors.restoration import Restoration
+    from statehold.tensors.matching import Restoration
 
 
 # -- pieces that differ ----------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if not check_takes_values(state):
         raise UsageError("the state is empty: there is nothing to update")
     for path, live in _leaves(state, ""):
-        if optimizers.behind(live) is not None or is_stateful(live):
+        if optimizers.of(live) is not None or is_stateful(live):
             raise UsageError(
                 "a subscription updates modules and tensors",
                 facts={"path": path, "got": f"a {type(live).__name__}"},

@@ -40,6 +40,7 @@ from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, Watching, levels_of
 from statehold.subscription.preparing import Changes, Filled, Prepared, check_state, match
 from statehold.subscription.spare import Spare
+from statehold.tensors.restore import finish
 
 if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
@@ -367,7 +368,7 @@ class Subscription:
             self._changes.check(matched.relied)
             copy_all(matched.moves, at, self._spare.memory)
             # Only what modules get from set_extra_state() runs code of others.
-            matched.restoration.finish(draws=bool(matched.restoration.objects))
+            finish(matched.restoration, draws=bool(matched.restoration.objects))
             self._changes.forget()  # they are overwritten
             self._in_place = in_place(matched.filled())
             if is_first:  # it had everything, and most updates have less

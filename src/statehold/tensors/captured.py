@@ -1,31 +1,64 @@
-"""What a capture holds: each tensor of a state with its spec, as it was then; and copies of some.
+"""What a capture holds, and how it comes to that: each tensor of a state with its spec, as it was
+then; a tree of plain values; copies of some tensors. No tensor's bytes move here.
 
-Owns: what is external, what is eager and when.
-Not here: which tensors a state has, and which of them are eager (capture); what is known of each,
-and whether it has changed since (columns).
+Owns: the walk through a state; which tensors a step holds, and which must be copied at once (eager)
+and which may be copied until the next update (lazy):
+    lazy    parameters of modules; parameters and state tensors of optimizers in the state, and
+            tensors that share their storage; state tensors of optimizers that step through the
+            gate, wherever they are found; pieces; what is wrapped in Gated
+    eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
+            in param_groups; and whatever is wrapped in Volatile, which wins
+Invariants: the memory of a captured tensor stays alive at the address that it had at capture
+(columns). The tree shares no container with the live state. In a job of several ranks a tensor is
+this rank's box, and its spec says of what: DTensors by their placements, what
+DistributedDataParallel replicates, and the optimizer state of both. All else is this rank's own.
+
+Containers of tensors as flat batches.
+
+Owns: flattening many small dicts, such as those that an optimizer keeps for its parameters, without
+Python for each tensor; and putting plain values of now into the nodes of such dicts.
+
+Not here: modules, optimizers and other objects (kinds), ties and what is recognised from the
+capture before (found), what is known of each tensor, and whether it has changed since (columns),
+the copying (engine, devices), the layout of the file (plan), layouts (placements).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
 
+from statehold.encoding import values
+from statehold.errors import noting
+from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
+from statehold.tensors import foreign, placements, subclasses
+from statehold.tensors.columns import BATCH, Structure, Tensors, described
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
-from statehold.tensors.columns import Structure, Tensors, described
-from statehold.tensors.scalers import Number
+from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
+from statehold.tensors.facts import layout_of, storage_addresses
+from statehold.tensors.found import Eager, Found, Seen
+from statehold.tensors.marks import Gated, Mark, Volatile
+from statehold.tensors.pieces import Piece
+from statehold.tensors.placements import OWN, Placed
+from statehold.tensors.stepping import MARKED, Owners, Storages, owned_tensors, storages
 from statehold.tensors.storable import (
-    is_external,
-    is_view_of_other_values,
+    ORDINARY,
+    KindOf,
+    check_storable,
+    is_dtensor,
+    is_storable,
     local_of,
     storage_of,
 )
-from statehold.tensors.stored import StoredState
+from statehold.tensors.stored import InFiles, StoredState
 from statehold.units import format_bytes
 
 # Parameters handed over without their module are worth a line in the log from here on.
@@ -34,6 +67,19 @@ TOLD_BYTES_MIN = 64 << 20
 # Eager tensors of devices are cloned while they are no more than this in all: then save() waits for
 # nobody. The clones live until their bytes are copied.
 CLONED_BYTES_MAX = 256 << 20
+
+
+@dataclass(slots=True)
+class Number:
+    """A number in the tree of a step whose value lies on a device, in a tensor of its own."""
+
+    tensor: torch.Tensor
+    node: dict[str, Any]
+    key: str
+
+    def fill_in(self, value: float) -> None:
+        """Put the value in its place. The place is there already: others may read the tree."""
+        self.node[self.key] = values.encode(value, self.key)
 
 
 @dataclass(slots=True)
@@ -105,30 +151,6 @@ class Capture:
         return [each._replace(tensor=each.alias) for each in found]
 
 
-def captured(
-    tensor: torch.Tensor,
-    spec: TensorSpec,
-    eager: bool,
-    owned: bool = False,
-    wrapper: torch.Tensor | None = None,
-    is_gated: bool = False,
-) -> CapturedTensor:
-    if is_view_of_other_values(tensor):
-        tensor, owned = tensor.resolve_conj().resolve_neg(), True
-    if tensor.is_inference():
-        is_gated, eager = False, True
-    if spec.eager is not eager:
-        spec = replace(spec, eager=eager)
-    return described(
-        spec,
-        tensor,
-        external=is_external(tensor),
-        owned=owned,
-        is_gated=is_gated and eager,
-        wrapper=None if owned else wrapper,
-    )
-
-
 def _owned_copy(each: CapturedTensor) -> CapturedTensor:
     """The same tensor, copied now; a copy on a device is made in the order of its stream."""
     copy = each.tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -151,22 +173,6 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
     tensors.copied(copies, list(zip(numbers, stacks, strict=True)))
 
 
-# A parameter of the optimizer at a path, which no module of the state has, by its number there.
-Nameless = tuple[str, str, torch.Tensor]
-
-
-def lost_of(nameless: Sequence[Nameless], tensors: Tensors) -> Iterator[str]:
-    """A doubt for each parameter whose values are not among the captured ones either."""
-    held = {each.data_ptr() for each in tensors.storages} if nameless else set()
-    for path, number, parameter in nameless:
-        if storage_of(local_of(parameter)) not in held:
-            yield (
-                f'the values of a parameter of "{path}" are not saved: number {number}, of shape '
-                f"{list(parameter.shape)}, is in no module of the state. Put the module that has "
-                "it into the state"
-            )
-
-
 def note_of(parameters: Sequence[TensorSpec]) -> str:
     """The note of a Capture (see there) that was given these without their module."""
     nbytes = sum(spec.nbytes for spec in parameters)
@@ -177,3 +183,398 @@ def note_of(parameters: Sequence[TensorSpec]) -> str:
         "save() returns, because the state has tensors of a state_dict(): pass the module itself "
         "to copy them while training continues"
     )
+
+
+# -- containers as batches -------------------------------------------------------------------------
+
+
+# The states of so many parameters are one batch.
+STATES = 64
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Dicts of tensors and plain values. keys: of each dict. tensors: of all, in their order.
+    others: (which dict, key, value) of the plain values."""
+
+    keys: list[tuple[Any, ...]]
+    tensors: list[torch.Tensor]
+    others: list[tuple[int, str, Any]]
+
+    @classmethod
+    def of(cls, dicts: Sequence[Any]) -> Flat | None:
+        """None where something else is among them, or no tensor."""
+        if set(map(type, dicts)) != {dict}:
+            return None
+        keys = list(map(tuple, dicts))
+        members = list(chain.from_iterable(map(dict.values, dicts)))
+        if are_tensors(members):
+            return cls(keys, members, [])
+        others = [
+            (index, key, value)
+            for index, each in enumerate(dicts)
+            for key, value in each.items()
+            if type(value) in _PLAIN and all(map(values.is_plain_key, each))
+        ]
+        tensors = [value for value in members if isinstance(value, torch.Tensor)]
+        if not tensors or len(tensors) + len(others) < len(members):
+            return None
+        return cls(keys, tensors, others)
+
+    @property
+    def shape(self) -> Any:
+        """All there is to know besides the tensors and the plain values."""
+        kinds = None
+        if set(map(type, chain.from_iterable(self.keys))) != {str}:
+            kinds = list(map(type, chain.from_iterable(self.keys)))  # True and 1 are equal keys
+        return self.keys, kinds, [(index, key) for index, key, _ in self.others]
+
+    def with_others(self, nodes: list[Any], paths: Sequence[str]) -> list[Any]:
+        """The nodes of these dicts, by those of dicts with other plain values."""
+        nodes = list(nodes)
+        for index, key, value in self.others:
+            node = values.encode(value, values.join(paths[index], key))
+            nodes[index] = {**nodes[index], key: node}
+        return nodes
+
+
+def are_tensors(members: Sequence[Any]) -> bool:
+    """Whether there are any, and all are tensors."""
+    kinds = set(map(type, members))
+    return bool(kinds) and all(issubclass(kind, torch.Tensor) for kind in kinds)
+
+
+def in_batches(members: Mapping[Any, Any], size: int) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    """(how many came before, the next keys, their values) of the members of a container."""
+    keys, held = list(members), list(members.values())
+    for begin in range(0, len(keys), size):
+        yield begin, keys[begin : begin + size], held[begin : begin + size]
+
+
+# -- one capture -----------------------------------------------------------------------------------
+
+
+class Capturing:
+    """One capture: what was found so far.
+
+    rank, world, own: see capture(). entries: of each module of the state, by its id. names: of the
+    modules' entries, by their ids. replicas: the layouts of what is replicated, by ids. later: what
+    is left to do once everything else has given its state. The others are for Capture.
+    """
+
+    entries: Mapping[int, dict[str, Any]]
+    names: Mapping[int, str]
+    replicas: Mapping[int, Layout]
+
+    def __init__(
+        self,
+        kind_of: KindOf,
+        rank: int | None,
+        world: int,
+        own: bool,
+        optimizers: Iterable[torch.optim.Optimizer],
+        stepping: Iterable[torch.optim.Optimizer],
+        seen: Seen,
+    ) -> None:
+        self.rank, self.world, self.own = rank, world, own
+        self.seen, self.found = seen, Found(seen)
+        self.values = values.Encoder(self._leaf, self._members_of)
+        self._kind_of = kind_of
+        self.doubts: list[str] = []
+        self.numbers: list[Number] = []
+        self.stored: list[StoredState] = []
+        self.frozen: list[str] = []
+        self.later: list[Callable[[], None]] = []
+        self._optimizers, self._stepping = optimizers, stepping
+        self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
+        self._mark: type[Mark[Any]] | None = None
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.found.tensors
+
+    def result(self, state: Mapping[str, Any]) -> Capture:
+        """Go through the state. Raises UnsupportedValueError."""
+        try:
+            tree = self.encoded(dict(state), "")
+            for act in self.later:
+                act()
+            self.seen.structure = self.tensors.recognise(self.seen.structure)
+            if any(self.seen.structure.external):
+                clone_what_waits_for_no_device(self.tensors)
+        except BaseException:
+            for stored in self.stored:
+                stored.release()
+            raise
+        finally:  # the encoder refers to this: in a cycle, tensors would wait for a collection
+            self.values.leaf = self.values.members = None
+        note = note_of(self._parameters)
+        frozen = tuple(self.frozen) if self.entries else None
+        return Capture(self.tensors, tree, note, self.doubts, self.numbers, self.stored, frozen)
+
+    # -- the walk --------------------------------------------------------------------------
+
+    def encoded(self, value: Any, path: str) -> Any:
+        return self.values.encode(value, path)
+
+    def inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
+        """The node of what an object gives for itself."""
+
+        def taken(to: values.Encoder, _: Any, path: str) -> Any:
+            with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
+                inside = content()
+            return to.encode(inside, path)
+
+        return self.values.within(taken, value, path, 0)
+
+    def tell(self, path: str, doubt: str) -> None:
+        self.doubts.append(f'a restart may continue differently in "{path}": {doubt}')
+
+    def _leaf(self, value: Any, path: str) -> Any | None:
+        """The node of what is not a plain value; None for what no step can hold."""
+        if isinstance(value, torch.Tensor):
+            return self._plain_tensor(value, path)
+        if isinstance(value, Mark):
+            return self._marked(value, path)
+        if isinstance(value, Piece):
+            return self.tensor(value.tensor, path, lazy=True, place=value.at(path, self.rank))
+        if isinstance(value, InFiles):
+            return {"$tensor": value.name}
+        if (found := self._kind_of(value)) is not None:
+            kind, thing = found
+            return kind.capture(self, thing, path)
+        if (node := foreign.torch_node(value)) is not None:
+            return node
+        return foreign.numpy_node(value, path, self._add_array)
+
+    def _add_array(self, array: torch.Tensor, path: str) -> str:
+        return self.found.add(array, path, False, owned=True)
+
+    def _marked(self, value: Mark[Any], path: str) -> Any:
+        outer = self._mark
+        if outer is not Volatile:
+            self._mark = type(value)
+        try:
+            return self.inside(value, lambda: value.value, path)
+        finally:
+            self._mark = outer
+
+    def eager(self, usual: Eager) -> Eager:
+        """Which tensors of a container are eager: `usual`, unless it has a mark."""
+        return Eager.ALL if self._mark is Volatile else usual
+
+    # -- dicts of tensors ------------------------------------------------------------------
+
+    def batch(
+        self,
+        key: tuple[str, int],
+        observed: Any,
+        flat: Flat,
+        paths: Callable[[], list[str]],
+        one_by_one: Callable[[], list[Any]],
+    ) -> tuple[list[Any], bool]:
+        """The nodes of dicts of tensors, and whether these are those of the capture before."""
+        nodes = self.found.recognised(key, observed, flat.tensors)
+        if nodes is not None:
+            return flat.with_others(nodes, paths()) if flat.others else nodes, True
+        begin = len(self.tensors)
+        nodes = one_by_one()
+        self.found.remember(key, observed, flat.tensors, begin, nodes)
+        return nodes, False
+
+    def _members_of(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
+        """The nodes of the values of a dict of tensors, or of a dict of such dicts."""
+        first = next(iter(members.values()), None)
+        if type(first) is dict:
+            return self._dicts(members, path)
+        if isinstance(first, torch.Tensor) and are_tensors(list(members.values())):
+            return self._dict(members, path)
+        return None
+
+    def _dict(self, members: Mapping[Any, Any], path: str) -> list[Any]:
+        nodes: list[Any] = []
+        for begin, keys, tensors in in_batches(members, BATCH):
+            paths = [values.join(path, key) for key in keys]
+            flat = Flat([tuple(keys)], tensors, others=[])
+            nodes += self._plain_batch((path, begin), flat, paths, self._plain_tensor, tensors)
+        return nodes
+
+    def _dicts(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
+        batches = list(in_batches(members, STATES))
+        flats = [flat for _, _, dicts in batches if (flat := Flat.of(dicts)) is not None]
+        if len(flats) < len(batches):  # one holds more dicts, or even itself
+            return None
+        nodes: list[Any] = []
+        for (begin, keys, dicts), flat in zip(batches, flats, strict=True):
+            paths = [values.join(path, key) for key in keys]
+            nodes += self._plain_batch((path, begin), flat, paths, self.values.one_by_one, dicts)
+        return nodes
+
+    def _plain_batch(
+        self,
+        key: tuple[str, int],
+        flat: Flat,
+        paths: list[str],
+        node_of: Callable[[Any, str], Any],
+        members: list[Any],
+    ) -> list[Any]:
+        """batch() of tensors that come without their module or optimizer."""
+
+        def one_by_one() -> list[Any]:
+            return list(map(node_of, members, paths))
+
+        owners = self._owners_of(flat.tensors)
+        if owners is None:
+            return one_by_one()
+        layouts = self.layouts_of(flat.tensors)
+        observed = self._mark, self.rank, paths, flat.shape, layouts, owners
+        begin = len(self.tensors)
+        nodes, is_known = self.batch(key, observed, flat, lambda: paths, one_by_one)
+        if is_known:
+            self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
+        return nodes
+
+    def _owners_of(self, tensors: list[torch.Tensor]) -> Owners | None:
+        """Which of these only the step() of an optimizer changes; None where that is to be asked of
+        one tensor at a time."""
+        if self._mark is not None:
+            return MARKED
+        if self._gated_ids.issuperset(map(id, tensors)):
+            return Owners([True] * len(tensors), [], [])
+        addresses = storage_addresses(tensors)
+        if addresses is None:
+            return None
+        gated = list(map(self._gated.__contains__, addresses))
+        if all(gated):
+            return Owners(gated, [], [])
+        known = self._stepped
+        parameters = [
+            index
+            for index, address in enumerate(addresses)
+            if address in known.parameters and not gated[index]
+        ]
+        return Owners(gated, list(map(known.state.__contains__, addresses)), parameters)
+
+    # -- tensors ---------------------------------------------------------------------------
+
+    def layouts_of(self, tensors: Iterable[Any]) -> list[Any] | None:
+        """The layouts of those that DistributedDataParallel replicates."""
+        return list(map(self.replicas.get, map(id, tensors))) if self.replicas else None
+
+    def places_of(self, parameters: Sequence[Any]) -> list[Any] | None:
+        """All that decides where the states of parameters lie; None where all are this rank's."""
+        if not self.replicas and ORDINARY.issuperset(map(type, parameters)):
+            return None
+        return [
+            (layout_of(each), local_of(each).shape)
+            if is_dtensor(each)
+            else self.replicas.get(id(each))
+            for each in parameters
+        ]
+
+    def place(self, tensor: torch.Tensor, path: str) -> Placed:
+        if not self.replicas and type(tensor) in ORDINARY:
+            return OWN
+        return placements.place_of(tensor, path, self.rank, self.replicas)
+
+    def _is_gated(self, tensor: torch.Tensor) -> bool:
+        if self._mark is Gated:
+            return True
+        may_be = bool(self._optimizers) and is_storable(tensor)
+        return may_be and storage_of(local_of(tensor)) in self._gated
+
+    @cached_property
+    def _owned(self) -> list[torch.Tensor]:
+        """The tensors of the optimizers of the state."""
+        return list(chain.from_iterable(map(owned_tensors, self._optimizers)))
+
+    @cached_property
+    def _gated_ids(self) -> set[int]:
+        return set(map(id, self._owned))
+
+    @cached_property
+    def _gated(self) -> set[int]:
+        """The storages of these."""
+        return storages(self._owned)
+
+    @cached_property
+    def _stepped(self) -> Storages:
+        """Those of the optimizers that have stepped."""
+        return Storages.of(self._stepping)
+
+    def _plain_tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        """A tensor that comes without its module or optimizer, such as one of a state_dict().
+
+        What an optimizer keeps for itself nobody else changes. Parameters are another matter: many
+        programs swap them for averages, through `.data`, as soon as save() has returned.
+        """
+        if self._is_gated(tensor):
+            return self.tensor(tensor, path, lazy=True)
+        if self._mark is Volatile or not is_storable(tensor):
+            return self.tensor(tensor, path, lazy=False)
+        known, storage = self._stepped, storage_of(local_of(tensor))
+        count = len(self.tensors)
+        node = self.tensor(tensor, path, lazy=False, is_gated=storage in known.state)
+        if storage in known.parameters:
+            self._parameters += [each.spec for each in self.tensors[count:]]
+        return node
+
+    def tensor(
+        self,
+        tensor: torch.Tensor,
+        path: str,
+        *,
+        lazy: bool,
+        place: Placed | None = None,
+        is_gated: bool = False,
+    ) -> Any:
+        """The node of a tensor that lies at `place`."""
+        local = local_of(tensor)
+        self.values.check_depth(tensor, path)
+        if subclasses.is_allowed(local):
+            made = partial(self._subclass, lazy=lazy, place=place or self.place(tensor, path))
+            return self.values.within(made, tensor, path)
+        check_storable(tensor, path)
+        place = place or self.place(tensor, path)
+        wrapper = None if local is tensor else tensor
+        eager = self._mark is Volatile or not lazy
+        alias, is_complex = local.detach(), tensor.dtype == torch.complex128
+        if is_complex:
+            alias, place = torch.view_as_real(alias.resolve_conj()), as_real(place)
+        added = self.found.add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
+        if is_complex:
+            return {COMPLEX: {"$tensor": added}}
+        return {"$tensor": added}
+
+    def _subclass(
+        self, to: values.Encoder, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed
+    ) -> Any:
+        """A tensor that is made of others: these, and how to put them together."""
+        local = local_of(tensor)
+        form = subclasses.form_of(local, path, to.depth)
+        places = subclasses.places(form, place)
+        part = None
+        if places is None and place.box is not None and place.shape is not None:
+            part = {"offsets": list(place.box.offsets), "of": list(place.shape)}
+        whole = local if part else tensor
+        inner = {
+            name: self.tensor(
+                each,
+                subclasses.inner_path(path, name),
+                lazy=lazy or self._is_gated(each),
+                place=None if is_dtensor(each) else (places or {}).get(name, OWN),
+            )
+            for name, each in form.tensors.items()
+        }
+        shape = place.shape if place.shape and not part else tuple(whole.shape)
+        return {
+            SUBCLASS: {
+                "class": form.kind,
+                "context": form.context,
+                "shape": list(shape),
+                "stride": list(whole.stride()),
+                "part": part,
+                "tensors": inner,
+            }
+        }

@@ -22,7 +22,7 @@ import torch
 from statehold.encoding import values
 from statehold.errors import StateMismatchError
 from statehold.layout.layout import Box
-from statehold.tensors import adapters, foreign, nodes, subclasses
+from statehold.tensors import foreign, nodes, subclasses
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import (
@@ -137,7 +137,7 @@ class Composed:
             found = found_places
         parts: list[_InnerTensor] = []
         for name, tensor in form.tensors.items():
-            where = adapters.inner_path(path, name)
+            where = subclasses.inner_path(path, name)
             each = self._parts(tensor, saved["tensors"][name], found[name], where)
             if isinstance(each, str):
                 return f"a {saved['class']} with {name or 'values'}: {each}"
@@ -190,7 +190,7 @@ class Composed:
             stride = torch.empty(shape, device="meta").stride()
         inner = {
             name: self._local(each, self._inner_place(saved, name, each, place, path), device,
-                              adapters.inner_path(path, name))
+                              subclasses.inner_path(path, name))
             for name, each in saved["tensors"].items()
         }  # fmt: skip
         context = values.decode(saved["context"], foreign.value_of)

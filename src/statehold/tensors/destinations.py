@@ -10,19 +10,18 @@ Invariants: a tensor is read in its saved dtype, a block of bounded size at a ti
 only after the bytes of the block were verified. The state of a parameter that is converted is made
 in the dtype of the parameter, as torch's load_state_dict() has it.
 
-Not here: names and trees (restore), who reads the bytes (engine).
+Not here: names and trees (matching), who reads the bytes (engine).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from statehold.errors import InvariantError, StateMismatchError
+from statehold.errors import StateMismatchError
 from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
 from statehold.process.host_memory import ReadOnly
@@ -31,6 +30,7 @@ from statehold.tensors.pieces import Piece
 from statehold.tensors.placements import Placed
 from statehold.tensors.storable import (
     Memory,
+    boxed,
     empty_on,
     is_dtensor,
     is_external,
@@ -265,7 +265,8 @@ class Destinations:
                 made = empty_on(device, shape, dtype, strides)
                 self.made_plain.add(name)
             else:
-                made = _sharded_like(like, dtype)
+                local = torch.empty_like(local_of(like), dtype=dtype, requires_grad=False)
+                made = boxed(local, like)
             self._made[key] = made
             self.fill(made, name, self.place(made, name))
         return self._made[key]
@@ -327,21 +328,3 @@ def _strides_of_state(parameter: torch.Tensor) -> tuple[int, ...]:
     once: with other strides they mix up the elements, or refuse to step."""
     alike = torch.empty_strided(parameter.shape, parameter.stride(), device="meta")
     return torch.empty_like(alike).stride()
-
-
-def _sharded_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A new DTensor with the mesh and the placements of `parameter`, without a collective."""
-    if not is_dtensor(parameter):
-        raise InvariantError("a plain tensor has no placements")
-    local = local_of(parameter)
-    dtensor = sys.modules["torch.distributed.tensor"].DTensor
-    with torch.no_grad():
-        made: torch.Tensor = dtensor.from_local(
-            torch.empty_like(local, dtype=dtype, requires_grad=False),
-            parameter.device_mesh,  # type: ignore[attr-defined]
-            parameter.placements,  # type: ignore[attr-defined]
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return made

@@ -1,6 +1,6 @@
 """Values of torch and NumPy that are no tensors: sizes, dtypes, scalars, arrays.
 
-Not here: plain Python values (encoding.values), tensors (capture, matching).
+Not here: plain Python values (encoding.values), tensors (captured, matching).
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ tensors showed together, by their path; the nodes of containers, and the structu
 Invariants: only facts are kept, and never a tensor. What is equal in the next capture is the same
 object: it is not made again, and plans find at once that nothing has changed.
 
-Not here: which tensors a state has, where they lie, and which of them are eager (capture).
+Not here: which tensors a state has, where they lie, and which of them are eager (captured).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from operator import attrgetter
@@ -35,11 +35,23 @@ from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout, Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import dtypes
-from statehold.tensors.captured import captured
-from statehold.tensors.columns import ColumnRun, Form, Structure, Tensors, described
+from statehold.tensors.columns import (
+    CapturedTensor,
+    ColumnRun,
+    Form,
+    Structure,
+    Tensors,
+    described,
+)
 from statehold.tensors.facts import BatchFacts, Facts, read
 from statehold.tensors.placements import OWN, Placed
-from statehold.tensors.storable import ORDINARY, Strided, is_external, memory_of
+from statehold.tensors.storable import (
+    ORDINARY,
+    Strided,
+    is_external,
+    is_view_of_other_values,
+    memory_of,
+)
 
 # -- what the next capture recognises --------------------------------------------------------------
 
@@ -209,12 +221,12 @@ PlaceOf = Callable[[torch.Tensor], Placed]
 NodeOf = Callable[[Any, str], Any]
 
 
-class Kind(Enum):
-    """Which tensors of a container are eager: none, all but parameters, all."""
+class Eager(Enum):
+    """Which tensors of a container are copied at once."""
 
-    LAZY = 0
-    OF_MODULE = 1
-    EAGER = 2
+    NONE = 0
+    BUT_PARAMETERS = 1
+    ALL = 2
 
 
 class Found:
@@ -323,7 +335,7 @@ class Found:
         self,
         members: Mapping[Any, Any],
         path: str,
-        kind: Kind,
+        usual: Eager,
         place_of: PlaceOf | None,
         node_of: NodeOf,
     ) -> dict[Any, Any]:
@@ -336,12 +348,12 @@ class Found:
         # microsecond is one of the trainer's.
         tensors, held, taken, seen = self.tensors, self._held, self._taken, self._seen
         nodes: dict[Any, Any] = {}
-        place, eager = OWN, kind is Kind.EAGER
+        place, eager = OWN, usual is Eager.ALL
         for key, value in members.items():
             name = f"{path}.{key}"
             sight = seen.before(name)
             if sight is not None and type(value) in ORDINARY and not self._is_taken(name):
-                if kind is Kind.OF_MODULE:
+                if usual is Eager.BUT_PARAMETERS:
                     eager = not isinstance(value, nn.Parameter)
                 try:
                     address = value.data_ptr()
@@ -391,7 +403,7 @@ class Found:
             first = self.tensors[index]
             is_gated = is_gated and not first.eager
             if eager and not first.owned and (first.spec.eager, first.is_gated) != (True, is_gated):
-                self.tensors[index] = captured(
+                self.tensors[index] = _captured(
                     first.tensor, first.spec, True, wrapper=wrapper, is_gated=is_gated
                 )
             return first.spec.name
@@ -402,7 +414,7 @@ class Found:
             self._held[place_id].append((len(self.tensors), tensor))
         self._taken.add(name)
         spec = self._seen.spec_of(tensor, name, eager, place)
-        self.tensors.append(captured(tensor, spec, eager, owned, wrapper, is_gated))
+        self.tensors.append(_captured(tensor, spec, eager, owned, wrapper, is_gated))
         return name
 
     def _check_new(self, name: str, tensor: torch.Tensor) -> None:
@@ -431,3 +443,27 @@ class Found:
             if held is wrapper or (wrapper is None and memory_of(held) == memory_of(tensor)):
                 return index
         return None
+
+
+def _captured(
+    tensor: torch.Tensor,
+    spec: TensorSpec,
+    eager: bool,
+    owned: bool = False,
+    wrapper: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> CapturedTensor:
+    if is_view_of_other_values(tensor):
+        tensor, owned = tensor.resolve_conj().resolve_neg(), True
+    if tensor.is_inference():
+        is_gated, eager = False, True
+    if spec.eager is not eager:
+        spec = replace(spec, eager=eager)
+    return described(
+        spec,
+        tensor,
+        external=is_external(tensor),
+        owned=owned,
+        is_gated=is_gated and eager,
+        wrapper=None if owned else wrapper,
+    )

@@ -38,7 +38,8 @@ from statehold.format.graphs import (
     LayerGraph,
     graph_of_tensors,
 )
-from statehold.tensors import dtypes, modules
+from statehold.tensors import dtypes
+from statehold.tensors.kinds import modules
 from statehold.tensors.storable import local_of
 from statehold.tensors.subclasses import is_allowed
 

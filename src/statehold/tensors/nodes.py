@@ -4,7 +4,7 @@ Invariants: nothing here changes a node that it was given.
 
 Values of a step that are built anew: what the leaves of its tree mean.
 
-Not here: what the nodes mean (values), what becomes of them (restore).
+Not here: what the nodes mean (values), what becomes of them (matching).
 """
 
 from __future__ import annotations

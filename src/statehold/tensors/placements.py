@@ -19,17 +19,16 @@ Facts about PyTorch that decide what is here (torch 2.13):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import AnyLayout, Box, Layout, Mesh
-from statehold.tensors import modules
 from statehold.tensors.storable import is_dtensor, local_of
 
 if TYPE_CHECKING:
@@ -82,16 +81,6 @@ def place_of(
     if layout is not None and not is_dtensor(tensor):
         return replicated(tensor.shape, layout)
     return placed(tensor, path, rank)
-
-
-def replicas_in(found_modules: Iterable[nn.Module], rank: int | None) -> dict[int, Layout]:
-    """The layouts of the tensors that DistributedDataParallel replicates, by their ids."""
-    layouts: dict[int, Layout] = {}
-    for module in found_modules if rank is not None else ():
-        found = modules.replicas(module)
-        if found is not None and (layout := of_group(found[0])) is not None:
-            layouts |= dict.fromkeys(map(id, found[1]), layout)
-    return layouts
 
 
 def replicated(shape: Sequence[int], layout: Layout) -> Placed:

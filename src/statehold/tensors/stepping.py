@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from statehold.tensors import optimizers
 from statehold.tensors.columns import BATCH
 from statehold.tensors.facts import storage_addresses
 from statehold.tensors.storable import ORDINARY, is_storable, local_of, storage_of
@@ -59,10 +59,10 @@ class Storages:
     def of(cls, stepping: Iterable[torch.optim.Optimizer]) -> Storages:
         parameters, gradients, state = set[int](), set[int](), set[int]()
         for optimizer in stepping:
-            updated = [each for group in optimizer.param_groups for each in group["params"]]
+            updated = list(parameters_of(optimizer))
             parameters |= storages(updated)
             gradients |= storages(each.grad for each in updated if each.grad is not None)
-            state |= storages(optimizers.state_tensors(optimizer))
+            state |= storages(_state_tensors(optimizer))
         return cls(frozenset(parameters), frozenset(state - parameters - gradients))
 
 
@@ -95,3 +95,19 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
         return set(addresses)
     plain = (part for tensor in tensors for part in parts_of(tensor))
     return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def owned_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors that only step() changes: the parameters and the state at its top level."""
+    return [*parameters_of(optimizer), *_state_tensors(optimizer)]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors at the top level of the state of each parameter."""
+    dicts = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = chain.from_iterable(state.values() for state in dicts)
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,5 +1,5 @@
 """What capture and restore both have to know about a tensor: whether a step can hold it, and where
-its bytes are. Of a DTensor, what counts is the local tensor.
+its bytes are. Of a DTensor, what counts is the local tensor. Also here: which objects have state.
 
 Facts about PyTorch that decide what is here:
 - A detached tensor shares storage and version counter with its origin, and keeps the old storage
@@ -26,7 +26,7 @@ Facts about PyTorch that decide what is here:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ from statehold.layout.layout import Box
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 Memory = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool]
+
+# The kind that a value is of, and the thing itself (kinds).
+KindOf = Callable[[Any], tuple[Any, Any] | None]
 
 PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
 # Types of tensors that are neither made of others nor boxes of one on several ranks.
@@ -118,6 +121,15 @@ def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
 def says_what_it_is_made_of(cls: type) -> bool:
     """Whether a tensor class can be taken apart and put together by its own methods."""
     return all(callable(getattr(cls, name, None)) for name in PROTOCOL)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` can give and take its state itself. A class is not an object with state."""
+    return (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
+    )
 
 
 def name_of(cls: type) -> str:

@@ -161,3 +161,15 @@ class StoredOptimizer(Protocol):
         saved: all parameters, in their order. Returns None where the save takes all state from
         memory.
         """
+
+
+@runtime_checkable
+class GathersState(Protocol):
+    """An optimizer whose `state` is empty, because it keeps its state elsewhere."""
+
+    @property
+    def has_lost_state(self) -> bool:
+        """Whether it has none until it gets one: state_dict() and gathered_state() raise."""
+
+    def gathered_state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """Copies of all that `state` would have, by parameter."""

@@ -24,9 +24,9 @@ from statehold.format.graphs import Layer, SavedModel, models_in
 from statehold.format.saved import SavedStep
 from statehold.format.selection import Names, Selection
 from statehold.tensors.graph import Graph
+from statehold.tensors.kinds import parts
+from statehold.tensors.kinds.modules import unwrapped
 from statehold.tensors.marks import Mark
-from statehold.tensors.modules import unwrapped
-from statehold.tensors.parts import parts
 
 # -- the selection ---------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from statehold.resilience.data.course import Course
 from statehold.resilience.data.draws import Draw
 from statehold.resilience.data.loader import Loader, Name
 from statehold.resilience.data.purity import Purity
-from statehold.tensors.rng import unchanged
+from statehold.tensors.kinds.rng import unchanged
 
 COURSE = Course(size=100, batch=4, microbatches=6, seed=1)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from statehold.resilience.data.seeding import DRAWING, seed_microbatch
-from statehold.tensors.rng import unchanged
+from statehold.tensors.kinds.rng import unchanged
 
 
 def draws() -> list[float]:

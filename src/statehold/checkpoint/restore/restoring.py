@@ -57,8 +57,8 @@ from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.steps.nearest import Next, StepChanged
 from statehold.tensors.destinations import Destination
-from statehold.tensors.restoration import Restoration, mismatch
-from statehold.tensors.restore import prepare
+from statehold.tensors.matching import Restoration, mismatch
+from statehold.tensors.restore import finish, prepare
 from statehold.tensors.stored import Wanted
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Restorer:
                 matched = self._saved.from_any_copy(step, read, self._after)
                 # A rank that fails here fails alone: all bytes are in place.
                 with self._watch.stage("values", step=step):
-                    matched.restoration.finish()
+                    finish(matched.restoration)
             except (CorruptionError, UsageError) as error:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]

@@ -56,11 +56,10 @@ from statehold.integrations.formats.streamed import (
 )
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
-from statehold.tensors import modules, optimizers
-from statehold.tensors.parts import is_stateful
-from statehold.tensors.restoration import places
-from statehold.tensors.restore import check_takes_values, holds_state
-from statehold.tensors.storable import empty_on
+from statehold.tensors.kinds import modules, optimizers
+from statehold.tensors.matching import holds_state, places
+from statehold.tensors.restore import check_takes_values
+from statehold.tensors.storable import empty_on, is_stateful
 
 _SHOWN = 20
 
@@ -345,7 +344,7 @@ class _StockMatcher:
             self.acts.append(lambda objects: put(objects[name]))
 
     def _module(self, live: nn.Module, path: str) -> None:
-        self._parameters |= modules.parameter_names([(path, live)])
+        self._parameters |= modules.look_into([(path, live)])[1]
         own = modules.own_tensors(live)
         handed: dict[str, Any] = {}
         for name, value in modules.entries(live).items():
@@ -355,7 +354,7 @@ class _StockMatcher:
             else:
                 self._value(where, [where, name], partial(setitem, handed, name))
         if handed or modules.acts_when_loaded(live):
-            self.acts.append(lambda _: modules.hand_over(live, handed))
+            self.acts.append(lambda _: modules.load(live, handed))
 
     def _object(self, live: Any, path: str) -> None:
         state = live.state_dict()

@@ -87,9 +87,9 @@ from statehold.integrations.lightning.moments import (
 )
 from statehold.integrations.trained import persistent_buffers
 from statehold.reading.load import load
-from statehold.tensors import loaders
+from statehold.tensors.kinds import loaders
+from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
-from statehold.tensors.rng import Rng
 
 
 class LiveOptimizers(list[Any]):

@@ -66,7 +66,7 @@ from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers.folders import Beside, Folders, step_named
 from statehold.reading.copying import copy_step
 from statehold.reading.load import load
-from statehold.tensors.rng import Rng
+from statehold.tensors.kinds.rng import Rng
 
 __all__ = ["StateholdTrainer"]
 

@@ -28,7 +28,7 @@ from statehold.resilience.data.course import Course
 from statehold.resilience.data.draws import Draw, Drawn
 from statehold.resilience.data.purity import Purity
 from statehold.resilience.data.workers import DrawWorkers, Failed, Outcome, Prepare, in_words
-from statehold.tensors.rng import unchanged
+from statehold.tensors.kinds.rng import unchanged
 
 
 class Named(Protocol):

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
+from statehold.tensors.captured import Number
 from statehold.tensors.devices.backends import Event, Stream, StreamBackend
 from statehold.tensors.devices.jobs import CallCopies, Lent, Piece
 from statehold.tensors.devices.pinning import Pinning
-from statehold.tensors.scalers import Number
 from statehold.tensors.storable import device_of
 
 # Before a device is asked again: at first, and after some vain questions. Each question takes the

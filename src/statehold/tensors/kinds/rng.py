@@ -5,8 +5,8 @@ every CUDA device's generator, and generators that the user names. `unchanged` u
 block of code draws from any of them.
 Invariants: a state consists of plain values (ints, floats, bytes), so it lives in the manifest.
 Reading or setting a generator draws nothing from it.
-Not here: when the state is captured and applied. Both happen last (capture, restore), because other
-objects may draw while they give or take their state.
+Generators are read last of all, and put back last of all: other objects may draw while they give or
+take their state, as a loader does that was not iterated yet.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 from statehold.errors import StateMismatchError, UsageError
+from statehold.tensors.captured import Capturing
+from statehold.tensors.matching import ABSENT, Matching, Walk
 
 
 class Rng:
@@ -53,17 +55,16 @@ class Rng:
 
     def state_dict(self) -> dict[str, Any]:
         state = _process_state()
-        state["generators"] = {name: get_state(each, name) for name, each in self._named()}
+        state["generators"] = {
+            name: get_state(each, name) for name, each in self.generators.items()
+        }
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check(state)
         _set_process_state(state)
-        for name, generator in self._named():
+        for name, generator in self.generators.items():
             set_state(generator, name, state["generators"][name])
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return list(self.generators.items())
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved = state["generators"]
@@ -75,6 +76,37 @@ class Rng:
                 facts={"expected": expected, "got": kinds},
                 hint="construct statehold.Rng with the generators that the step was saved with",
             )
+
+
+def of(value: Any) -> Rng | None:
+    return value if isinstance(value, Rng) else None
+
+
+def capture(to: Capturing, live: Rng, path: str) -> dict[str, Any]:
+    """A node that is empty until everything else has given its state."""
+    node: dict[str, Any] = {}
+    depth = to.values.depth
+
+    def read() -> None:
+        to.values.depth = depth
+        node.update(to.encoded(live.state_dict(), path))
+
+    if to.own:
+        to.later.append(read)
+    return node
+
+
+def match(to: Matching, live: Rng, node: Any, path: str) -> None:
+    if to.other_ranks and to.selection.takes(path):
+        to.restoration.kept.append(path)  # all ranks would draw the numbers of one
+        to.restoration.has_own = True
+    elif to.takes(path) and not to.differs(node, path):
+        state = to.rebuild(ABSENT, node)
+        to.restoration.generators.append(lambda: live.load_state_dict(state))
+
+
+def names(_: Walk, __: Rng, ___: Any, path: str) -> Iterator[str]:
+    yield path
 
 
 # Every Rng of the process, by its id. A part of a state may be restored without the Rng, whose
@@ -99,8 +131,11 @@ class _Keeper:
         with self._guard:
             if self._blocks == 0:
                 self._process = _process_state()
-                named = [each for rng in list(_alive.values()) for each in rng._named()]
-                self._named = [(name, each, get_state(each, name)) for name, each in named]
+                self._named = [
+                    (name, each, get_state(each, name))
+                    for rng in list(_alive.values())
+                    for name, each in rng.generators.items()
+                ]
             self._blocks += 1
 
     def end(self) -> None:

@@ -38,7 +38,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from statehold.errors import UnsupportedValueError
-from statehold.tensors.rng import get_state, set_state, unchanged
+from statehold.tensors.kinds.rng import get_state, set_state, unchanged
 
 # -- positions for another number of workers -------------------------------------------------------
 
@@ -185,6 +185,11 @@ def _unchanged(generator: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
+def are_in(value: Any) -> bool:
+    """Whether an object holds loaders, or is an iterator of one."""
+    return bool(found_in(value)) or issubclass(type(value), _BaseDataLoaderIter)
+
+
 def is_loader(value: Any) -> bool:
     # By its real type: Accelerate's wrappers claim to be of the class of the loader inside.
     return issubclass(type(value), DataLoader)
@@ -224,7 +229,7 @@ def _may_hold(key: Any, value: Any) -> bool:
     return type(key) in (str, int) and not issubclass(type(value), _OPAQUE)
 
 
-def state_of(value: Any, tell: Callable[[str], None] = lambda _: None) -> Any:
+def state_of(value: Any, tell: Callable[[str], None]) -> Any:
     """`value.state_dict()`, and the states of the generators that its loaders were given.
 
     tell: is given what will not come back, and what to do about it.
@@ -282,7 +287,7 @@ def load(value: Any, state: Any) -> None:
 # -- what cannot be put back ---------------------------------------------------------------------
 
 
-def doubts(value: Any, *, has_rng: bool, other_ranks: bool) -> Iterator[str]:
+def doubts(value: Any, has_rng: bool, other_ranks: bool) -> Iterator[str]:
     """What may not go on as it was after load(), and what to do about it.
 
     has_rng: generators were restored, too, so somebody counts on them.
