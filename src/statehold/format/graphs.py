@@ -7,7 +7,7 @@ layers of one digest have the same layers before them, and the layers that two g
 are a prefix of both (the longest common prefix of EvoStore: Underwood, Madhyastha, Burns and
 Nicolae, HPDC 2024). In one graph each digest occurs once. A record that cannot be read counts
 as none, because it only helps to find a step.
-Not here: how a live model gives its layers (tensors/graph), what is restored (tensors/transfer).
+Not here: how a live model gives its layers, and what is restored (tensors/graph).
 
 kind: how the layers were found. Graphs of different kinds have nothing in common.
     traced    by torch.fx: the inputs of a layer are the layers whose results it takes

@@ -24,8 +24,7 @@ from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.catalog import Candidate, Catalog
 from statehold.reading.places import file_system
 from statehold.steps.shelf import DirectoryShelf
-from statehold.tensors.graph import Graph
-from statehold.tensors.transfer import shared_with
+from statehold.tensors.graph import Graph, shared_with
 
 if TYPE_CHECKING:
     from torch import nn

@@ -54,8 +54,9 @@ from statehold.ranks.rounds import everyone, led, together
 from statehold.steps.directories import misnamed
 from statehold.steps.nearest import Nearest
 from statehold.steps.shelf import DirectoryShelf
+from statehold.tensors.graph import transfer_into
 from statehold.tensors.restore import check_takes_values
-from statehold.tensors.transfer import transfer_into
+
 
 # -- what the caller asks for ----------------------------------------------------------------------
 
