@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from statehold.subscription.subscribe import Subscription as Subscription
     from statehold.subscription.subscribe import Update as Update
     from statehold.subscription.subscribe import subscribe as subscribe
+    from statehold.tensors.composed import allow_tensor_class as allow_tensor_class
     from statehold.tensors.kinds.rng import Rng as Rng
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
-    from statehold.tensors.subclasses import allow_tensor_class as allow_tensor_class
 
 __all__ = [
     "Checkpointer",
@@ -116,7 +116,7 @@ _HOMES = {
     "TensorInfo": "statehold.reading.runs",
     "Update": "statehold.subscription.subscribe",
     "Volatile": "statehold.tensors.marks",
-    "allow_tensor_class": "statehold.tensors.subclasses",
+    "allow_tensor_class": "statehold.tensors.composed",
     "copy_step": "statehold.reading.copying",
     "export_step": "statehold.integrations.formats.convert",
     "import_step": "statehold.integrations.formats.convert",

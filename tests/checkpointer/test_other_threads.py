@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import statehold
 from statehold.checkpoint.save.gate import Gate
 from statehold.tensors import updates
-from statehold.tensors.gradients import Gradients
+from statehold.tensors.stepping import Gradients
 from support.faults import must
 
 SMALL = {"staging_bytes": "32MiB"}

@@ -15,7 +15,7 @@ import statehold
 from golden.make_v1 import elements
 from statehold.errors import FormatVersionError
 from statehold.format import manifest
-from statehold.tensors import subclasses
+from statehold.tensors import composed
 from support.faults import SMALL
 from support.quantized import Made
 
@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parent / "v3"
 def allowed() -> Iterator[None]:
     statehold.allow_tensor_class(Made)
     yield
-    subclasses._allowed.clear()
+    composed._allowed.clear()
 
 
 def numbers(count: int) -> list[complex]:

@@ -14,7 +14,7 @@ import statehold
 from statehold.errors import StateMismatchError, UnsupportedValueError
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.capture import capture
-from statehold.tensors.pieces import Piece
+from statehold.tensors.placements import Piece
 from support.gloo import run_ranks
 
 SIZE = 23

@@ -14,7 +14,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import StateMismatchError, TornSnapshot, UnsupportedValueError, UsageError
-from statehold.tensors import subclasses
+from statehold.tensors import composed
 from support.faults import SMALL, Holdup
 from support.matching import MemoryStep, captured, eager
 from support.quantized import Around, Copying, Made, Other, Small, layer
@@ -26,7 +26,7 @@ def allowed() -> Iterator[None]:
     statehold.allow_tensor_class(Around)
     statehold.allow_tensor_class(Copying)
     yield
-    subclasses._allowed.clear()
+    composed._allowed.clear()
 
 
 def parts(tensor: Any) -> list[list[Any]]:
@@ -168,7 +168,7 @@ def test_the_hint_names_no_function_that_would_refuse_the_class() -> None:
 
 def test_no_class_is_looked_up_because_a_step_names_it() -> None:
     step = MemoryStep({"w": Made.of(torch.ones(2, 2))})
-    subclasses._allowed.clear()
+    composed._allowed.clear()
     with pytest.raises(UnsupportedValueError) as caught:
         step.prepare({"w": None})
     assert caught.value.facts["class"] == "support.quantized.Made"

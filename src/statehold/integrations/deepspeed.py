@@ -83,7 +83,7 @@ from statehold.integrations.trained import check_names, persistent_buffers
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
-from statehold.tensors.pieces import Piece
+from statehold.tensors.placements import Piece
 
 # -- moments ---------------------------------------------------------------------------------------
 

@@ -41,8 +41,8 @@ from statehold.observe.progress import Progress
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.steps.publish import directory_id
 from statehold.tensors import dtypes, nodes
+from statehold.tensors.composed import value_of
 from statehold.tensors.devices import Devices
-from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import is_external
 from statehold.units import MiB
 

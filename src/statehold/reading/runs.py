@@ -30,7 +30,7 @@ from statehold.reading.places import (
 from statehold.steps.shelf import DirectoryShelf
 from statehold.steps.whole import whole_steps
 from statehold.tensors import nodes
-from statehold.tensors.nodes import value_of
+from statehold.tensors.composed import value_of
 from statehold.units import format_bytes
 
 

@@ -39,15 +39,14 @@ from statehold.encoding import values
 from statehold.errors import noting
 from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
-from statehold.tensors import foreign, placements, subclasses
+from statehold.tensors import composed, foreign, placements
 from statehold.tensors.columns import BATCH, Structure, Tensors, described
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
 from statehold.tensors.facts import layout_of, storage_addresses
 from statehold.tensors.found import Eager, Found, Seen
 from statehold.tensors.marks import Gated, Mark, Volatile
-from statehold.tensors.pieces import Piece
-from statehold.tensors.placements import OWN, Placed
+from statehold.tensors.placements import OWN, Piece, Placed
 from statehold.tensors.stepping import MARKED, Owners, Storages, owned_tensors, storages
 from statehold.tensors.storable import (
     ORDINARY,
@@ -532,7 +531,7 @@ class Capturing:
         """The node of a tensor that lies at `place`."""
         local = local_of(tensor)
         self.values.check_depth(tensor, path)
-        if subclasses.is_allowed(local):
+        if composed.is_allowed(local):
             made = partial(self._subclass, lazy=lazy, place=place or self.place(tensor, path))
             return self.values.within(made, tensor, path)
         check_storable(tensor, path)
@@ -552,8 +551,8 @@ class Capturing:
     ) -> Any:
         """A tensor that is made of others: these, and how to put them together."""
         local = local_of(tensor)
-        form = subclasses.form_of(local, path, to.depth)
-        places = subclasses.places(form, place)
+        form = composed.form_of(local, path, to.depth)
+        places = composed.places(form, place)
         part = None
         if places is None and place.box is not None and place.shape is not None:
             part = {"offsets": list(place.box.offsets), "of": list(place.shape)}
@@ -561,7 +560,7 @@ class Capturing:
         inner = {
             name: self.tensor(
                 each,
-                subclasses.inner_path(path, name),
+                composed.inner_path(path, name),
                 lazy=lazy or self._is_gated(each),
                 place=None if is_dtensor(each) else (places or {}).get(name, OWN),
             )

@@ -3,29 +3,63 @@
 Owns: which live tensor can take such a node in place, through the plain tensors that it is made of;
 making a new one, sharded like the parameter beside it.
 Invariants: nothing is filled unless all of it fits; inner tensors keep their storage.
-Not here: taking classes apart (subclasses), comparing plain tensors and memory (destinations).
 
     {"$complex128": {"$tensor": name}}     the tensor is F64 with a last dimension of 2
     {"$subclass": {"class", "context", "shape", "stride", "part", "tensors": {inner name: node}}}
 "part" is null where inner tensors are as the shape says; else the box that a rank holds: its inner
 tensors mean nothing without it.
+
+Their classes: tensors that consist of other tensors, such as quantized ones.
+
+Owns: the list of classes that a step may hold, how each is taken apart and put together
+(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter for a class that has neither), and
+how its inner tensors are sharded; which entries of a state_dict() repeat its parts.
+Invariants: no class is imported or called because a file names it. Its name must be in the list
+here, or a user must have allowed it. The other attributes of a class (its context) are stored as
+plain values. Taking a tensor apart copies nothing and waits for no device.
+
+The names in the list are those of the modules that define the classes. A class that its library has
+moved is not found there, and refused by name.
+
+Facts about bitsandbytes (0.50) that decide what is here:
+- A Params4bit is a parameter whose own memory holds the packed values. Its QuantState holds the
+  other tensors: absmax, code, and with double quantization offset and state2.
+- Until the layer is moved to a device the weight is not quantized, and has no QuantState.
+- Once it is quantized only the QuantState counts. The parameter's own blocksize and quant_type may
+  be defaults.
+- state_dict() of a Linear4bit adds these tensors (one as a copy), and a tensor of JSON with the
+  rest. load_state_dict() of a quantized layer refuses these entries.
+- A conversion of the parameter, such as fully_shard, can lose the QuantState. The layer keeps it.
+- In eval on a CPU with AVX512-BF16, forward() packs the weight in another way. state_dict() of the
+  layer undoes that, and changes the scales: it is not called for such a layer.
+
+Values of a step that are built anew: what the leaves of its tree mean.
+
+Not here: names and nodes of the inner tensors (captured), comparing plain tensors and memory
+(destinations).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import StateMismatchError
-from statehold.layout.layout import Box
-from statehold.tensors import foreign, nodes, subclasses
+from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
+from statehold.layout.layout import Box, Layout
+from statehold.tensors import foreign, nodes, placements
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import (
+    PROTOCOL,
     boxed,
     check_storable,
     device_of,
@@ -36,7 +70,427 @@ from statehold.tensors.storable import (
     local_of,
     name_of,
     overlaps_itself,
+    says_what_it_is_made_of,
 )
+
+_CACHED_MAX = 1 << 16
+
+
+# The inner tensor that is the memory of the tensor itself, and has its name.
+ITSELF = ""
+_BITSANDBYTES = "bitsandbytes.nn.modules"
+_IS_QUANTIZED = "quantized"
+_OPTIONS = ("quant_type", "blocksize", "compress_statistics", "quant_storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Of one class: tensor, path -> inner tensors and context; class, these -> tensor; tensor ->
+    what a person has to know of it, or ""."""
+
+    apart: Callable[[Any, str], tuple[dict[str, torch.Tensor], Any]]
+    together: Callable[[Any, Mapping[str, torch.Tensor], Any], Any]
+    remark: Callable[[Any], str]
+
+
+def adapter_of(cls: type) -> Adapter | None:
+    """The adapter for tensors of exactly this class."""
+    if cls is torch.Tensor or cls is nn.Parameter:
+        return None
+    return ADAPTERS.get(name_of(cls))
+
+
+def inner_path(path: str, name: str) -> str:
+    """What an inner tensor of the tensor at `path` is called."""
+    return path if name == ITSELF else f"{path}.{name}"
+
+
+def repeated(state: Mapping[str, Any]) -> list[str]:
+    """The entries of a state_dict() that say again what a tensor among them is made of."""
+    kinds = {kind for kind in set(map(type, state.values())) if adapter_of(kind) is not None}
+    made = {name for name, value in state.items() if kinds and type(value) in kinds}
+    return [name for name in state if not made.isdisjoint(_above(name))] if made else []
+
+
+def _above(name: str) -> Iterable[str]:
+    """The names that `name` lies below."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+# -- bitsandbytes ----------------------------------------------------------------------------------
+
+
+def _bits_apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
+    state, data = getattr(tensor, "quant_state", None), tensor.detach()
+    if state is None and getattr(tensor, "bnb_quantized", False):
+        raise _stateless(path)
+    if _is_packed(state):
+        raise _packed(path)
+    if state is None:
+        options = {name: getattr(tensor, name, None) for name in _OPTIONS}
+        return {ITSELF: data}, {_IS_QUANTIZED: False, **options}
+    tensors = {ITSELF: data, "absmax": state.absmax, "quant_map": state.code}
+    context = {_IS_QUANTIZED: True, **_values(state, ("quant_type", "blocksize", "dtype", "shape"))}
+    if (nested := state.state2) is not None:
+        tensors |= {"nested_absmax": nested.absmax, "nested_quant_map": nested.code}
+        tensors["nested_offset"] = state.offset
+        context |= {f"nested_{name}": value
+                    for name, value in _values(nested, ("blocksize", "dtype")).items()}  # fmt: skip
+    return tensors, context
+
+
+def _values(state: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in names}
+
+
+def _is_packed(state: Any) -> bool:
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def _packed(path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a 4-bit weight that the processor has packed for inference cannot be stored or restored",
+        facts={"path": path},
+        hint="its exact scales are gone: save the parameters that are trained by themselves; set "
+        "support_avx512bf16_for_cpu = False on each Linear4bit before a model is evaluated",
+    )
+
+
+def _stateless(path: str) -> UnsupportedValueError:
+    return UnsupportedValueError(
+        "a 4-bit weight without its quantization state cannot be stored",
+        facts={"path": path},
+        hint="run the model once, which gives the weight the state that its layer keeps; weights "
+        "that fully_shard has sharded stay without it: save the parameters that are trained by "
+        "themselves",
+    )
+
+
+def _together(cls: Any, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
+    data, values = tensors[ITSELF], dict(context)
+    if not values.pop(_IS_QUANTIZED):
+        return cls(data, requires_grad=False, **values)
+    for name in ("dtype", "nested_dtype"):
+        if name in values:
+            values[name] = str(values[name]).removeprefix("torch.")
+    values |= {name: tensor for name, tensor in tensors.items() if name != ITSELF}
+    offset = values.get("nested_offset")
+    if offset is not None:
+        values["nested_offset"] = 0.0  # it is copied, and its bytes have not arrived yet
+    made = cls.from_prequantized(data, values, requires_grad=False, device=data.device)
+    if offset is not None:
+        made.quant_state.offset = offset
+    return made
+
+
+def _remark(tensor: Any) -> str:
+    if getattr(tensor, "quant_state", None) is not None:
+        return ""
+    return ", which is not quantized yet (moving the model to its device quantizes it)"
+
+
+ADAPTERS = {f"{_BITSANDBYTES}.Params4bit": Adapter(_bits_apart, _together, _remark)}
+
+
+def refuse_packed(module: nn.Module, path: str) -> None:
+    """Raise for a 4-bit layer that state_dict() would change."""
+    for where, layer in _quantized_layers(module, path):
+        if _is_packed(getattr(layer.weight, "quant_state", None)):
+            raise _packed(where)
+
+
+def refuse_stateless(module: nn.Module, path: str) -> None:
+    """Raise for a 4-bit layer whose weight has lost its quantization state.
+
+    Call it after state_dict(): a hook of that may have swapped the weight for a sharded one.
+    """
+    for where, layer in _quantized_layers(module, path):
+        if getattr(layer.weight, "quant_state", None) is None:
+            raise _stateless(where)
+
+
+def _quantized_layers(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """The 4-bit layers of a module, with the paths of their weights."""
+    library = sys.modules.get(_BITSANDBYTES)
+    if library is None:
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, library.Linear4bit) and each.quant_state is not None:
+            yield ".".join(filter(None, (path, name, "weight"))), each
+
+
+# -- the classes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InnerRule:
+    """What is known of the inner tensors of a DTensor's local one, by name.
+
+    rowwise: the first dimension follows that of the whole tensor, in order, so it can be cut
+    wherever the whole is; shared: equal on all ranks. Of any other nothing is known.
+    """
+
+    rowwise: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
+
+
+_UNKNOWN = InnerRule()
+_QUANTIZED = "torchao.quantization"
+_KNOWN: dict[str, InnerRule] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": InnerRule(
+        frozenset({"codes", "scale"}), frozenset({"qmap"})
+    ),
+    "torchao.optim.subclass_fp8.OptimStateFp8": InnerRule(frozenset({"codes", "scale"})),
+    # The context of these holds the shape of the local tensor: another layout has another one.
+    "torchao.optim.subclass_4bit.OptimState4bit": _UNKNOWN,
+    f"{_QUANTIZED}.Int8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4PlainInt32Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Int4TilePackedTo4dTensor": _UNKNOWN,
+    f"{_QUANTIZED}.IntxUnpackedToInt8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.Float8Tensor": _UNKNOWN,
+    f"{_QUANTIZED}.quantize_.workflows.nf4.nf4_tensor.NF4Tensor": _UNKNOWN,
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": _UNKNOWN,
+    "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
+    **dict.fromkeys(ADAPTERS, _UNKNOWN),
+}
+_allowed: dict[str, tuple[Any, InnerRule]] = {}
+
+
+def allow_tensor_class(
+    cls: type[torch.Tensor], *, rowwise: Iterable[str] = (), shared: Iterable[str] = ()
+) -> None:
+    """Let steps hold tensors of `cls`, which has `__tensor_flatten__` and `__tensor_unflatten__`.
+
+    Call it in every process that saves or restores such tensors. Steps name the class by module and
+    qualified name. The other attributes of the class must be plain values.
+
+    If every inner tensor is in `rowwise` or in `shared`, a sharded tensor restores into other
+    layouts. Otherwise it restores only into the same layout.
+
+    Args:
+        cls: the class.
+        rowwise: the inner tensors whose first dimension follows that of the whole tensor, in order.
+        shared: the inner tensors that are equal on all ranks.
+
+    Raises:
+        UsageError: the class lacks one of the two methods.
+    """
+    if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
+        raise UsageError(
+            "a tensor class cannot be taken apart",
+            facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
+        )
+    _allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
+
+
+def is_allowed(tensor: torch.Tensor) -> bool:
+    """Whether a step can hold tensors of this class, taken apart."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    name = name_of(kind)
+    if name in _allowed:
+        return _allowed[name][0] is kind
+    return name in ADAPTERS or (name in _KNOWN and hasattr(tensor, PROTOCOL[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class SubclassForm:
+    """A tensor taken apart: its class, its context as a node, its inner tensors by name."""
+
+    kind: str
+    context: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def form_of(tensor: Any, path: str, depth: int = 0) -> SubclassForm:
+    """Take a tensor apart; its inner tensors share its memory. depth: the levels of nodes around.
+
+    Raises UnsupportedValueError, with the path, for a context that is not made of plain values, and
+    for a tensor that consists of no other.
+    """
+    kind = name_of(type(tensor))
+    tensors, context = _apart(tensor, path)
+    if not tensors:
+        facts = {"path": path, "type": kind}
+        raise UnsupportedValueError("a tensor consists of no other tensor", facts=facts)
+    try:
+        where = f"{path}.<context>"
+        node = values.encode(context, where, lambda each, _: foreign.torch_node(each), depth=depth)
+    except UnsupportedValueError as error:
+        error.hint = f"{kind} has this value outside its tensors; no step can hold it; {error.hint}"
+        raise error.with_fact("class", kind) from None
+    return SubclassForm(kind, node, tensors)
+
+
+def _apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """The inner tensors by name, and the context."""
+    adapter = adapter_of(type(tensor))
+    if adapter is not None:
+        return adapter.apart(tensor, path)
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def parts_of(tensor: torch.Tensor, path: str = "") -> list[torch.Tensor]:
+    """The tensors with memory of their own that a tensor is made of; itself where it is plain."""
+    local = local_of(tensor)
+    if not is_allowed(local):
+        return [tensor]
+    inner, _ = _apart(local, path)
+    return [part for each in inner.values() for part in parts_of(each, path)]
+
+
+def remark_of(tensor: torch.Tensor) -> str:
+    """What a person who reads of the tensor has to know besides its class and shape, or ""."""
+    adapter = adapter_of(type(tensor))
+    return "" if adapter is None else adapter.remark(tensor)
+
+
+def build(
+    kind: str,
+    context: Any,
+    tensors: Mapping[str, torch.Tensor],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    path: str,
+) -> torch.Tensor:
+    """Put a tensor together around `tensors`, whose memory it shares; `context` is the value.
+
+    Raises UnsupportedValueError for a class that is not allowed, StateMismatchError for one that
+    copies what it is given.
+    """
+    cls = _class_of(kind, path)
+    adapter = ADAPTERS.get(kind)
+    made: Any = (
+        adapter.together(cls, tensors, context)
+        if adapter is not None
+        else cls.__tensor_unflatten__(dict(tensors), context, torch.Size(shape), tuple(stride))
+    )
+    inner, _ = _apart(made, path)
+    same = all(inner[name] is tensor or _shares(inner[name], tensor)
+               for name, tensor in tensors.items())  # fmt: skip
+    if not same or tuple(made.shape) != tuple(shape):
+        raise StateMismatchError(
+            "a tensor class does not put its tensors together as they were",
+            facts={"path": path, "class": kind, "expected": f"the shape {list(shape)}, no copies",
+                   "got": f"the shape {list(made.shape)}{'' if same else ', and copies'}"},
+            hint="restore into a state that has the tensor already: it is filled in place",
+        )  # fmt: skip
+    return made  # type: ignore[no-any-return]
+
+
+def build_saved(saved: Mapping[str, Any]) -> torch.Tensor:
+    """A whole tensor from a decoded node. Raises as `build` does."""
+    parts = saved["tensors"], saved["shape"], saved["stride"]
+    return build(saved["class"], saved["context"], *parts, next(iter(saved["tensors"])))
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _class_of(kind: str, path: str) -> Any:
+    if kind in _allowed:
+        return _allowed[kind][0]
+    cls, hint = None, "install its library, or call statehold.allow_tensor_class(the class)"
+    module, _, name = kind.rpartition(".")
+    if kind in ADAPTERS:
+        cls, hint = getattr(sys.modules.get(module), name, None), f"import {module} first"
+    elif kind in _KNOWN:
+        with suppress(ImportError):
+            cls = getattr(importlib.import_module(module), name, None)
+    if cls is None:
+        raise UnsupportedValueError(
+            "a tensor of the step has a class that is unknown in this process",
+            facts={"path": path, "class": kind},
+            hint=hint,
+        )
+    return cls
+
+
+# -- sharded ---------------------------------------------------------------------------------------
+
+
+def places(form: SubclassForm, place: Placed) -> dict[str, Placed] | None:
+    """Where the inner tensors of a local tensor lie, which itself lies at `place`.
+
+    None where only this layout can put them together again: each rank has its own then.
+    """
+    layout = place.layout
+    if layout is None:
+        return dict.fromkeys(form.tensors, OWN)
+    if not isinstance(layout, Layout):
+        return None
+    rule, found = _rule_of(form.kind), {}
+    for name, tensor in form.tensors.items():
+        if not layout.splits or name in rule.shared:
+            found[name] = placements.replicated(tuple(tensor.shape), layout)
+        elif name in rule.rowwise and tensor.ndim and place.shape and place.box:
+            cut = rowwise(layout, place.shape, place.box.shape[0], tuple(tensor.shape))
+            if cut is None:
+                return None
+            found[name] = Placed(layout, cut, _rows_of(place.shape, place.box, cut))
+        else:
+            return None
+    return found
+
+
+def inner_place(kind: str, name: str, place: Placed, shape: tuple[int, ...]) -> Placed | None:
+    """Where an inner tensor of the global `shape` lies in the layout of `place`; None: nowhere."""
+    layout, rule = place.layout, _rule_of(kind)
+    if layout is None:
+        return OWN
+    if not isinstance(layout, Layout):
+        return None
+    if not layout.splits or name in rule.shared:
+        return placements.replicated(shape, layout)
+    if name not in rule.rowwise or not shape or not place.shape or not place.box:
+        return None
+    rows = shape[0] * place.box.shape[0]
+    if not place.shape[0] or rows % place.shape[0]:
+        return None
+    local = (rows // place.shape[0], *shape[1:])
+    if rowwise(layout, place.shape, place.box.shape[0], local) != shape:
+        return None
+    return Placed(layout, shape, _rows_of(place.shape, place.box, shape))
+
+
+def _rule_of(kind: str) -> InnerRule:
+    return _allowed[kind][1] if kind in _allowed else _KNOWN.get(kind, _UNKNOWN)
+
+
+def _rows_of(whole: tuple[int, ...], box: Box, inner: tuple[int, ...]) -> Box:
+    """The rows of an inner tensor that go with a box of the whole."""
+    offset, size = (rows * inner[0] // whole[0] for rows in (box.offsets[0], box.shape[0]))
+    return Box((offset, *(0 for _ in inner[1:])), (size, *inner[1:]))
+
+
+@lru_cache(_CACHED_MAX)
+def rowwise(
+    layout: Layout, whole: tuple[int, ...], rows: int, local: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The global shape of an inner tensor: of it a rank with `rows` rows of the whole has `local`.
+
+    None unless the layout cuts both alike, on every rank: then all ranks say the same.
+    """
+    if any(dim for _, dim in layout.splits) or not rows or whole[0] * local[0] % rows:
+        return None
+    inner = (whole[0] * local[0] // rows, *local[1:])
+    for rank in layout.mesh.ranks:
+        box, cut = layout.box(whole, rank), layout.box(inner, rank)
+        for outer, own in ((box.offsets[0], cut.offsets[0]), (box.shape[0], cut.shape[0])):
+            if outer * local[0] != own * rows:
+                return None
+        if not box.shape[0]:
+            return None
+    return inner
+
+
+# -- in a tree -------------------------------------------------------------------------------------
+
 
 COMPLEX, SUBCLASS = "$complex128", "$subclass"
 
@@ -124,20 +578,20 @@ class Composed:
         self, live: torch.Tensor, saved: Mapping[str, Any], place: Placed, path: str
     ) -> list[_InnerTensor] | str:
         local = local_of(live)
-        if not subclasses.is_allowed(local) or name_of(type(local)) != saved["class"]:
+        if not is_allowed(local) or name_of(type(local)) != saved["class"]:
             return f"a {saved['class']}"
-        form = subclasses.form_of(local, path)
+        form = form_of(local, path)
         if (wrong := _difference(form, local, saved, place)) is not None:
             return wrong
         found = dict.fromkeys(form.tensors, OWN)
         if saved["part"] is None:
-            found_places = subclasses.places(form, place)
+            found_places = places(form, place)
             if found_places is None:
                 return f"a {saved['class']} that was saved in another layout"
             found = found_places
         parts: list[_InnerTensor] = []
         for name, tensor in form.tensors.items():
-            where = subclasses.inner_path(path, name)
+            where = inner_path(path, name)
             each = self._parts(tensor, saved["tensors"][name], found[name], where)
             if isinstance(each, str):
                 return f"a {saved['class']} with {name or 'values'}: {each}"
@@ -190,25 +644,25 @@ class Composed:
             stride = torch.empty(shape, device="meta").stride()
         inner = {
             name: self._local(each, self._inner_place(saved, name, each, place, path), device,
-                              subclasses.inner_path(path, name))
+                              inner_path(path, name))
             for name, each in saved["tensors"].items()
         }  # fmt: skip
         context = values.decode(saved["context"], foreign.value_of)
-        return subclasses.build(saved["class"], context, inner, shape, stride, path)
+        return build(saved["class"], context, inner, shape, stride, path)
 
     def _inner_place(
         self, saved: Mapping[str, Any], name: str, node: Any, place: Placed, path: str
     ) -> Placed:
         if saved["part"] is not None:
             return OWN
-        found = subclasses.inner_place(saved["class"], name, place, self._shape(node))
+        found = inner_place(saved["class"], name, place, self._shape(node))
         if found is None:
             raise _elsewhere(path, saved)
         return found
 
 
 def _difference(
-    form: subclasses.SubclassForm, local: torch.Tensor, saved: Mapping[str, Any], place: Placed
+    form: SubclassForm, local: torch.Tensor, saved: Mapping[str, Any], place: Placed
 ) -> str | None:
     """In what a live tensor differs from a saved one of its class, its inner tensors aside."""
     part, shape = saved["part"], tuple(local.shape) if place.shape is None else place.shape
@@ -245,5 +699,22 @@ def _elsewhere(path: str, saved: Mapping[str, Any]) -> StateMismatchError:
 
 def refuse(live: torch.Tensor, path: str) -> None:
     """Raise for a live tensor that no step can hold, whatever it is made of."""
-    for part in subclasses.parts_of(live, path):
+    for part in parts_of(live, path):
         check_storable(part, path)
+
+
+# -- values that are built anew --------------------------------------------------------------------
+
+
+def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value of a leaf, for values.decode. `tensor` makes the tensor of a name."""
+    if tag == "$tensor":
+        return tensor(payload)
+    if tag == "$ndarray":
+        return tensor(payload).numpy()
+    if tag == COMPLEX:
+        is_tensor = isinstance(payload, torch.Tensor)
+        return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
+    if tag == SUBCLASS:
+        return build_saved(payload)
+    return foreign.value_of(tag, payload)

@@ -26,8 +26,7 @@ from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
 from statehold.process.host_memory import ReadOnly
 from statehold.tensors import dtypes, placements
-from statehold.tensors.pieces import Piece
-from statehold.tensors.placements import Placed
+from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     Memory,
     boxed,

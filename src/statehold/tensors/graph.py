@@ -52,10 +52,10 @@ from statehold.format.graphs import (
 from statehold.format.saved import SavedStep
 from statehold.format.selection import Names, Selection
 from statehold.tensors import dtypes
+from statehold.tensors.composed import is_allowed
 from statehold.tensors.kinds import modules, parts
 from statehold.tensors.matching import bare
 from statehold.tensors.storable import local_of
-from statehold.tensors.subclasses import is_allowed
 
 # The content of a larger tensor that no step holds does not count.
 _CONSTANT_BYTES_MAX = 1 << 20

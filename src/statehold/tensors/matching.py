@@ -43,11 +43,17 @@ from statehold.format.selection import Answer, RestoreReport, Selection, some, s
 from statehold.format.trees import tensors_of
 from statehold.layout.layout import Layout
 from statehold.tensors import dtypes, foreign, nodes
-from statehold.tensors.composed import Composed, is_composed, refuse
+from statehold.tensors.composed import (
+    Composed,
+    is_allowed,
+    is_composed,
+    parts_of,
+    refuse,
+    remark_of,
+)
 from statehold.tensors.destinations import Casts, Destination, Destinations, can_cast
 from statehold.tensors.marks import Mark
-from statehold.tensors.pieces import Piece
-from statehold.tensors.placements import Placed
+from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     KindOf,
     device_of,
@@ -57,7 +63,6 @@ from statehold.tensors.storable import (
     overlaps_itself,
 )
 from statehold.tensors.stored import Fill
-from statehold.tensors.subclasses import is_allowed, parts_of, remark_of
 
 HOST = torch.device("cpu")
 ABSENT = object()

@@ -2,43 +2,20 @@
 
 Invariants: nothing here changes a node that it was given.
 
-Values of a step that are built anew: what the leaves of its tree mean.
-
 Not here: what the nodes mean (values), what becomes of them (matching).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from statehold.encoding import values
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
-from statehold.tensors import foreign, subclasses
 from statehold.tensors.marks import Mark
-
-# -- values that are built anew --------------------------------------------------------------------
-
-
-def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value of a leaf, for values.decode. `tensor` makes the tensor of a name."""
-    if tag == "$tensor":
-        return tensor(payload)
-    if tag == "$ndarray":
-        return tensor(payload).numpy()
-    if tag == "$complex128":
-        is_tensor = isinstance(payload, torch.Tensor)
-        return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
-    if tag == "$subclass":
-        return subclasses.build_saved(payload)
-    return foreign.value_of(tag, payload)
-
-
-# -- the tree --------------------------------------------------------------------------------------
 
 
 def members(node: Any) -> dict[Any, Any] | None:

@@ -4,7 +4,16 @@ Owns: DTensor -> Layout (meshes, the order of splits), what is replicated, and t
 box so computed has the shape of the local tensor.
 Invariants: in a job of one rank, or without torch.distributed, nothing has a layout. The ranks of a
 mesh come to the same layouts, without a word between them.
-Not here: boxes (layout), who writes what (share), memory (tensors).
+
+Memory that is a part of a global tensor, for frameworks whose parts are not DTensors.
+
+Owns: `Piece`, which says of plain memory what it is a part of; `Pieced`, an object whose state
+has pieces, and which makes room for a step that has more of them than it has itself.
+Invariants: all ranks that hold a tensor give the same shape and the same layout for it. A rank
+without a part has a Piece with an empty tensor, so that every rank names the same tensors.
+
+Not here: boxes (layout), who writes what (share), memory (tensors), the cutting of the framework
+(integrations).
 
 Facts about PyTorch that decide what is here (torch 2.13):
 - Splits apply in the order of the mesh axes, unless `shard_order` says otherwise. FSDP over tensor
@@ -19,10 +28,10 @@ Facts about PyTorch that decide what is here (torch 2.13):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import distributed
@@ -185,3 +194,63 @@ def _refused(what: str, path: str, spec: Any) -> UnsupportedValueError:
         },
         hint="redistribute() it to Shard and Replicate placements over ranks that hold it",
     )
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+class Piece:
+    """What rank `rank` has of a tensor of `shape`: the box that `layout` gives it.
+
+    memory: a tensor of the shape of that box; or what returns it, where it may move between saves.
+    The memory is copied lazily, as that of an optimizer is: it may only change behind the gate. A
+    piece in Volatile is copied before save() returns.
+    """
+
+    __slots__ = ("_memory", "box", "place", "shape")
+
+    def __init__(
+        self,
+        memory: torch.Tensor | Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        layout: AnyLayout,
+        rank: int,
+    ) -> None:
+        self._memory, self.shape = memory, shape
+        self.box = layout.box(shape, rank)
+        self.place = Placed(layout, shape, self.box)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory, as it lies now."""
+        memory = self._memory
+        return (memory if isinstance(memory, torch.Tensor) else memory()).detach()
+
+    def at(self, path: str, rank: int | None) -> Placed:
+        """Where it lies; OWN for a rank that is alone (None).
+
+        Raises UnsupportedValueError, with the path, if the memory has another shape than its place,
+        or if a rank that is alone has a part only.
+        """
+        expected = self.shape if rank is None else self.box.shape
+        got = tuple(self.tensor.shape)
+        if got == expected:
+            return OWN if rank is None else self.place
+        raise UnsupportedValueError(
+            "a part of a tensor has another shape than its place",
+            facts={"path": path, "expected": list(expected), "got": list(got)},
+            hint="save it together with the ranks that have the rest" if rank is None else None,
+        )
+
+
+@runtime_checkable
+class Pieced(Protocol):
+    """An object with state_dict() and load_state_dict() whose state has pieces."""
+
+    def state_to_fill(self, saved: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """The state that takes what a step has of this object.
+
+        saved: the content of the step, with tensors on the meta device. It changes nothing that is
+        live: load_state_dict() gets the same pieces once they are filled. Raises
+        StateMismatchError.
+        """

@@ -1,5 +1,5 @@
 """Every update that torch makes in this process, seen before it runs: the step() of an optimizer,
-and the replay of a CUDA graph that holds one; and what takes memory away (memory_moves).
+and the replay of a CUDA graph that holds one; and what takes memory away.
 
 Watchers are held weakly, and asked in the order in which they came. The first watcher puts the
 hooks on, and the last one takes them off. While a graph is captured an update does not run, and yet
@@ -28,26 +28,39 @@ closure.
 Invariants: there is one hook a process, whatever its action does for how many. It stays, without
 an action, when nobody needs it any more: another thread may be going through torch's hooks then,
 and would raise RuntimeError. To take it off and put it on would also compile steps anew.
+
+What takes the memory of a tensor away although the tensor lives, seen before it happens, too.
+torch replaces the memory of a storage when the storage is resized (`untyped_storage().resize_()`,
+as systems that offload parameters do), and when it moves into shared memory (`share_memory_()`, a
+queue of torch.multiprocessing). It frees the old memory at once. Who still copies from there reads
+what others have written since, or ends the process by a segmentation fault.
+
+A thread may take memory away while another one looks for tensors to copy. So a move is noted first,
+and only then asked about: noted() shows it to a capture that was too early for the question.
+
+Invariants: no lock is held while somebody waits. A forked child asks nobody.
+Not seen: operators that resize in C++, such as Tensor.resize_() to more elements.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch import compiler
+from torch import UntypedStorage, compiler
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from statehold.tensors import memory_moves
 from statehold.tensors.devices import graphs
+from statehold.tensors.wrapping import Wrapping
 
 if TYPE_CHECKING:
-    from torch import UntypedStorage
     from torch.optim import Optimizer
 
 _COMPILED = (
@@ -81,13 +94,14 @@ _watchers: tuple[weakref.ref[Watcher], ...] = ()
 
 def watch(watcher: Watcher) -> None:
     """Ask `watcher` before every update from now on. On the thread that trains."""
-    global _watchers
+    global _watchers, _asks_ahead
     with _guard:
         if watcher not in _living():
             _watchers = (*_watchers, weakref.ref(watcher))
     hook.put_on(_before_step)
     graphs.put_on(_ask)
-    memory_moves.put_on(_before_memory_goes)
+    _wrapping.put_on()
+    _asks_ahead = True
 
 
 def why_unseen() -> list[str]:
@@ -98,11 +112,13 @@ def why_unseen() -> list[str]:
 
 def unwatch(watcher: Watcher) -> None:
     """Ask it no more. On the thread that trains."""
+    global _asks_ahead
     unwatch_later(watcher)
     if not _living():
         hook.action = None
         graphs.take_off()
-        memory_moves.take_off()
+        _wrapping.take_off()
+        _asks_ahead = False
 
 
 def unwatch_later(watcher: Watcher) -> None:
@@ -139,9 +155,44 @@ def _ask(optimizers: Iterable[Optimizer]) -> None:
         watcher.before_update(optimizers)
 
 
-def _before_memory_goes(storage: UntypedStorage) -> None:
-    for watcher in _living():
-        watcher.before_memory_goes(storage)
+# -- memory that goes ------------------------------------------------------------------------------
+
+
+_asks_ahead = False
+_captures: tuple[list[int], ...] = ()
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+    """The storages, by `_cdata`, that lose their memory meanwhile, on any thread. The numbers of
+    storages that nobody keeps may be those of others later."""
+    global _captures
+    moved: list[int] = []
+    _captures = (*_captures, moved)
+    try:
+        yield moved
+    finally:
+        _captures = tuple(each for each in _captures if each is not moved)
+
+
+def _ahead(call: Callable[[], Any], storage: Any) -> Any:
+    if _asks_ahead:
+        for moved in _captures:
+            moved.append(storage._cdata)
+        for watcher in _living():
+            watcher.before_memory_goes(storage)
+    return call()
+
+
+def _forget() -> None:
+    global _asks_ahead, _captures
+    _asks_ahead, _captures = False, ()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+_NAMES = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+_wrapping = Wrapping(UntypedStorage, dict.fromkeys(_NAMES, _ahead))
 
 
 # -- the hook of step() ----------------------------------------------------------------------------

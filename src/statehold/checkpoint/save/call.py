@@ -35,9 +35,9 @@ from statehold.errors import StorageError, TornSnapshot, UsageError, shown
 from statehold.format.entries import NAMED, NAMES_MAX, About, is_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
-from statehold.tensors import fingerprints, memory_moves
+from statehold.tensors import fingerprints, updates
 from statehold.tensors.devices.jobs import JobSource
-from statehold.tensors.gradients import frozen_in
+from statehold.tensors.stepping import frozen_in
 from statehold.units import GiB
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Saver:
     def _capture(
         self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
     ) -> tuple[Work, Capture]:
-        with memory_moves.noted() as moved:
+        with updates.noted() as moved:
             captured = self.trainer.capture(save, state, self.rank, self.world)
             try:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)

@@ -48,8 +48,7 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.devices.update_streams import UpdateStreams
 from statehold.tensors.found import Seen
-from statehold.tensors.gradients import Gradients
-from statehold.tensors.stepping import Stepping
+from statehold.tensors.stepping import Gradients, Stepping
 
 if TYPE_CHECKING:
     from torch import UntypedStorage

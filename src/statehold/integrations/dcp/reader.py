@@ -76,9 +76,9 @@ from statehold.steps.publish import (
     read_standing,
 )
 from statehold.tensors import dtypes
+from statehold.tensors.composed import value_of
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.graphs import refuse_in_capture
-from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import is_external, is_view_of_other_values, overlaps_itself
 from statehold.units import MiB
 

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from statehold.encoding import values
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import Layout
-from statehold.tensors import subclasses
+from statehold.tensors import composed
 from statehold.tensors.captured import Capturing, in_batches
 from statehold.tensors.columns import BATCH
 from statehold.tensors.found import Eager
@@ -126,7 +126,7 @@ def _captured(to: Capturing, _: values.Encoder, module: nn.Module, path: str) ->
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
     state = dict(unwrapped(module).state_dict(keep_vars=True))
-    for name in subclasses.repeated(state):  # these say again what a tensor is made of
+    for name in composed.repeated(state):  # these say again what a tensor is made of
         del state[name]
     if not any(_COMPILED in name for name in state):
         return state
@@ -206,7 +206,7 @@ def load(module: nn.Module, values: Mapping[str, Any]) -> None:
     themselves, which copies nothing."""
     module = unwrapped(module)
     state = module.state_dict(keep_vars=True)  # says which version of each module it is of
-    for name in subclasses.repeated(state):
+    for name in composed.repeated(state):
         del state[name]
     state.update({name: values[own] for name in state if (own := _canonical(name)) in values})
     module.load_state_dict(state)
@@ -304,9 +304,9 @@ def look_into(parts: Iterable[tuple[str, Any]]) -> tuple[dict[int, dict[str, Any
     for path, part in parts:
         if isinstance(part, nn.Module) and id(part) not in found:
             _refuse_flat(part, path)
-            subclasses.refuse_packed(part, path)
+            composed.refuse_packed(part, path)
             found[id(part)] = entries(part)
-            subclasses.refuse_stateless(part, path)
+            composed.refuse_stateless(part, path)
             names = names_in(found[id(part)], path) | names
     return found, names
 

@@ -1,7 +1,7 @@
 """Objects that give and take their state themselves: schedulers, data loaders, and whatever has
 state_dict() and load_state_dict(). What they accept they decide.
 
-Owns: also objects whose state lies in files (stored), and those whose state has pieces (pieces).
+Owns: also objects whose state lies in files (stored), or has pieces (placements).
 Invariants: an object is one name, and is restored as a whole.
 Not here: what the loaders in an object leave out of its state (loaders).
 """
@@ -16,7 +16,7 @@ from statehold.errors import noting
 from statehold.tensors.captured import Capturing
 from statehold.tensors.kinds import loaders
 from statehold.tensors.matching import ABSENT, Matching, Walk
-from statehold.tensors.pieces import Pieced
+from statehold.tensors.placements import Pieced
 from statehold.tensors.storable import is_stateful
 from statehold.tensors.stored import StoredObject
 
