@@ -26,6 +26,7 @@ from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
 from statehold.process.host_memory import ReadOnly
 from statehold.tensors import dtypes, placements
+from statehold.tensors.facts import layout_of
 from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     Memory,
@@ -253,8 +254,7 @@ class Destinations:
             beside = None
         like = beside if beside is not None and is_dtensor(beside) else None
         dtype = dtype or self.dtype_of(name)
-        spec = None if like is None else like._spec  # type: ignore[attr-defined]
-        key = name, device, spec, dtype
+        key = name, device, None if like is None else layout_of(like), dtype
         if key not in self._made:
             if self._casts is not None and beside is not None:
                 dtype = self._casts.dtype_beside(beside, dtype, self._saved)

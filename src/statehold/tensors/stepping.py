@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from statehold.tensors.columns import BATCH
 from statehold.tensors.composed import parts_of
 from statehold.tensors.facts import storage_addresses
-from statehold.tensors.storable import ORDINARY, is_storable, local_of, storage_of
+from statehold.tensors.storable import ORDINARY, impl_of, is_storable, local_of, storage_of
 
 _is_quantized, _is_nested = attrgetter("is_quantized"), attrgetter("is_nested")
 
@@ -135,7 +135,7 @@ _PROBED_MAX = 64  # parameters that are looked at until one has a gradient
 class _Used(NamedTuple):
     """A parameter, and its gradient that the last step() used.
 
-    impl: what is behind the gradient (`_cdata`). storage: no other one has the same address while
+    impl: what is behind the gradient (impl_of). storage: no other one has the same address while
     this refers to it. None if the gradient has none. A weak reference to the tensor itself would
     keep torch.utils.swap_tensors from exchanging it.
     """
@@ -149,7 +149,7 @@ class _Used(NamedTuple):
         local = local_of(gradient)
         storage = local.untyped_storage() if local.layout is torch.strided else None
         weak = None if storage is None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        return cls(parameter, gradient._cdata, weak)
+        return cls(parameter, impl_of(gradient), weak)
 
     @property
     def has_another_gradient(self) -> bool:

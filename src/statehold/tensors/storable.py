@@ -215,4 +215,11 @@ def version_of(tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> int
     tensor, the sum of both counters."""
     if tensor.is_inference():
         return -1
-    return tensor._version if wrapper is None else tensor._version + wrapper._version
+    counted = (tensor,) if wrapper is None else (tensor, wrapper)
+    return sum(each._version for each in counted)
+
+
+def impl_of(thing: Any) -> int:
+    """The address of what is behind a tensor, or a storage."""
+    address: int = thing._cdata
+    return address

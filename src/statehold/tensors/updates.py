@@ -58,6 +58,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from statehold.tensors.devices import graphs
+from statehold.tensors.storable import impl_of
 from statehold.tensors.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ _captures: tuple[list[int], ...] = ()
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """The storages, by `_cdata`, that lose their memory meanwhile, on any thread. The numbers of
+    """The storages, by impl_of(), that lose their memory meanwhile, on any thread. The numbers of
     storages that nobody keeps may be those of others later."""
     global _captures
     moved: list[int] = []
@@ -178,7 +179,7 @@ def noted() -> Iterator[list[int]]:
 def _ahead(call: Callable[[], Any], storage: Any) -> Any:
     if _asks_ahead:
         for moved in _captures:
-            moved.append(storage._cdata)
+            moved.append(impl_of(storage))
         for watcher in _living():
             watcher.before_memory_goes(storage)
     return call()

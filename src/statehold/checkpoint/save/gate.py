@@ -35,7 +35,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from statehold.checkpoint.save.handle import Passage
@@ -49,6 +48,7 @@ from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.devices.update_streams import UpdateStreams
 from statehold.tensors.found import Seen
 from statehold.tensors.stepping import Gradients, Stepping
+from statehold.tensors.storable import impl_of
 
 if TYPE_CHECKING:
     from torch import UntypedStorage
@@ -68,7 +68,7 @@ class Pass(Protocol):
 
 @dataclass(eq=False)
 class HeldSave:
-    """What updates wait for. storages: those from which the save copies, by their `_cdata`, which
+    """What updates wait for. storages: those from which the save copies, by impl_of(), which
     no other storage has as long as the save keeps them."""
 
     save: Passage
@@ -135,7 +135,7 @@ class Gate:
         """Hold updates until `save` is staged, or until its `passing`, once it is set, lets them
         through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
-        held = HeldSave(save, list(map(attrgetter("_cdata"), storages)))
+        held = HeldSave(save, list(map(impl_of, storages)))
         self._held[save] = held
         self.stand()
         return held
@@ -164,7 +164,7 @@ class Gate:
     def before_memory_goes(self, storage: UntypedStorage) -> None:
         """Return once no save copies from there any more."""
         for held in list(self._held.values()):
-            if not held.is_staged and held.copies_from([storage._cdata]):
+            if not held.is_staged and held.copies_from([impl_of(storage)]):
                 held.save.wait_ended("staged")
 
     def _wait_staged(

@@ -163,7 +163,7 @@ def unchanged() -> Iterator[None]:
 
 def _process_state() -> dict[str, Any]:
     state: dict[str, Any] = {
-        "python": _python_state(random._inst),
+        "python": _python_state(random),
         "torch": _tensor_bytes(torch.get_rng_state()),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -221,7 +221,7 @@ def set_state(generator: Any, name: str, saved: Mapping[str, Any]) -> None:
         _set_numpy_legacy(generator, state)
 
 
-def _python_state(generator: random.Random) -> dict[str, Any]:
+def _python_state(generator: Any) -> dict[str, Any]:
     # 625 words as bytes: one value of the manifest instead of 625.
     version, words, gauss = generator.getstate()
     return {"version": version, "words": _words_to_bytes(words), "gauss": gauss}
