@@ -57,7 +57,6 @@ from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.graph import transfer_into
 from statehold.tensors.restore import check_takes_values
 
-
 # -- what the caller asks for ----------------------------------------------------------------------
 
 
