@@ -11,24 +11,15 @@ waits for no client.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import logging
 import re
-import selectors
-import socket
-import threading
 
 from statehold.errors import PortInUseError, UsageError
+from statehold.net import addresses
+from statehold.net.reception import Guest, Reception
 from statehold.observe.counters import exposition
-from statehold.process import addresses
-from statehold.process.forks import forget_in_children
-from statehold.process.reception import FIRST_S, Reception
 
 __all__ = ["Endpoint", "serve"]
-
-
-logger = logging.getLogger("statehold")
 
 REQUEST_BYTES_MAX = 16 << 10
 _END = re.compile(rb"\r?\n\r?\n")
@@ -66,15 +57,8 @@ class Endpoint:
     def __init__(self, host: str, port: int) -> None:
         listener = addresses.listen(host, port)
         self._port = int(listener.getsockname()[1])
-        self._selector = selectors.DefaultSelector()
-        self._reception = Reception(self._selector, listener)
-        self._wake, self._waker = socket.socketpair()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._clients: dict[socket.socket, bytearray] = {}
-        self._is_open = True
-        self._thread = threading.Thread(target=self._serve, name="statehold-metrics", daemon=True)
-        self._thread.start()
-        forget_in_children(self)
+        self._reception = Reception([listener], "metrics", None)
+        self._reception.start("statehold-metrics", self._hear)
 
     @property
     def port(self) -> int:
@@ -83,14 +67,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Stop serving, and free the port."""
-        if self._is_open:
-            self._is_open = False
-            self._waker.send(b"x")
-            for each in list(self._clients):  # one may be taking its answer
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-            self._thread.join()
-            self.forget()
+        self._reception.close()
 
     def __enter__(self) -> Endpoint:
         return self
@@ -98,50 +75,12 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def forget(self) -> None:
-        """Close all sockets. A forked child has them, but not the thread."""
-        self._is_open = False
-        for each in (*self._clients, self._wake, self._waker):
-            each.close()
-        self._reception.close()
-        self._selector.close()
-
-    # The thread
-
-    def _serve(self) -> None:
-        while self._is_open:
-            for each in self._reception.late():
-                self._drop(each)
-            for key, _ in self._selector.select(self._reception.turn_s):
-                if self._reception.owns(key.fileobj):
-                    self._accept()
-                elif key.data is not None:
-                    self._read(key.data)
-
-    def _accept(self) -> None:
-        if client := self._reception.accept():
-            client.settimeout(FIRST_S)
-            self._clients[client] = bytearray()
-            self._selector.register(client, selectors.EVENT_READ, client)
-
-    def _read(self, client: socket.socket) -> None:
-        asked = self._clients[client]
-        try:
-            found = client.recv(REQUEST_BYTES_MAX)
-            asked += found
-            if found and len(asked) <= REQUEST_BYTES_MAX and not _END.search(asked):
-                return
-            if found:
-                client.sendall(_answer(bytes(asked)))
-        except Exception:  # whatever it is, the other clients get their answers
-            logger.debug("a request for metrics failed", exc_info=True)
-        self._drop(client)
-
-    def _drop(self, client: socket.socket) -> None:
-        self._reception.spoke(client)
-        self._selector.unregister(client)
-        del self._clients[client]
-        client.close()
+    def _hear(self, client: Guest, more: bytes) -> None:
+        client.data = (client.data or b"") + more
+        if _END.search(client.data):
+            self._reception.finish(client, _answer(client.data))
+        elif len(client.data) > REQUEST_BYTES_MAX:
+            raise ValueError("a request without an end")
 
 
 def _answer(request: bytes) -> bytes:

@@ -29,6 +29,7 @@ UNITS = [
     "options",
     "process",
     "encoding",
+    "net",
     "ranks.membership",
     "layout",
     "format",

@@ -28,7 +28,7 @@ from torch import nn
 import statehold
 from statehold.checkpoint.levels.memory import memory_root
 from statehold.resilience import replicas
-from statehold.resilience.control.server import Server
+from statehold.resilience.control import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support import fourbit, frameworks, s3
 from support.documents import Block, blocks, docstring_block

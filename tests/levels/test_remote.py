@@ -15,74 +15,82 @@ import pytest
 
 from statehold.checkpoint.levels.hosts import remote
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
-from statehold.checkpoint.levels.hosts.serving import FileServer
+from statehold.checkpoint.levels.hosts.serving import DOOR, FileServer
 from statehold.errors import StateholdError, StorageError, TruncatedFileError, UnavailableError
+from statehold.net.reception import Guest, Reception
+from statehold.net.secret import MAGIC, NONCE_BYTES, PROOF_BYTES, of_job
+from statehold.net.wire import Wire
 from support.faults import DEADLINE_S
 
 STEP = "step-000000000001"
 NAME = f"{STEP}/rank-00000-of-00001.safetensors"
 SECRET = "s3cr3t"
 SHORT_S = 0.4  # only for hosts that never answer: others have all the time of a busy machine
-Answer = Callable[[socket.socket], None]
+Answer = Callable[[Wire], None]
 
 
 @contextlib.contextmanager
 def host_that(answer: Answer, deadline_s: float = DEADLINE_S) -> Iterator[RemoteFiles]:
-    """A host that answers every connection with `answer`, and then closes it."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    """A host that knows the secret, answers each first request with `answer`, and hangs up."""
     over = threading.Event()
 
-    def converse(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(DEADLINE_S)
-            connection.recv(1 << 16)
-            answer(connection)
-            if answer is stalls or answer is dribbles:
-                over.wait(DEADLINE_S)
-
-    def accept() -> None:
+    def converse(guest: Guest) -> None:
         with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=converse, args=[listener.accept()[0]], daemon=True).start()
+            answer(guest.wire)
+            if answer in (stalls, dribbles):
+                over.wait(DEADLINE_S)
+        guest.wire.close()
+        host.returned(guest)
 
-    threading.Thread(target=accept, daemon=True).start()
+    def hear(guest: Guest, request: bytes) -> None:
+        host.lend(guest)
+        threading.Thread(target=converse, args=[guest], daemon=True).start()
+
+    listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
+    host = Reception([listener], DOOR, of_job(SECRET))
+    host.start("host", hear)
     files = RemoteFiles(address, SECRET, "memory", deadline_s=deadline_s)
     try:
         yield files
     finally:
         over.set()
         files.close()
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+        host.close()
 
 
-def says(text: bytes) -> Answer:
-    def answer(connection: socket.socket) -> None:
-        connection.sendall(text)
+def soon() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+def says(*frames: bytes, body: bytes = b"") -> Answer:
+    def answer(wire: Wire) -> None:
+        for each in frames:
+            wire.send(each, soon())
+        wire.pour(body, soon())
 
     return answer
 
 
-def range_of(body: bytes, said: str = "bytes 0-9/10", length: int = 10) -> Answer:
-    head = f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\nContent-Range: {said}\r\n"
-    return says(head.encode() + b"\r\n" + body)
+def range_of(body: bytes, said: str = "[0, 10, 10]") -> Answer:
+    return says(said.encode(), body=body)
 
 
-def stalls(connection: socket.socket) -> None:
-    connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\n")
+def stalls(wire: Wire) -> None:
+    wire.pour(b"\0\0", soon())
 
 
-def dribbles(connection: socket.socket) -> None:
+def dribbles(wire: Wire) -> None:
     """Never silent for as long as the deadline is, and never done."""
-    for byte in b"HTTP/1.1 206 Partial Content\r\n" + b"X" * 1000:
-        connection.sendall(bytes([byte]))
-        time.sleep(0.02)
+    wire.send(b"[0, 10, 10]", soon())
+    for byte in b"123456789":
+        wire.pour(bytes([byte]), soon())
+        time.sleep(0.1)
 
 
-def floods(connection: socket.socket) -> None:
+def floods(wire: Wire) -> None:
     while True:
-        connection.sendall(b"x" * (1 << 16))
+        wire.pour(b"x" * (1 << 16), soon())
 
 
 def failure(files: RemoteFiles) -> StateholdError:
@@ -107,21 +115,21 @@ def test_an_honest_answer_is_understood() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        says(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
-        says(b"\r\n\r\n"),
-        says(b"\xff" * 100 + b"\r\n\r\n"),
-        says(b"HTTP/1.0 206 OK\r\nContent-Length: 10\r\n\r\n0123456789"),
-        says(b"HTTP/1.1\r\n\r\n"),
-        says(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n0123456789"),
-        says(b"HTTP/1.1 302 Found\r\nLocation: http://elsewhere/\r\nContent-Length: 0\r\n\r\n"),
-        says(b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/10\r\n\r\n0123456789"),
-        range_of(b"0123456789", "bytes 1-10/11"),
-        range_of(b"0123456789", "bytes 0-8/10"),
-        range_of(b"01234567890", "bytes 0-10/11", length=11),
-        range_of(b"0123456789", "bytes */10"),
-        range_of(b"0123456789", "what"),
-        range_of(b"0123456789", length=9),
-        range_of(b"0123456789", length=-1),
+        says(b""),
+        says(b"[]"),
+        says(b"{}"),
+        says(b"[" * 900),
+        says(b"\xff" * 100),
+        says(b"x" * 2000),
+        says(b'["gone", 0]'),
+        says(b'["absent", "0"]'),
+        range_of(b"0123456789", "[1, 10, 10]"),
+        range_of(b"0123456789", "[0, 9, 10]"),
+        range_of(b"0123456789", "[0, 11, 11]"),
+        range_of(b"0123456789", "[0, 10, 9]"),
+        range_of(b"0123456789", "[-1, 10, 10]"),
+        range_of(b"0123456789", "[0, 10.0, 10]"),
+        range_of(b"0123456789", "[0, 10]"),
         floods,
     ],
 )
@@ -133,7 +141,49 @@ def test_an_answer_that_is_none_is_refused(answer) -> None:
     assert error.path == f"{files.url}/{NAME}"
 
 
-@pytest.mark.parametrize("answer", [says(b""), says(b"HTTP/1.1 206 P"), range_of(b"01234")])
+@pytest.mark.parametrize(
+    "greeting", [b"SSH-2.0-OpenSSH_9.2\r\n" + b"x" * 100, b"\0" * 100], ids=["ssh", "zeros"]
+)
+def test_what_is_no_host_of_a_job_is_refused(greeting) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(greeting)
+                with contextlib.suppress(ConnectionResetError):
+                    connection.recv(1)
+
+        threading.Thread(target=answer, daemon=True).start()
+        error = failure(RemoteFiles(address, SECRET, "memory", deadline_s=DEADLINE_S))
+    assert isinstance(error, StorageError)
+    assert error.errno == errno.EPROTO
+
+
+def test_a_host_of_another_job_is_refused_and_gets_no_request() -> None:
+    """It answers the handshake, and proves something else than the secret."""
+    said: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.sendall(MAGIC + bytes(NONCE_BYTES))
+                said.append(connection.recv(1 << 10))
+                connection.sendall(bytes(range(PROOF_BYTES)))
+                said.append(connection.recv(1 << 10))
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        error = failure(RemoteFiles(address, SECRET, "memory", deadline_s=DEADLINE_S))
+        answering.join(DEADLINE_S)
+    assert isinstance(error, StorageError)
+    assert error.errno == errno.EACCES
+    assert [len(each) for each in said] == [NONCE_BYTES + PROOF_BYTES, 0]
+    assert SECRET.encode() not in said[0]
+
+
+@pytest.mark.parametrize("answer", [says(), says(body=b"\0"), range_of(b"01234")])
 def test_a_host_that_hangs_up_is_unavailable(answer) -> None:
     with host_that(answer) as files:
         error = failure(files)
@@ -158,16 +208,15 @@ def test_nobody_there_is_unavailable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "number", "kind"),
+    ("reason", "number", "kind"),
     [
-        (403, errno.EACCES, StorageError),
-        (404, errno.ENOENT, StorageError),
-        (416, 0, TruncatedFileError),
-        (503, errno.EIO, UnavailableError),
+        ("absent", errno.ENOENT, StorageError),
+        ("ends", 0, TruncatedFileError),
+        ("unreadable", errno.EIO, UnavailableError),
     ],
 )
-def test_a_refusal_has_its_name(status, number, kind) -> None:
-    with host_that(says(f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode())) as files:
+def test_a_refusal_has_its_name(reason, number, kind) -> None:
+    with host_that(says(f'["{reason}", 5]'.encode())) as files:
         error = failure(files)
     assert type(error) is kind
     assert getattr(error, "errno", 0) == number
@@ -176,14 +225,14 @@ def test_a_refusal_has_its_name(status, number, kind) -> None:
 def test_more_than_was_asked_for_spoils_nothing() -> None:
     """The rest would be the next answer, if the connection were kept."""
     memory = bytearray(10)
-    with host_that(range_of(b"0123456789HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n")) as files:
+    with host_that(range_of(b'0123456789\0\0\0\x0d["absent", 0]')) as files:
         for _ in range(3):
             files.fetch(NAME, [(0, memoryview(memory))])
             assert memory == b"0123456789"
 
 
 def test_a_document_that_is_too_large_is_not_read() -> None:
-    with host_that(says(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")) as files:
+    with host_that(says(b"[0, 999999999999, 999999999999]")) as files:
         with pytest.raises(StorageError) as caught:
             files.read_file(f"{STEP}/manifest.json", 1000)
         assert caught.value.errno == errno.EFBIG
@@ -222,11 +271,8 @@ def test_connections_are_kept_and_made_again(server) -> None:
         files.fetch(NAME, [(0, memoryview(memory))])
         with pytest.raises(StorageError):
             files.read_file(f"{STEP}/nothing", 100)
-    assert len(server._wires) == 1
-    with server._guard:
-        kept = list(server._wires)
-    for wire in kept:
-        wire.hang_up()
+    (kept_one,) = files._idle
+    kept_one.hang_up()
     files.fetch(NAME, [(0, memoryview(memory))])
     files.close()
 
@@ -234,9 +280,7 @@ def test_connections_are_kept_and_made_again(server) -> None:
 def kept(files: RemoteFiles) -> socket.socket:
     """The other end of a connection that is kept from before."""
     mine, other = socket.socketpair()
-    wire = remote.Wire.__new__(remote.Wire)
-    wire._socket, wire._ahead = mine, b""
-    files._idle.append(wire)
+    files._idle.append(Wire(mine))
     return other
 
 
@@ -255,7 +299,7 @@ def test_a_connection_on_which_something_came_is_not_used(server, tmp_path) -> N
     files = files_of(server)
     memory = bytearray(100)
     with kept(files) as other:
-        other.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        other.sendall(b'\0\0\0\x0d["absent", 0]')
         files.fetch(NAME, [(0, memoryview(memory))])
     assert memory == (tmp_path / NAME).read_bytes()[:100]
     files.close()

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from statehold.checkpoint.levels.hosts import serving
 from statehold.checkpoint.levels.hosts.remote import RemoteFiles
 from statehold.checkpoint.levels.hosts.serving import FileServer
-from statehold.errors import UsageError
+from statehold.errors import StorageError, UsageError
+from statehold.net import addresses, reception
+from statehold.net.secret import ENVIRONMENT, Secret
+from statehold.net.wire import SecretError, Wire, connect
 from support.faults import DEADLINE_S, must
 
 STEP = "step-000000000001"
@@ -60,29 +66,37 @@ def files(server: FileServer) -> Iterator[RemoteFiles]:
     files.close()
 
 
-def connected(server: FileServer) -> socket.socket:
-    host, _, port = server.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+def soon() -> float:
+    return time.monotonic() + DEADLINE_S
 
 
-def told(connection: socket.socket) -> bytes:
-    """All that is answered until the server hangs up."""
-    found = b""
+def connected(server: FileServer, secret: str = SECRET) -> Wire:
+    return connect(addresses.split(server.address), serving.DOOR, Secret(f"\n{secret}"), soon())
+
+
+def silent(server: FileServer) -> socket.socket:
+    """Who has connected, and has not proven anything."""
+    return socket.create_connection(addresses.split(server.address), timeout=DEADLINE_S)
+
+
+def has_hung_up(connection: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
-        while more := connection.recv(1 << 16):
-            found += more
-    return found
+        while connection.recv(1 << 16):
+            pass
+    return True
 
 
-def ask(server: FileServer, path: str, fields: str = "", method: str = "GET") -> tuple[int, bytes]:
-    """(status, body) of one request, by hand: clients clean paths up."""
-    request = f"{method} {path} HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n{fields}\r\n"
-    with connected(server) as connection:
-        with contextlib.suppress(OSError):  # it may have hung up before it had all of it
-            connection.sendall(request.encode("latin-1"))
-            connection.shutdown(socket.SHUT_WR)
-        head, _, body = told(connection).partition(b"\r\n\r\n")
-    return (int(head.split()[1]) if head else 0), body
+def asked(wire: Wire, path: str, begin: object = 0, end: object = None) -> tuple[list[Any], bytes]:
+    """(what is answered, bytes) of one request."""
+    wire.send(json.dumps([path, begin, end]).encode(), soon())
+    answer = json.loads(wire.receive(soon()))
+    return answer, b"" if answer[0] in serving.REASONS else wire.read(answer[1] - answer[0], soon())
+
+
+def ask(server: FileServer, path: str, begin: object = 0, end: object = None) -> list[Any]:
+    with contextlib.closing(connected(server)) as wire:
+        answer, found = asked(wire, path, begin, end)
+    return [*answer[:1], found] if found else answer[:1]
 
 
 def test_a_file_comes_whole_and_in_ranges(files) -> None:
@@ -100,49 +114,50 @@ def test_a_file_comes_whole_and_in_ranges(files) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/memory/../outside",
-        f"/memory/{STEP}/../../../outside",
-        f"/memory/{STEP}/%2e%2e/%2e%2e/outside",
-        f"/memory/{STEP}/..%2f..%2foutside",
-        f"/memory/{STEP}/..",
-        f"/memory/{STEP}/.",
-        f"/memory//{STEP}/manifest.json",
+        "memory/../outside",
+        f"memory/{STEP}/../../../outside",
+        f"memory/{STEP}/%2e%2e/%2e%2e/outside",
+        f"memory/{STEP}/..%2f..%2foutside",
+        f"memory/{STEP}/..",
+        f"memory/{STEP}/.",
+        f"memory//{STEP}/manifest.json",
         f"//memory/{STEP}/manifest.json",
-        f"/memory/{STEP}//manifest.json",
-        f"/memory/./{STEP}/manifest.json",
-        f"/memory/{STEP}/manifest.json/",
-        f"/memory/{STEP}/manifest.json?x",
-        f"/memory/{STEP}/manifest.json#x",
-        f"/memory/{STEP}/manifest%2ejson",
-        f"/memory/{STEP}/.hidden",
-        f"/memory/{STEP}/link",
-        f"/memory/{STEP}/folder",
-        f"/memory/{STEP}/fifo",
-        f"/memory/{STEP}",
-        "/memory/step-000000000004/manifest.json",
-        "/memory/step-000000000004/",
-        "/memory/step-000000000002.partial/rank-00000-of-00001.safetensors",
-        "/memory/step-000000000003.retired/rank-00000-of-00001.safetensors",
-        "/memory/.spare/rank-00000-of-00001.safetensors",
-        "/memory/.spare/",
-        "/memory/step-1/manifest.json",
-        "/memory/step-\xb9\xb2\xb3456789012/manifest.json",
-        f"/memory/{STEP}/",
-        "/memory/",
-        "/memory",
+        f"memory/{STEP}//manifest.json",
+        f"memory/./{STEP}/manifest.json",
+        f"memory/{STEP}/manifest.json/",
+        f"memory/{STEP}/manifest.json?x",
+        f"memory/{STEP}/manifest.json#x",
+        f"memory/{STEP}/manifest%2ejson",
+        f"memory/{STEP}/.hidden",
+        f"memory/{STEP}/link",
+        f"memory/{STEP}/folder",
+        f"memory/{STEP}/fifo",
+        f"memory/{STEP}",
+        "memory/step-000000000004/manifest.json",
+        "memory/step-000000000004/",
+        "memory/step-000000000002.partial/rank-00000-of-00001.safetensors",
+        "memory/step-000000000003.retired/rank-00000-of-00001.safetensors",
+        "memory/.spare/rank-00000-of-00001.safetensors",
+        "memory/.spare/",
+        "memory/step-1/manifest.json",
+        "memory/step-\xb9\xb2\xb3456789012/manifest.json",
+        f"memory/{STEP}/",
+        "memory/",
+        "memory",
+        "",
         "/",
-        "/etc/passwd",
+        f"/memory/{STEP}/manifest.json",
+        "etc/passwd",
         "/../../../../etc/passwd",
-        "/other/",
+        "other/",
         f"http://127.0.0.1/memory/{STEP}/manifest.json",
         "*",
-        "/memory/" + "a" * 4000,
-        f"/memory/{STEP}/" + "a" * 4000,
+        "memory/" + "a" * 4000,
+        f"memory/{STEP}/" + "a" * 4000,
     ],
 )
 def test_nothing_else_is_served(server, path) -> None:
-    status, body = ask(server, path)
-    assert (status, body) in {(404, b""), (0, b"")}, path
+    assert ask(server, path) == [serving.ABSENT], path
 
 
 def test_a_file_that_the_storage_refuses_is_not_said_to_be_gone(server, monkeypatch) -> None:
@@ -153,97 +168,87 @@ def test_a_file_that_the_storage_refuses_is_not_said_to_be_gone(server, monkeypa
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", full)
-        assert ask(server, f"/memory/{STEP}/manifest.json") == (503, b"")
-    assert ask(server, f"/memory/{STEP}/manifest.json") == (200, b"{}")
-
-
-def test_a_head_that_is_too_long_is_hung_up_on(server) -> None:
-    assert ask(server, "/memory/" + "a" * 20_000) == (0, b"")
-    assert ask(server, "/memory/", "X: " + " " * 7000 + "\xff\r\n") == (0, b"")
-    many = "".join(f"X-{n}: 1\r\n" for n in range(2000))
-    assert ask(server, "/memory/", many) == (0, b"")
+        assert ask(server, f"memory/{STEP}/manifest.json") == [serving.UNREADABLE]
+    assert ask(server, f"memory/{STEP}/manifest.json") == [0, b"{}"]
 
 
 @pytest.mark.parametrize(
-    ("field", "status"),
+    ("begin", "end", "expected"),
     [
-        ("bytes=0-0", 206),
-        ("bytes=0-1", 206),
-        ("bytes=0-2", 416),
-        ("bytes=2-3", 416),
-        ("bytes=1-0", 416),
-        ("bytes=99999999999999999-99999999999999999", 416),
-        ("bytes=0-", 400),
-        ("bytes=-1", 400),
-        ("bytes=0-0,1-1", 400),
-        ("bytes=a-b", 400),
-        ("bytes=0-9999999999999999999999", 400),
-        ("lines=0-1", 400),
-        ("", 400),
+        (0, 1, [0, b"{"]),
+        (1, 2, [1, b"}"]),
+        (0, 2, [0, b"{}"]),
+        (0, 3, [serving.ENDS]),
+        (2, 3, [serving.ENDS]),
+        (2**62, 2**63 - 1, [serving.ENDS]),
+        (1, 0, None),
+        (1, 1, None),
+        (-1, 1, None),
+        (0, 2**63, None),
+        (1, None, None),
+        (0, "1", None),
+        (0.0, 1, None),
+        (0, [], None),
     ],
 )
-def test_a_range_is_exact_or_refused(server, field, status) -> None:
-    got, body = ask(server, f"/memory/{STEP}/manifest.json", f"Range: {field}\r\n")
-    assert got == status
-    assert len(body) == (int(field[-1]) + 1 if status == 206 else 0)
+def test_a_range_is_exact_or_refused(server, begin, end, expected) -> None:
+    """None: the server hangs up, because no host of the job asks so."""
+    if expected is None:
+        with pytest.raises(ConnectionResetError):
+            ask(server, f"memory/{STEP}/manifest.json", begin, end)
+    else:
+        assert ask(server, f"memory/{STEP}/manifest.json", begin, end) == expected
 
 
-def test_who_does_not_know_the_secret_learns_nothing(server) -> None:
-    for given in ("", "Bearer ", f"Bearer {SECRET[:-1]}", f"Bearer {SECRET}0"):
-        for path in (f"/memory/{STEP}/manifest.json", "/nothing"):
-            with connected(server) as connection:
-                field = f"Authorization: {given}\r\n" if given else ""
-                connection.sendall(f"GET {path} HTTP/1.1\r\n{field}\r\n".encode())
-                answer = told(connection)
-            assert answer.startswith(b"HTTP/1.1 403 Forbidden\r\n")
-            assert answer.endswith(b"\r\n\r\n")
+@pytest.mark.parametrize(
+    "request_line",
+    [b"", b"{}", b"[]", b"[" * 5000, b"GET / HTTP/1.1", b'["memory", 0]', b"x" * 9000],
+)
+def test_what_asks_for_no_file_is_hung_up_on(server, request_line) -> None:
+    with contextlib.closing(connected(server)) as wire:
+        wire.send(request_line, soon())
+        with pytest.raises(ConnectionResetError):
+            wire.receive(soon())
 
 
-def test_nobody_is_answered_before_the_job_has_its_secret(
-    root, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_know_the_secret_learns_nothing(server, monkeypatch) -> None:
+    """Neither that of the servers alone lets a process in, nor that of the job."""
+    for given in ("", SECRET[:-1], f"{SECRET}0"):
+        with pytest.raises(SecretError):
+            connected(server, given)
+    monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
+    files = RemoteFiles(server.address, SECRET, "memory", deadline_s=DEADLINE_S)
+    with pytest.raises(StorageError) as caught:
+        files.read_file(f"{STEP}/manifest.json", 100)
+    assert caught.value.errno == errno.EACCES
+
+
+def test_nobody_is_answered_before_the_job_has_its_secret(root) -> None:
     """The empty secret opens nothing, and a rank that has heard of it first waits."""
     server = FileServer({"memory": str(root)}, "127.0.0.1")
     server.start()
-    request = f"GET /memory/{STEP}/manifest.json HTTP/1.1\r\nAuthorization: Bearer {{}}\r\n\r\n"
-    with connected(server) as early:
-        early.sendall(request.format(SECRET).encode())
-        threading.Timer(0.01, server.let_in, [SECRET]).start()
-        assert early.recv(1 << 10).startswith(b"HTTP/1.1 200 ")
+    with pytest.raises(TimeoutError):
+        connect(addresses.split(server.address), serving.DOOR, Secret(""), time.monotonic() + 0.1)
+    threading.Timer(0.01, server.let_in, [SECRET]).start()
+    assert ask(server, f"memory/{STEP}/manifest.json") == [0, b"{}"]
     server.close()
-    monkeypatch.setattr(serving, "FIRST_S", 0.01)
-    server = FileServer({"memory": str(root)}, "127.0.0.1")
-    server.start()
-    with connected(server) as early:
-        early.sendall(request.format("").encode())
-        assert told(early).startswith(b"HTTP/1.1 403 ")
-    server.close()
-
-
-def test_only_reading_is_understood(server) -> None:
-    path = f"/memory/{STEP}/manifest.json"
-    for method in ("PUT", "POST", "DELETE", "HEAD", "get"):
-        assert ask(server, path, method=method) == (405, b"")
-    assert ask(server, path, "Content-Length: 5\r\n") == (400, b"")
-    assert ask(server, path, "Transfer-Encoding: chunked\r\n") == (0, b"")
 
 
 def test_silent_and_stalled_clients_do_not_hold_others_up(server, files, monkeypatch) -> None:
-    monkeypatch.setattr(serving, "FIRST_S", 1.0)
-    with contextlib.ExitStack() as silent:
+    monkeypatch.setattr(reception, "FIRST_S", 1.0)
+    with contextlib.ExitStack() as open_ones:
         crowd = [
-            silent.enter_context(connected(server)) for _ in range(serving.CONNECTIONS_MAX + 8)
+            open_ones.enter_context(silent(server)) for _ in range(serving.CONNECTIONS_MAX + 8)
         ]
         crowd[-1].sendall(b"GET /mem")  # and no more
         assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
-        assert [told(each) for each in crowd] == [b""] * len(crowd)
+        assert all(map(has_hung_up, crowd))
 
 
 @pytest.fixture
 def few(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
-    """A server of at most four connections, which may be silent for ever."""
+    """A server of at most four connections."""
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 4)
-    monkeypatch.setattr(serving, "FIRST_S", DEADLINE_S)
     server = FileServer({"memory": str(root)}, "127.0.0.1")
     server.start()
     server.let_in(SECRET)
@@ -251,47 +256,52 @@ def few(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     server.close()
 
 
-def test_connections_are_bounded(few) -> None:
-    with contextlib.ExitStack() as silent:
-        crowd = [silent.enter_context(connected(few)) for _ in range(6)]
-        assert ask(few, f"/memory/{STEP}/manifest.json") == (200, b"{}")
-        assert len(few._wires) <= 4
-        assert told(crowd[0]) == b""  # silent for longest
+def test_the_connection_that_is_idle_for_longest_gives_way(few) -> None:
+    path = f"memory/{STEP}/manifest.json"
+    crowd = [connected(few) for _ in range(4)]
+    for each in (*crowd, crowd[0]):
+        assert asked(each, path)[1] == b"{}"
+    assert ask(few, path) == [0, b"{}"]
+    with pytest.raises(ConnectionResetError):
+        crowd[1].receive(soon())
+    for each in (crowd[0], crowd[2], crowd[3]):
+        assert asked(each, path)[1] == b"{}"
+    for each in crowd:
+        each.close()
 
 
 def test_who_waits_for_a_place_gets_that_of_one_that_has_its_answer(root, few) -> None:
     (root / STEP / "large").write_bytes(b"")
     os.truncate(root / STEP / "large", 64 << 20)
-    request = f"GET /memory/{STEP}/large HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
-    with contextlib.ExitStack() as busy:
-        crowd = [busy.enter_context(connected(few)) for _ in range(4)]
-        for each in crowd:
-            each.sendall(request.encode())
-            must(each.recv(1) == b"H")
-        waits = busy.enter_context(connected(few))
-        waits.sendall(request.replace("large", "manifest.json").encode())
-        left = 64 << 20  # of one answer, without its head
-        while left > 0:
-            left -= len(crowd[2].recv(1 << 20))
-        answer, rest = waits.recv(1 << 10), told(crowd[2])
-    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert len(rest) < 100
+    crowd = [connected(few) for _ in range(4)]
+    for each in crowd:
+        each.send(json.dumps([f"memory/{STEP}/large", 0, None]).encode(), soon())
+        must(json.loads(each.receive(soon())) == [0, 64 << 20, 64 << 20])
+    waits = Wire(silent(few))
+    with pytest.raises(TimeoutError):
+        waits.read(1, time.monotonic() + 0.3)  # all are busy
+    for _ in range(64):
+        crowd[2].read(1 << 20, soon())
+    assert waits.read(1, soon())
+    with pytest.raises(ConnectionResetError):
+        crowd[2].receive(soon())
+    for each in (*crowd, waits):
+        each.close()
 
 
 def test_closing_ends_everything(root, server, files) -> None:
     assert files.read_file(f"{STEP}/manifest.json", 100) == b"{}"
     before = [each for each in threading.enumerate() if each.name == "statehold-files"]
-    with connected(server) as waiting:
+    with silent(server) as waiting:
         waiting.sendall(b"GET")
         server.close()
         server.close()
-        assert told(waiting) == b""
+        assert has_hung_up(waiting)
     for thread in before:
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
-    host, _, port = server.address.rpartition(":")
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)))
+        silent(server)
 
 
 def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
@@ -314,18 +324,18 @@ def test_a_forked_child_does_not_answer_nor_keep_the_port(tmp_path) -> None:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        host, _, port = process.stdout.readline().strip().rpartition(":")
-        request = f"GET /nothing HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
-            connection.sendall(request.encode())  # once it is answered, the server knows of it
-            must(connection.recv(1 << 10).endswith(b"\r\n\r\n"))
+        server = FileServer({})
+        server.address = process.stdout.readline().strip()
+        with contextlib.closing(connected(server)) as wire:
+            must(asked(wire, "nothing")[0][0] == serving.ABSENT)  # so the server knows of it
             process.stdin.write("\n")
             process.stdin.flush()
             must(process.stdout.readline() == "child\n")
             process.wait(DEADLINE_S)
-            must(told(connection) == b"", "the child has the connection")
+            with pytest.raises(ConnectionResetError):
+                wire.receive(soon())
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, int(port)))
+            silent(server)
 
 
 def test_a_process_ends_while_it_serves(tmp_path) -> None:
@@ -333,6 +343,7 @@ def test_a_process_ends_while_it_serves(tmp_path) -> None:
         "from statehold.checkpoint.levels.hosts.serving import FileServer\n"
         f"server = FileServer({{'memory': {str(tmp_path)!r}}}, '127.0.0.1')\n"
         "server.start()\n"
+        f"server.let_in({SECRET!r})\n"
         "print(server.address, flush=True)\n"
         "input()\n"
     )
@@ -340,8 +351,9 @@ def test_a_process_ends_while_it_serves(tmp_path) -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        host, _, port = process.stdout.readline().strip().rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S):
+        server = FileServer({})
+        server.address = process.stdout.readline().strip()
+        with contextlib.closing(connected(server)):
             process.communicate("\n", timeout=DEADLINE_S)
     assert process.returncode == 0
 
@@ -366,9 +378,9 @@ def test_a_file_that_is_cut_while_it_is_sent_ends_the_connection(root, server) -
     must(path.stat().st_size == len(CONTENT))
     with path.open("r+b") as file:
         file.truncate(64 << 20)
-    request = f"GET /memory/{DATA} HTTP/1.1\r\nAuthorization: Bearer {SECRET}\r\n\r\n"
-    with connected(server) as connection:
-        connection.sendall(request.encode())
-        connection.recv(10)  # it has begun; the socket holds a few MiB
+    with contextlib.closing(connected(server)) as wire:
+        wire.send(json.dumps([f"memory/{DATA}", 0, None]).encode(), soon())
+        wire.receive(soon())  # it has begun; the socket holds a few MiB
         os.truncate(path, 1 << 10)
-        assert len(told(connection)) < 64 << 20
+        with pytest.raises(ConnectionResetError):
+            wire.read(64 << 20, soon())

@@ -17,9 +17,9 @@ from observe.exposition import Samples, samples_of
 from statehold import metrics
 from statehold import metrics as endpoint_module
 from statehold.errors import PortInUseError, StorageError, UsageError
+from statehold.net import reception
 from statehold.observe import counters
 from statehold.observe.counters import Figures, exposition, figures_of
-from statehold.process import reception
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
 from support.training import Training
@@ -155,7 +155,7 @@ def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
     endpoint = metrics.serve(0)
     child = os.fork()
     if child == 0:  # must not return into pytest
-        forgotten = endpoint._wake.fileno() == -1
+        forgotten = endpoint._reception._bell.ear.fileno() == -1
         if forgotten:
             endpoint.close()  # neither hangs nor closes what is its parent's
         os.write(told, b"1" if forgotten else b"0")
@@ -191,10 +191,10 @@ def test_a_peer_that_takes_no_answer_does_not_keep_the_port(
 
     def endless() -> str:
         written.set()
-        return "x" * (64 << 20)  # more than the kernel keeps for a client
+        return "x" * (32 << 20)  # more than the kernel keeps for a client
 
     monkeypatch.setattr(endpoint_module, "exposition", endless)
-    monkeypatch.setattr(endpoint_module, "FIRST_S", 600.0)
+    monkeypatch.setattr(reception, "FIRST_S", 600.0)
     endpoint = metrics.serve(0)
     with socket.create_connection(("127.0.0.1", endpoint.port)) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")

@@ -28,7 +28,7 @@ from resilience.replica import (
     train,
 )
 from statehold.resilience import Replicas
-from statehold.resilience.control.server import Server
+from statehold.resilience.control import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from support.forked import forked
 

@@ -36,7 +36,7 @@ from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
 from statehold.resilience.protocol import actions
 from statehold.resilience.seat import ColumnStart, Seat
-from statehold.resilience.transfer import _OfferServer
+from statehold.resilience.transfer import OfferServer
 from statehold.tensors.storable import local_of
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 96, 2, 8, 7
@@ -282,7 +282,7 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
         return
     at, moment = doom
     execute, start, begin = Driver.execute, ColumnStart.__call__, Driver.start
-    send = _OfferServer._send
+    send = OfferServer._send
     numbers: list[int] = []
 
     def die() -> None:
@@ -317,7 +317,7 @@ def doomed(doom: tuple[int, str] | None) -> Iterator[None]:
     with (
         patched(Driver, execute=executing, start=beginning),
         patched(ColumnStart, __call__=starting),
-        patched(_OfferServer, _send=sending),
+        patched(OfferServer, _send=sending),
     ):
         yield
 

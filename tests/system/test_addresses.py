@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from statehold.process import addresses
-from statehold.process.addresses import joined, listen, reachable_address, split
+from statehold.net import addresses
+from statehold.net.addresses import joined, listen, reachable_address, split
 
 Resolved = list[tuple[int, int, int, str, tuple[object, ...]]]
 

@@ -2,7 +2,7 @@
 
 Invariants: it imports no torch and writes no file. After a restart at the same address it goes on:
 the replicas connect again, and tell it what it knew.
-Not here: decisions (resilience/protocol/coordinator), sockets (resilience/control/server).
+Not here: decisions (resilience/protocol/coordinator), sockets (resilience/control).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from statehold.cli import codes
 from statehold.cli.output import emit, flush, plain, say
 from statehold.errors import UsageError
-from statehold.process.addresses import joined
-from statehold.resilience.control.server import Server
+from statehold.net.addresses import joined
+from statehold.resilience.control import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 
 

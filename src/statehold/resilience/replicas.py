@@ -28,8 +28,8 @@ from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import ClosedError, UsageError, shown
+from statehold.net import addresses
 from statehold.options.keywords import answering
-from statehold.process import addresses
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.data.course import Course

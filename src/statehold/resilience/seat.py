@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from statehold.errors import ReplicaRefusedError, WaitTimeout
-from statehold.process import addresses
-from statehold.resilience.control.link import Link
+from statehold.net import addresses
+from statehold.resilience.control import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk

@@ -12,42 +12,36 @@ holder that dies, or sends a wrong byte, comes from another one. The bytes go th
 own: a process group would fail as a whole, and cannot be given up piece by piece.
 
 Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
-A piece is placed only after its checksum has been verified. Who asks for something else than a
-range of the state loses its line, and so does who asks for nothing, or comes when LINES_MAX are
-open: each takes a thread and memory for a range. A state that changes nevertheless, in a
-forward pass, is not given to anybody.
+A piece is placed only after its checksum has been verified. A joiner that asks for something else
+than a range of the state loses its line. At most LINES_MAX are open, because each takes a thread
+and memory for a range. A state that changes nevertheless, in a forward pass, is not given to
+anybody.
 
-Door: where a holder of the state lets joiners in, and how a joiner comes to it.
-
-    door = Door(host, shared_bytes, connected)    connected(line) is called in a thread of the door
-    line = connect(door.address, timeout_s, revoked)    from this host, or from another one
-
-A joiner on the same host gets memory that both share, and a Unix socket for what they say. The
-kernel then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
+A joiner on the same host comes through a Unix socket, and gets memory that both share. The kernel
+then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
 container with a network of its own, the line is a TCP connection and shares nothing. If the holder
-gets no memory, the line is the Unix socket alone.
+gets no memory, the line is the Unix socket alone. Nothing is left in a directory: the socket's name
+is in Linux's abstract namespace, and the memory has none. It is freed when both sides have dropped
+the line.
 
-Invariants: only who runs as the same user comes through the Unix socket, and a joiner takes nothing
-there from anybody else. Nothing is left in a directory: the socket's name is in Linux's abstract
-namespace, and the memory has none. It is freed when both sides have dropped the line.
-
-Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol).
+Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol), who is
+let in (net/reception).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import secrets
+import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,150 +50,28 @@ from torch import Tensor
 from statehold import _core
 from statehold.encoding import strictjson
 from statehold.format.entries import DOCUMENT_BYTES_MAX
-from statehold.process import addresses
-from statehold.process.reception import check_own
+from statehold.net import addresses
+from statehold.net.reception import Guest, Reception, check_own
+from statehold.net.secret import of_job
+from statehold.net.wire import Wire, connect, entered
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
-
-# -- the door --------------------------------------------------------------------------------------
-
-
-_BACKLOG = 128
-_SHARES, _SHARES_NOTHING = b"m", b"-"
-_POLL_S = 0.01
-# Between two attempts to let somebody in when this process has no descriptor left.
-_AGAIN_S = 0.1
-
-
-@dataclass(frozen=True, eq=False)
-class DoorLine:
-    """A connection. shared: memory of both sides, of bytes; None if they share none."""
-
-    socket: socket.socket
-    shared: Tensor | None = None
-
-
-class Door:
-    """host: the address of this machine for others. shared_bytes: for each line."""
-
-    def __init__(self, host: str, shared_bytes: int, connected: Callable[[DoorLine], None]) -> None:
-        self._shared_bytes = shared_bytes
-        self._connected = connected
-        self._closed = threading.Event()
-        name = f"statehold-{secrets.token_hex(8)}"
-        remote = addresses.listen(host)
-        self.address = f"{addresses.joined(host, remote.getsockname()[1])}/{name}"
-        near = socket.socket(socket.AF_UNIX)
-        near.bind(f"\0{name}")
-        near.listen(_BACKLOG)
-        self._listeners = (remote, near)
-        for each in self._listeners:
-            threading.Thread(
-                target=self._accept, args=(each,), name="statehold-door", daemon=True
-            ).start()
-
-    def close(self) -> None:
-        self._closed.set()
-        for each in self._listeners:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # closed, or there is no descriptor just now
-                self._closed.wait(_AGAIN_S)
-                continue
-            with contextlib.suppress(OSError):  # the joiner has gone
-                self._connected(self._line(connection))
-
-    def _line(self, connection: socket.socket) -> DoorLine:
-        if connection.family != socket.AF_UNIX:
-            return DoorLine(connection)
-        try:
-            check_own(connection)
-            with contextlib.suppress(OSError):  # there is no memory, or no descriptor
-                return self._sharing(connection)
-            connection.sendall(_SHARES_NOTHING)
-        except OSError:
-            connection.close()
-            raise
-        return DoorLine(connection)
-
-    def _sharing(self, connection: socket.socket) -> DoorLine:
-        memory = os.memfd_create("statehold-line", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memory, self._shared_bytes)
-            shared = _mapped(memory)
-            socket.send_fds(connection, [_SHARES], [memory])
-        finally:
-            os.close(memory)
-        return DoorLine(connection, shared)
-
-
-def connect(address: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
-    """A line to a Door. Raises OSError, also if `revoked` is set meanwhile."""
-    remote, _, name = address.partition("/")
-    # There is no such name on this host, or this process may not use it.
-    with contextlib.suppress(ConnectionRefusedError, PermissionError):
-        return _near(name, timeout_s, revoked)
-    return DoorLine(socket.create_connection(addresses.split(remote), timeout_s))
-
-
-def _near(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(_POLL_S)
-        connection.connect(f"\0{name}")
-        check_own(connection)
-        return DoorLine(connection, _shared(connection, timeout_s, revoked))
-    except OSError:
-        connection.close()
-        raise
-
-
-def _shared(connection: socket.socket, timeout_s: float, revoked: threading.Event) -> Tensor | None:
-    """The memory that the holder sends. A holder that stands still sends nothing."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            said, memories, _, _ = socket.recv_fds(connection, 1, 1)
-        except TimeoutError:
-            if revoked.is_set() or time.monotonic() > deadline:
-                raise
-            continue
-        if said == _SHARES_NOTHING:
-            return None
-        if not memories:
-            raise ConnectionResetError("the holder of the state has gone")
-        try:
-            return _mapped(memories[0])
-        finally:
-            os.close(memories[0])
-
-
-def _mapped(memory: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
-
-
-# -- the transfer ----------------------------------------------------------------------------------
-
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 << 20
 RANGE_BYTES = 4 << 20
 LINES_MAX = 256
+_DOOR = "state"
 _REQUEST_MAX = 64
-# A rank that sends or takes nothing for so long has died, whatever its connection says.
+# A rank that takes longer for a piece has died, whatever its connection says.
 _SILENCE_S = 10.0
-_SEND_TIMEOUT = struct.pack("ll", int(_SILENCE_S), 0)
 _SUM_BYTES = 8
-_LENGTH_BYTES = 8
+_POLL_S = 0.01
+_BACKLOG = 128
+_SHARES, _SHARES_NOTHING = b"m", b"-"
 
 
 class StateTransfer:
@@ -212,7 +84,7 @@ class StateTransfer:
         self._state = state
         self._host = host
         self._among = among(width)
-        self._server: _OfferServer | None = None
+        self._server: OfferServer | None = None
 
     def serve(
         self,
@@ -224,7 +96,7 @@ class StateTransfer:
     ) -> None:
         """Let the joiners of `epoch` have the state. Does not wait for them. Arguments: Groups."""
         if self._server is None:
-            self._server = _OfferServer(self._host)
+            self._server = OfferServer(self._host)
         self._server.offer(epoch, Offer(self._state, self._among))
         says = self._server.address
 
@@ -266,91 +138,86 @@ def _group(epoch: int, place: tuple[int, int]) -> str:
 # -- the holder ------------------------------------------------------------------------------------
 
 
-class _OfferServer:
+class OfferServer:
     """Threads that serve the newest offer."""
 
     def __init__(self, host: str) -> None:
         self._lock = threading.Lock()
-        self._epoch = 0
-        self._offer: Offer | None = None
-        self._connections: set[socket.socket] = set()
-        self._door = Door(host, RANGE_BYTES, self._let_in)
-        self.address = self._door.address
+        self._offer: tuple[int, Offer] | None = None  # of an epoch
+        secret = of_job()
+        name = f"statehold-{secrets.token_hex(8)}"
+        far, near = addresses.listen(host), socket.socket(socket.AF_UNIX)
+        near.bind(f"\0{name}")
+        near.listen(_BACKLOG)
+        self.address = f"{addresses.joined(host, far.getsockname()[1])}/{name}"
+        self._reception = Reception(
+            [far, near], _DOOR, secret, frame_max=_REQUEST_MAX, most=LINES_MAX
+        )
+        self._reception.start("statehold-offers", self._hear)
 
     def offer(self, epoch: int, offer: Offer) -> None:
         with self._lock:
-            self._epoch, self._offer = epoch, offer
+            self._offer = epoch, offer
 
     def withdraw(self) -> None:
         with self._lock:  # no piece is being read
-            self._end_offer()
+            self._offer = None
+        self._reception.hang_up()
 
     def close(self) -> None:
         """A piece that is being read then goes to nobody. A device that hangs may never give it."""
-        self._end_offer()
-        self._door.close()
-
-    def _end_offer(self) -> None:
         self._offer = None
-        for each in list(self._connections):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        self._reception.close()
 
-    def _let_in(self, line: DoorLine) -> None:
-        with self._lock:
-            is_full = len(self._connections) >= LINES_MAX
-            if not is_full:
-                self._connections.add(line.socket)
-        if is_full:
-            line.socket.close()
-            return
-        threading.Thread(target=self._talk, args=(line,), daemon=True).start()
+    def _hear(self, guest: Guest, epoch: bytes) -> None:
+        """A joiner names its epoch, and has a thread from then on."""
+        offer = self._find(strictjson.message(epoch))
+        self._reception.lend(guest)
+        threading.Thread(
+            target=self._talk, args=(guest, offer), name="statehold-line", daemon=True
+        ).start()
 
-    def _talk(self, line: DoorLine) -> None:
-        """Answer requests: the description of an epoch's state first, then ranges of it."""
-        connection = line.socket
+    def _talk(self, guest: Guest, offer: Offer) -> None:
+        """Send the description of the state first, then the ranges of it that are asked for."""
+        wire = guest.wire
         try:
-            with connection, connection.makefile("rb") as requests:
-                connection.settimeout(_SILENCE_S)
-                offer = self._find(strictjson.message(requests.readline(_REQUEST_MAX)))
-                # For sending only: a joiner may need long to prepare a large state.
-                connection.settimeout(None)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-                connection.sendall(len(offer.document).to_bytes(_LENGTH_BYTES, "little"))
-                connection.sendall(offer.document)
-                memory = _memory(line)
-                while request := requests.readline(_REQUEST_MAX):
-                    first, last = _range(request, offer.run.nbytes)
-                    for begin, end in _pieces(first, last):
-                        piece = memory[begin - first : end - first]
-                        self._send(line, offer, begin, piece, is_last=end == last)
+            shared = _shared_with(wire.socket)
+            wire.send(offer.document, time.monotonic() + _SILENCE_S)
+            memory = _memory(shared)
+            while True:  # a joiner may need long to prepare a large state
+                first, last = _range(wire.receive(math.inf), offer.run.nbytes)
+                for begin, end in _pieces(first, last):
+                    piece = memory[begin - first : end - first]
+                    self._read(offer, begin, piece, is_last=end == last)
+                    self._send(wire, piece, is_shared=shared is not None)
         except (OSError, ValueError, GroupLostError):
             pass  # the joiner has gone, or the offer; the joiner asks somebody else
         finally:
-            with self._lock:
-                self._connections.discard(connection)
+            wire.close()
+            self._reception.returned(guest)
 
     def _find(self, epoch: object) -> Offer:
-        with self._lock:
-            if self._offer is None or epoch != self._epoch:
-                raise GroupLostError("the offer has ended")
-            return self._offer
+        offered = self._offer  # without the lock: a device that hangs may hold it
+        if offered is None or epoch != offered[0]:
+            raise GroupLostError("the offer has ended")
+        return offered[1]
 
-    def _send(
-        self, line: DoorLine, offer: Offer, begin: int, piece: Tensor, *, is_last: bool
-    ) -> None:
+    def _read(self, offer: Offer, begin: int, piece: Tensor, *, is_last: bool) -> None:
         """is_last: of its range. Then nothing has changed while the range was read."""
         with self._lock:
-            if self._offer is not offer:
+            if self._offer is None or self._offer[1] is not offer:
                 raise GroupLostError("the offer has ended")
             offer.run.read(begin, piece)
             changed = offer.changed() if is_last else None
         if changed is not None:
             logger.error("statehold: no replica can join: %s changes inside a step", changed)
             raise GroupLostError("the offer has changed")
-        line.socket.sendall(_checksum(piece).to_bytes(_SUM_BYTES, "little"))
-        if line.shared is None:
-            line.socket.sendall(window(piece))
+
+    def _send(self, wire: Wire, piece: Tensor, *, is_shared: bool) -> None:
+        until = time.monotonic() + _SILENCE_S
+        wire.pour(_checksum(piece), until)
+        if not is_shared:
+            wire.pour(window(piece), until)
 
 
 def _range(request: bytes, nbytes: int) -> tuple[int, int]:
@@ -365,17 +232,36 @@ def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
     return ((at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES))
 
 
-def _memory(line: DoorLine) -> Tensor:
+def _memory(shared: Tensor | None) -> Tensor:
     """For one range. A request for the next range says that the joiner has taken this one."""
-    return (
-        torch.empty(RANGE_BYTES, dtype=torch.uint8, device="cpu")
-        if line.shared is None
-        else line.shared
-    )
+    if shared is not None:
+        return shared
+    return torch.empty(RANGE_BYTES, dtype=torch.uint8, device="cpu")
 
 
-def _checksum(piece: Tensor) -> int:
-    return _core.hash_memory(piece.data_ptr(), piece.numel())
+def _shared_with(guest: socket.socket) -> Tensor | None:
+    """Memory for one range that a joiner on this host has, too; None if there is none."""
+    if guest.family != socket.AF_UNIX:
+        return None
+    with contextlib.suppress(OSError):  # there is no memory, or no descriptor
+        memory = os.memfd_create("statehold-line", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, RANGE_BYTES)
+            shared = _mapped(memory)
+            socket.send_fds(guest, [_SHARES], [memory])
+            return shared
+        finally:
+            os.close(memory)
+    guest.send(_SHARES_NOTHING)
+    return None
+
+
+def _mapped(memory: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
+
+
+def _checksum(piece: Tensor) -> bytes:
+    return _core.hash_memory(piece.data_ptr(), piece.numel()).to_bytes(_SUM_BYTES, "little")
 
 
 # -- the joiner ------------------------------------------------------------------------------------
@@ -388,7 +274,7 @@ class _Fetching:
         self._epoch = epoch
         self._holders = holders
         self._revoked = revoked
-        self._lines: dict[str, DoorLine] = {}
+        self._lines: dict[str, tuple[Wire, Tensor | None]] = {}
         self._left: deque[tuple[int, int]] = deque()
         self._missing = 0
         self._lock = threading.Lock()
@@ -421,15 +307,12 @@ class _Fetching:
         """The descriptions of the state, by holder."""
         found = {}
         for holder in self._holders:
-            with contextlib.suppress(OSError, GroupLostError):
-                line = self._lines[holder] = connect(holder, CONNECT_S, self._revoked)
-                connection = line.socket
-                connection.settimeout(_POLL_S)
-                connection.sendall(f"{self._epoch}\n".encode())
-                length = int.from_bytes(self._receive(connection, _LENGTH_BYTES), "little")
-                if length > DOCUMENT_BYTES_MAX:
-                    raise self._lost("the description of its state is too long")
-                found[holder] = bytes(self._receive(connection, length))
+            with contextlib.suppress(OSError):
+                until = time.monotonic() + CONNECT_S
+                wire, shared = join(holder, self._epoch, until, self._revoked)
+                self._lines[holder] = wire, shared
+                wire.frame_max = DOCUMENT_BYTES_MAX
+                found[holder] = wire.receive(time.monotonic() + _SILENCE_S)
         if not found:
             raise self._lost("no holder of the state answers")
         return found
@@ -446,8 +329,8 @@ class _Fetching:
 
     def _pull(self, holder: str, run: ByteRun) -> None:
         """Take ranges from a holder until none is left, or until it fails."""
-        line = self._lines[holder]
-        memory = _memory(line)
+        wire, shared = self._lines[holder]
+        memory = _memory(shared)
         while self._missing:
             try:
                 first, end = self._left.popleft()
@@ -457,9 +340,14 @@ class _Fetching:
                 continue
             begin = first
             try:
-                line.socket.sendall(f"[{first}, {end}]\n".encode())
+                wire.send(f"[{first}, {end}]".encode(), time.monotonic() + _SILENCE_S)
                 for at, until in _pieces(first, end):
-                    self._place(line, run, at, memory[at - first : until - first])
+                    piece = memory[at - first : until - first]
+                    patient = time.monotonic() + _SILENCE_S
+                    expected = wire.read(_SUM_BYTES, patient)
+                    if shared is None:
+                        wire.fill(window(piece), patient)
+                    self._place(run, at, piece, expected)
                     begin = until
                     with self._lock:
                         self._missing -= until - at
@@ -469,33 +357,10 @@ class _Fetching:
                     logger.warning("statehold: state from %s has failed: %s", holder, error)
                 return
 
-    def _place(self, line: DoorLine, run: ByteRun, begin: int, piece: Tensor) -> None:
-        """piece: memory of the size of the piece that begins there."""
-        expected = int.from_bytes(self._receive(line.socket, _SUM_BYTES), "little")
-        if line.shared is None:
-            self._receive_into(line.socket, window(piece))
-        if _checksum(piece) != expected:
+    def _place(self, run: ByteRun, begin: int, piece: Tensor, checksum: bytes) -> None:
+        if _checksum(piece) != checksum:
             raise self._lost(f"the bytes from {begin} on differ from their checksum")
         run.write(begin, piece)
-
-    def _receive(self, connection: socket.socket, nbytes: int) -> bytearray:
-        found = bytearray(nbytes)
-        self._receive_into(connection, memoryview(found))
-        return found
-
-    def _receive_into(self, connection: socket.socket, into: memoryview) -> None:
-        silent = 0.0
-        while into:
-            try:
-                count = connection.recv_into(into)
-            except TimeoutError:
-                silent += _POLL_S
-                if self._revoked.is_set() or silent > _SILENCE_S:
-                    raise self._lost("the holder is silent") from None
-                continue
-            if not count:
-                raise self._lost("the holder has gone")
-            into, silent = into[count:], 0.0
 
     def _lost(self, why: str) -> GroupLostError:
         if self._revoked.is_set():
@@ -505,7 +370,51 @@ class _Fetching:
         )
 
     def _hang_up(self) -> None:
-        for each in self._lines.values():
-            with contextlib.suppress(OSError):
-                each.socket.shutdown(socket.SHUT_RDWR)  # a forked process may have a copy
-            each.socket.close()
+        for wire, _ in self._lines.values():
+            wire.hang_up()
+            wire.close()
+
+
+def join(
+    address: str, epoch: int, until: float, revoked: threading.Event
+) -> tuple[Wire, Tensor | None]:
+    """A line to a holder, and the memory that both share. Raises OSError."""
+    far, _, name = address.partition("/")
+    wire = _near(name, until, revoked) or connect(
+        addresses.split(far), _DOOR, of_job(), until, revoked
+    )
+    try:
+        wire.send(str(epoch).encode(), until)
+        return wire, _shared(wire, until) if wire.socket.family == socket.AF_UNIX else None
+    except OSError:
+        wire.close()
+        raise
+
+
+def _near(name: str, until: float, revoked: threading.Event) -> Wire | None:
+    """None: there is no such name on this host, or this process may not use it."""
+    near = socket.socket(socket.AF_UNIX)
+    near.settimeout(max(0.001, until - time.monotonic()))
+    try:
+        near.connect(f"\0{name}")
+        check_own(near)
+    except OSError as error:
+        near.close()
+        if isinstance(error, ConnectionRefusedError | PermissionError):
+            return None
+        raise
+    return entered(near, _DOOR, of_job(), until, revoked)
+
+
+def _shared(wire: Wire, until: float) -> Tensor | None:
+    """The memory that the holder sends. A holder that stands still sends nothing."""
+    wire.wait(select.POLLIN, until)
+    said, memories, _, _ = socket.recv_fds(wire.socket, 1, 1)
+    if said == _SHARES_NOTHING:
+        return None
+    if not memories:
+        raise ConnectionResetError("the holder of the state has gone")
+    try:
+        return _mapped(memories[0])
+    finally:
+        os.close(memories[0])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from statehold.resilience.control.link import Link
-from statehold.resilience.control.server import Server
+from statehold.resilience.control import Link, Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import Hello, View
@@ -69,9 +67,9 @@ class Peer:
 
     def cut(self) -> None:
         """The connection ends, and both sides learn it."""
-        lines = self.link._lines
-        assert lines is not None
-        lines.socket.shutdown(socket.SHUT_RDWR)
+        wire = self.link._wire
+        assert wire is not None
+        wire.hang_up()
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
+import time
 from typing import Any
 
 import pytest
 
 from resilience.control.peers import LONG_LEASE_S, PATIENCE_S, Office, Peer, meeting, until
 from statehold.errors import PortInUseError, UsageError
-from statehold.process import reception
-from statehold.resilience.control import server as lines_module
-from statehold.resilience.control.server import Lines, Server
+from statehold.net import reception
+from statehold.net.reception import Guest, Reception
+from statehold.net.secret import ENVIRONMENT, Secret
+from statehold.net.wire import Wire, connect
+from statehold.resilience.control import FIRST_MAX, Server
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
@@ -30,20 +35,20 @@ from statehold.resilience.protocol.messages import (
 HELLO = Hello("x", 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=LONG_LEASE_S)
 
 
-def stranger(office: Office) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", office.port), timeout=PATIENCE_S)
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
 
 
-def is_over(sock: socket.socket) -> bool:
+def stranger(office: Office) -> Wire:
+    """Who is let in, as by a job without a secret."""
+    return connect(("127.0.0.1", office.port), "coordinator", Secret(""), soon())
+
+
+def is_over(wire: Wire) -> bool:
     """Whether the other side has closed; waits for it, and closes this side."""
-    try:
-        with sock:
-            while sock.recv(4096):
-                pass
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
+    with contextlib.closing(wire), contextlib.suppress(ConnectionError):
+        while wire.receive(soon()):
+            pass
     return True
 
 
@@ -72,8 +77,8 @@ def test_a_rank_that_makes_no_progress_is_expelled_after_its_lease() -> None:
 def test_a_replica_that_differs_is_refused_and_stays_out() -> None:
     with meeting("a") as (office, _):
         other = stranger(office)
-        other.sendall(encode(Hello("b", 0, 1, {"seed": "2"}, View(0))))
-        refused = decode(other.makefile("rb").readline())
+        other.put(encode(Hello("b", 0, 1, {"seed": "2"}, View(0))))
+        refused = decode(other.receive(soon()))
         assert isinstance(refused, Refused)
         assert dict(refused.facts) == {"what": "seed", "expected": "1", "got": "2"}
         other.close()
@@ -129,14 +134,18 @@ def test_a_message_that_breaks_the_protocol_ends_the_seat() -> None:
     """The link's thread ended, and the training thread waited for ever."""
     listener = socket.create_server(("127.0.0.1", 0))
     peer = Peer("a", listener.getsockname()[1])
-    connected, _ = listener.accept()
-    install = Install(1, {"b": View(0)})
-    connected.sendall(encode(Prepare(1)) + encode(install))
+    coordinator = Reception([listener], "coordinator", Secret(""))
+
+    def answer(guest: Guest, hello: bytes) -> None:
+        if isinstance(decode(hello), Hello):
+            coordinator.put(guest, encode(Prepare(1)))
+            coordinator.put(guest, encode(Install(1, {"b": View(0)})))
+
+    coordinator.start("coordinator", answer)
     peer.until(lambda member: isinstance(member.fenced, Fenced))
     assert isinstance(peer.member.fenced, Fenced)
     assert "without this member" in peer.member.fenced.reason
-    connected.close()
-    listener.close()
+    coordinator.close()
     peer.link.close()
 
 
@@ -158,7 +167,7 @@ def test_an_operator_reads_who_comes_and_leaves_and_who_is_lost() -> None:
         assert [each for each in office.said if each.startswith("b rank 0 has gone: ")]
         assert "epoch 3 has 1 replica: a" in office.said
         peers["a"].link.leave()
-        until(lambda: not office.server._lines)
+        until(lambda: not office.server._names)
     assert "a rank 0 has left, at step 0" in office.said
     assert not [each for each in office.said if each.startswith("a rank 0 has gone")]
 
@@ -186,11 +195,12 @@ def test_a_server_for_one_job_ends_with_it_and_not_with_a_loss() -> None:
     [
         b"\xff\x00 garbage\n",
         b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * (FIRST_MAX + 1),
         b"[" * 100_000 + b"\n",
         b'{"is": "Hello", "replica": [], "place": 0, "width": 1, "job": {}, "view": 3}\n',
         encode(HELLO).replace(b'"lease_s": 30.0', b'"lease_s": 0'),
         encode(HELLO).replace(b'"step": 0', b'"step": 1e999'),
-        encode(HELLO) + encode(HELLO),
+        encode(HELLO) * 2,
         encode(HELLO).replace(b'"lease_s": 30.0', b'"lease_s": 1' + b"0" * 400),
         encode(HELLO).replace(b'"promised": 0', b'"promised": ' + b"9" * 4300),
         encode(HELLO).replace(b'"members": []', b'"members": ["a", "a"]'),
@@ -199,70 +209,91 @@ def test_a_server_for_one_job_ends_with_it_and_not_with_a_loss() -> None:
         encode(Prepare(1)),
     ],
     ids=[
-        "bytes", "http", "deep", "types", "lease", "infinite", "two Hellos", "long lease",
+        "bytes", "http", "long", "deep", "types", "lease", "infinite", "two Hellos", "long lease",
         "long epoch", "member twice", "surrogate", "terminal", "no Hello",
     ],
 )  # fmt: skip
 def test_garbage_costs_its_sender_the_connection_and_nobody_else(line: bytes) -> None:
     with meeting("a") as (office, peers):
         other = stranger(office)
-        other.sendall(line)
+        other.put(line)
         assert is_over(other)
-        other.close()
         peers["a"].cut()
         peers["a"].until(lambda member: member.fenced is not None)  # the server still works
 
 
-def test_a_message_may_come_in_pieces() -> None:
+def test_a_second_hello_costs_its_sender_the_connection() -> None:
     with meeting("a") as (office, _):
         other = stranger(office)
-        line = encode(HELLO)
-        other.sendall(line[:10])
-        other.sendall(line[10:-1])
-        assert "x" not in office.coordinator._replicas
-        other.sendall(line[-1:])
-        until(lambda: "x" in office.coordinator._replicas)
-        other.close()
+        other.put(encode(HELLO))
+        other.put(encode(HELLO))
+        assert is_over(other)
         until(lambda: "x" not in office.coordinator._replicas)
 
 
-def test_half_a_line_is_no_message() -> None:
+def test_half_a_frame_is_no_message() -> None:
     with meeting("a") as (office, _):
         other = stranger(office)
-        other.sendall(encode(HELLO)[:-1])
+        other.put_bytes(struct.pack(">I", len(encode(HELLO))) + encode(HELLO)[:-1])
         other.close()
         until(lambda: any("a stranger has gone" in each for each in office.said))
         assert "x" not in office.coordinator._replicas
 
 
-# Lines and the server
+# Who is let in
 
 
-def pair() -> tuple[Lines, socket.socket]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    other = socket.create_connection(listener.getsockname())
-    connected, _ = listener.accept()
-    listener.close()
-    return Lines(connected), other
+def test_who_knows_another_secret_does_not_join_and_hears_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
+    with meeting("a") as (office, peers):
+        for secret in ("the secret of another job", ""):
+            monkeypatch.setenv(ENVIRONMENT, secret)
+            other = Peer("b", office.port)
+            other.until(lambda member: isinstance(member.fenced, Refused))
+            assert isinstance(other.member.fenced, Refused)
+            assert ENVIRONMENT in other.member.fenced.facts["reason"]
+            other.link.close()
+        assert office.coordinator.members == ["a"]
+        assert f"a stranger has gone: it knows another {ENVIRONMENT}" in office.said
+        monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
+        newcomer = Peer("c", office.port)
+        peers["a"].until(lambda each: each.joiners_wait)
+        newcomer.link.close()
 
 
-def test_an_endless_line_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "LINES_MAX", 1000)
-    lines, other = pair()
-    other.sendall(b"x" * 5000)
-    lines.socket.setblocking(True)
-    with pytest.raises(ConnectionAbortedError, match="no end of a line"):
-        lines.read()
-    lines.close()
-    other.close()
+def test_a_member_outlives_a_coordinator_of_another_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was started again with it by mistake. The member goes on, and tries again and again."""
+    monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
+    with meeting("a") as (office, peers):
+        office.close()
+        monkeypatch.setenv(ENVIRONMENT, "the secret of another job")
+        wrong = Office(port=office.port)
+        until(lambda: ENVIRONMENT in peers["a"].link.problem)
+        wrong.close()
+        monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
+        again = Office(port=office.port)
+        until(lambda: set(again.coordinator.members) == {"a"})
+        assert peers["a"].member.fenced is None
+        office.server, office._thread = again.server, again._thread
+
+
+# The server
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["patience", "room"])
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
     monkeypatch.setattr(reception, "SILENT_MAX" if is_full else "FIRST_S", 4 if is_full else 0.01)
     with meeting("a") as (office, peers):
-        silent = [stranger(office) for _ in range(6)]
-        assert all(map(is_over, silent))
+        address = ("127.0.0.1", office.port)
+        silent = [socket.create_connection(address, PATIENCE_S) for _ in range(6)]
+        for each in silent:
+            with each, contextlib.suppress(ConnectionError):
+                while each.recv(4096):
+                    pass
         newcomer = Peer("b", office.port)
         peers["a"].until(lambda each: each.joiners_wait)
         newcomer.link.close()
@@ -272,10 +303,10 @@ def test_a_listener_without_descriptors_rests_until_there_are_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = [0]
-    monkeypatch.setattr(reception, "_most", lambda: most[0])
+    monkeypatch.setattr(reception, "_descriptors", lambda: most[0])
     office = Office(1)
     peer = Peer("a", office.port)
-    until(lambda: office.server._reception.turn_s is not None)  # it rests
+    until(lambda: office.server._reception._rests_until is not None)
     most[0] = 100
     peer.until_in("a")
     peer.link.close()
@@ -289,21 +320,11 @@ def test_a_fault_of_the_coordinator_ends_the_connection_that_met_it(
         with monkeypatch.context() as patched:
             patched.setattr(Coordinator, "hello", lambda *_: 1 // 0)
             other = stranger(office)
-            other.sendall(encode(HELLO))
+            other.put(encode(HELLO))
             assert is_over(other)
         newcomer = Peer("b", office.port)
         peers["a"].until(lambda each: each.joiners_wait)
         newcomer.link.close()
-
-
-def test_a_peer_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "LINES_MAX", 1 << 20)
-    lines, other = pair()
-    with pytest.raises(ConnectionAbortedError, match="does not read"):
-        lines.write(b"x" * (32 << 20))  # more than the kernel takes
-    assert lines.must_write
-    lines.close()
-    other.close()
 
 
 class Echo(Coordinator):
@@ -321,31 +342,33 @@ class Echo(Coordinator):
         return []
 
 
-class Broken(Lines):
-    """Its peer is gone, and a write is the first to learn it."""
-
-    def write(self, data: bytes) -> None:
-        raise ConnectionResetError("gone")
-
-
-def test_what_follows_a_loss_is_sent_after_what_came_before_it() -> None:
+def test_what_follows_a_loss_is_sent_after_what_came_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The later epoch was sent first, from inside the sending of the earlier one."""
+    sent: list[tuple[int, Message]] = []
+
+    def put(self: Reception, guest: Guest, frame: bytes) -> None:
+        if guest.number == 1:
+            raise ConnectionResetError("gone")  # a write is the first to learn it
+        sent.append((guest.number, decode(frame)))
+
+    def drop(self: Reception, guest: Guest, error: Exception) -> None:
+        server._lose(guest, error)
+
+    monkeypatch.setattr(Reception, "put", put)
+    monkeypatch.setattr(Reception, "drop", drop)
     coordinator = Echo()
     server = Server(coordinator, "127.0.0.1", 0, lambda _: None)
-    first, first_peer = pair()
-    second, second_peer = pair()
-    server._lines = {1: Broken(first.socket), 2: second}
-    for conn, lines in server._lines.items():
-        server._selector.register(lines.socket, 1, conn)
-    server._names = {2: "b rank 0"}
+    guests = [Guest(Wire(each), number, b"") for number, each in enumerate(socket.socketpair(), 1)]
+    for each in guests:
+        server._guests[each.number], server._names[each.number] = each, "a rank"
     coordinator.conns = [1, 2]
-    server._receive(2, Prepare(0))
-    heard = second_peer.makefile("rb")
-    assert [decode(heard.readline()), decode(heard.readline())] == [Prepare(1), Prepare(2)]
-    second.close()
+    server._hear(guests[1], encode(Prepare(0)))
+    assert sent == [(2, Prepare(1)), (2, Prepare(2))]
     server.close()
-    for each in (first_peer, second_peer):
-        each.close()
+    for each in guests:
+        each.wire.close()
 
 
 def test_a_taken_port_and_a_strange_address_are_told() -> None:

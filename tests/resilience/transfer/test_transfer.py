@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from statehold.errors import StateMismatchError
+from statehold.net import addresses
+from statehold.net.secret import ENVIRONMENT, Secret
+from statehold.net.wire import SecretError, Wire, connect
 from statehold.resilience import transfer
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
-from statehold.resilience.transfer import DoorLine, StateTransfer
+from statehold.resilience.transfer import OfferServer, StateTransfer
 from support.faults import must
 
 HOST = "127.0.0.1"
@@ -122,9 +126,8 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     desk.close()
 
 
-def elsewhere(name: str, timeout_s: float, revoked: threading.Event) -> DoorLine:
-    """On another host, the name of a door is that of nothing."""
-    raise ConnectionRefusedError
+def elsewhere(name: str, until: float, revoked: threading.Event) -> None:
+    """On another host, nobody has the name of a holder's Unix socket."""
 
 
 def instead(server: Any, name: str, call: Callable[..., Any]) -> None:
@@ -175,24 +178,23 @@ def test_a_part_of_a_holder_that_goes_comes_from_others(
     only_first(job, 0, send)
     job.fetch()
     assert contents(job.joined) == contents(job.states[0])
-    assert "the holder has gone" in caplog.text
+    assert "the peer has closed the connection" in caplog.text
 
 
 def test_a_wrong_byte_is_found_and_comes_from_others(
     small_pieces: None, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flipping:
-        def __init__(self, connection: Any) -> None:
-            self._connection = connection
+        def __init__(self, wire: Any) -> None:
+            self._wire = wire
 
-        def sendall(self, data: Any) -> None:
+        def pour(self, data: Any, until: float) -> None:
             changed = bytearray(data)
             changed[-1] ^= 16
-            self._connection.sendall(changed)
+            self._wire.pour(changed, until)
 
-    def send(original: Any, line: DoorLine, *args: Any) -> None:
-        flipping: Any = Flipping(line.socket)
-        original(DoorLine(flipping, line.shared), *args)
+    def send(original: Any, wire: Any, *args: Any) -> None:
+        original(Flipping(wire), *args)
 
     job.serve()
     only_first(job, 2, send)
@@ -328,48 +330,61 @@ def test_buffers_are_those_of_the_beginning_of_the_step() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[transfer._OfferServer]:
-    found = transfer._OfferServer(HOST)
+def server() -> Iterator[OfferServer]:
+    found = OfferServer(HOST)
     found.offer(3, Offer(state_of(1, 1)))
     yield found
     found.close()
 
 
-def call(server: transfer._OfferServer) -> socket.socket:
-    host, _, port = server.address.partition("/")[0].rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+def call(server: OfferServer) -> Wire:
+    """A wire of who knows the secret, and has asked for nothing yet."""
+    address = addresses.split(server.address.partition("/")[0])
+    return connect(address, "state", Secret(""), soon())
+
+
+def soon() -> float:
+    return time.monotonic() + 20
 
 
 @pytest.mark.parametrize(
     "request_line",
     [
         b"[0, 4611686018427387904]", b"[5, 5]", b"[-1, 4]", b"[0, 5000000]", b"[0]", b"{}", b"7",
-        b'["a", "b"]', b"[" * 50_000,
+        b'["a", "b"]', b"[" * 50, b"[" * 50_000,
     ],
 )  # fmt: skip
 def test_who_asks_for_no_range_of_the_state_is_hung_up_on(
-    server: transfer._OfferServer, request_line: bytes
+    server: OfferServer, request_line: bytes
 ) -> None:
-    with call(server) as stranger, stranger.makefile("rb") as heard:
-        stranger.sendall(b"3\n")
-        heard.read(int.from_bytes(heard.read(8), "little"))
-        stranger.sendall(request_line + b"\n")
-        with contextlib.suppress(ConnectionResetError):  # it has not read all of the line
-            assert heard.read() == b""
+    with contextlib.closing(call(server)) as stranger:
+        stranger.send(b"3", soon())
+        assert stranger.receive(soon())
+        stranger.send(request_line, soon())
+        with pytest.raises(ConnectionResetError):
+            stranger.read(1, soon())
 
 
-@pytest.mark.parametrize("line", [b"2\n", b"[3]\n", b"[" * 50_000, b"", b"3" * 70])
-def test_who_names_no_epoch_is_hung_up_on(
-    server: transfer._OfferServer, line: bytes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("line", [b"2", b"[3]", b"[" * 50, b"[" * 50_000, b"", b"3" * 70])
+def test_who_names_no_epoch_is_hung_up_on(server: OfferServer, line: bytes) -> None:
+    with contextlib.closing(call(server)) as stranger:
+        stranger.send(line, soon())
+        with pytest.raises(ConnectionResetError):
+            stranger.read(1, soon())
+
+
+def test_who_does_not_know_the_secret_gets_no_state(
+    server: OfferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_SILENCE_S", 0.5 if line else 0.01)
-    with call(server) as stranger, contextlib.suppress(ConnectionResetError):
-        stranger.sendall(line)
-        assert stranger.recv(8) == b""
+    """Neither through TCP nor through the Unix socket, and no memory of both is made."""
+    monkeypatch.setenv(ENVIRONMENT, "the secret of another job")
+    for address in (server.address, f"{server.address}x"):
+        with pytest.raises(SecretError):
+            transfer.join(address, 3, soon(), threading.Event())
 
 
 def test_it_closes_while_a_device_that_hangs_is_read(
-    server: transfer._OfferServer, monkeypatch: pytest.MonkeyPatch
+    server: OfferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the device gives later goes to nobody: the state may have changed by then."""
     offer = Offer(state_of(1, 1))
@@ -381,29 +396,35 @@ def test_it_closes_while_a_device_that_hangs_is_read(
         must(is_there.wait(60))
 
     monkeypatch.setattr(run, "read", read)
-    with call(server) as joiner, joiner.makefile("rb") as heard:
-        joiner.sendall(b"3\n")
-        heard.read(int.from_bytes(heard.read(8), "little"))
-        joiner.sendall(f"[0, {run.nbytes}]\n".encode())
+    with contextlib.closing(call(server)) as joiner:
+        joiner.send(b"3", soon())
+        must(joiner.receive(soon()))
+        joiner.send(f"[0, {run.nbytes}]".encode(), soon())
         must(is_read.wait(60))
         server.close()
         assert not is_there.is_set()
         is_there.set()
-        assert heard.read() == b""
+        with pytest.raises(ConnectionResetError):
+            joiner.read(1, soon())
 
 
-def test_the_number_of_lines_is_bounded(
-    server: transfer._OfferServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_lines_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third one waits, and is let in when one of the others has gone."""
     monkeypatch.setattr(transfer, "LINES_MAX", 2)
+    server = OfferServer(HOST)
+    server.offer(3, Offer(state_of(1, 1)))
     first = [call(server) for _ in range(2)]
     for each in first:
-        each.sendall(b"3\n")
-        assert each.recv(1)
-    with call(server) as third:
-        assert third.recv(1) == b""
-    for each in first:
-        each.close()
+        each.send(b"3", soon())
+        must(each.receive(soon()))
+    address = addresses.split(server.address.partition("/")[0])
+    with contextlib.closing(Wire(socket.create_connection(address))) as third:
+        with pytest.raises(TimeoutError):
+            third.read(1, time.monotonic() + 0.3)
+        first[0].close()
+        assert third.read(1, soon())
+    first[1].close()
+    server.close()
 
 
 @pytest.mark.parametrize(

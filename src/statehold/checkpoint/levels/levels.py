@@ -356,11 +356,11 @@ def _hosts(
     if not any(place.is_of_hosts for place in places):
         return None
     # Without hosts, none of it is loaded.
-    from statehold.checkpoint.levels.hosts.discovery import Hosts, HttpExchange
+    from statehold.checkpoint.levels.hosts.discovery import Hosts, WireExchange
     from statehold.checkpoint.levels.hosts.place import HostPlace
 
     on_hosts = [place for place in places if isinstance(place, HostPlace)]
-    return Hosts(on_hosts, peers, exchange or HttpExchange(run, address))
+    return Hosts(on_hosts, peers, exchange or WireExchange(run, address))
 
 
 def watch_of(spec: Level, watch: Watch) -> LevelWatch:

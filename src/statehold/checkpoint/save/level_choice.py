@@ -273,9 +273,9 @@ class LevelChoice:
 
 
 def _no_hosts(peers: Peers) -> Hosts:
-    from statehold.checkpoint.levels.hosts.discovery import Hosts, HttpExchange
+    from statehold.checkpoint.levels.hosts.discovery import Hosts, WireExchange
 
-    return Hosts((), peers, HttpExchange(""))
+    return Hosts((), peers, WireExchange(""))
 
 
 def _close(opened: OpenFile | None) -> None:

@@ -122,8 +122,8 @@ class Exchange(Protocol):
         """Release everything."""
 
 
-class HttpExchange:
-    """Over HTTP, between the processes of the job; `address`: of this host (serving).
+class WireExchange:
+    """Between the processes of the job; `address`: of this host (serving).
 
     Files are fetched into memory, or without space there into the directory `run`.
     """

@@ -4,22 +4,23 @@ Owns: the requests to that server (serving), their connections, and the names of
 Invariants: a request ends within `deadline_s` with all of its bytes, or a named error, whatever the
 other end does. A large read is many requests, each of PART_BYTES at most. A request whose
 connection breaks is repeated once, on a new one. No error and no repr has the secret.
-Not here: whether the bytes are right (steps/copying, the engine), which host to ask (place).
+Not here: whether the bytes are right (steps/copying, the engine), which host to ask (place), what
+is asked and answered (serving).
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
-import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from statehold.checkpoint.levels.hosts.wire import MessageHead, Wire, WireError
+from statehold.checkpoint.levels.hosts.serving import ABSENT, DOOR, ENDS, REASONS
+from statehold.encoding import strictjson
 from statehold.errors import (
     StateholdError,
     StorageError,
@@ -28,7 +29,9 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.io.objects.parallel import Extent, move
-from statehold.process import addresses
+from statehold.net import addresses
+from statehold.net.secret import of_job
+from statehold.net.wire import SecretError, Wire, connect
 
 if TYPE_CHECKING:
     from statehold.steps.shelf import ShelfFile
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
 CONNECTIONS = 4  # of one large read, and kept for the next
-_CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
+_ANSWER_MAX = 1 << 10
 
 T = TypeVar("T")
 
@@ -58,10 +61,10 @@ class RemoteFiles:
     def __init__(
         self, address: str, secret: str, place: str, *, deadline_s: float = DEADLINE_S
     ) -> None:
-        self.url = f"http://{address}/{place}"
+        self.url = f"{address}/{place}"
         self._address = addresses.split(address)
         self._place = place
-        self._fields = {"Host": address, "Authorization": f"Bearer {secret}"}
+        self._secret = of_job(secret)
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
         self._pid = os.getpid()
@@ -74,14 +77,12 @@ class RemoteFiles:
         """All of a file of at most `max_bytes`."""
 
         def read(wire: Wire, until: float) -> bytes:
-            _, nbytes = self._ask(wire, path, until)
+            _, nbytes = self._ask(wire, path, 0, None, until)
             if nbytes > max_bytes:
                 facts = {"expected": f"at most {max_bytes} bytes", "got": f"{nbytes} bytes"}
                 where = f"{self.url}/{path}"
                 raise StorageError("cannot read", errno=errno.EFBIG, path=where, facts=facts)
-            memory = bytearray(nbytes)
-            wire.read_into(memoryview(memory), until)
-            return bytes(memory)
+            return wire.read(nbytes, until)
 
         return self._request("read", path, read)
 
@@ -109,46 +110,31 @@ class RemoteFiles:
 
     def _read(self, wire: Wire, path: str, begin: int, target: memoryview, until: float) -> None:
         end = begin + len(target)
-        asked = {"Range": f"bytes={begin}-{end - 1}"}
-        head, nbytes = self._ask(wire, path, until, asked)
-        match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
-        if match is None or match[1] is None:
-            raise WireError("the answer has no range")
-        if (int(match[1]), int(match[2]) + 1) != (begin, end) or nbytes != len(target):
-            raise WireError("the answer has another range than the request")
-        wire.read_into(target, until)
+        if self._ask(wire, path, begin, end, until) != (begin, end):
+            raise ValueError("the answer has another range than the request")
+        wire.fill(target, until)
 
     def _ask(
-        self, wire: Wire, path: str, until: float, fields: Mapping[str, str] = {}
-    ) -> tuple[MessageHead, int]:
-        """The head of the answer, and the length of its body."""
-        request = MessageHead(
-            ("GET", f"/{self._place}/{path}", "HTTP/1.1"), {**self._fields, **fields}
-        )
-        wire.send(request.encode(), until)
-        head = wire.head(until)
-        if len(head.words) < 2 or head.words[0] != "HTTP/1.1":
-            raise WireError("the answer is not HTTP/1.1")
-        if head.words[1] != ("206" if "Range" in fields else "200"):
-            raise self._refusal(head, path)
-        if "content-length" not in head.fields:
-            raise WireError("a body without a length")
-        return head, head.body_bytes
+        self, wire: Wire, path: str, begin: int, end: int | None, until: float
+    ) -> tuple[int, int]:
+        """The range of the bytes that follow."""
+        wire.send(json.dumps([f"{self._place}/{path}", begin, end]).encode(), until)
+        match strictjson.message(wire.receive(until)):
+            case [int(first), int(last), int(nbytes)] if 0 <= first <= last <= nbytes:
+                return first, last
+            case [str(reason), int(nbytes)] if reason in REASONS:
+                raise self._refusal(reason, nbytes, path)
+        raise ValueError("not the answer to a request for a file")
 
-    def _refusal(self, head: MessageHead, path: str) -> StateholdError:
-        """The error for an unexpected answer."""
-        status, where = head.words[1], f"{self.url}/{path}"
-        if status == "404":
+    def _refusal(self, reason: str, nbytes: int, path: str) -> StateholdError:
+        """The error for an answer without bytes."""
+        where = f"{self.url}/{path}"
+        if reason == ABSENT:
             return storage_error("read from another host", errno.ENOENT, where)
-        if status == "416":
-            match = _CONTENT_RANGE.fullmatch(head.fields.get("content-range", ""))
-            facts = {"file": where, "ends at": f"{match[3]} bytes" if match else "another place"}
+        if reason == ENDS:
+            facts = {"file": where, "ends at": f"{nbytes} bytes"}
             return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
-        if status in ("401", "403"):
-            return storage_error("read from another host", errno.EACCES, where)
-        if status in ("500", "503"):
-            return _unavailable("read from another host", errno.EIO, where)
-        return self._garbage("read", path, f"the answer {status}")
+        return _unavailable("read from another host", errno.EIO, where)
 
     # -- connections -----------------------------------------------------------------------
 
@@ -160,12 +146,12 @@ class RemoteFiles:
             return self._twice(ask, until)
         except StateholdError:
             raise
-        except WireError as error:
+        except SecretError:
+            raise storage_error("read from another host", errno.EACCES, where) from None
+        except (ValueError, ConnectionAbortedError) as error:
             raise self._garbage(operation, path, str(error)) from None
         except TimeoutError:
             raise _unavailable(operation, errno.ETIMEDOUT, where) from None
-        except EOFError:
-            raise _unavailable(operation, errno.ECONNRESET, where) from None
         except OSError as error:
             raise _unavailable(operation, error.errno or errno.EIO, where) from None
 
@@ -173,7 +159,10 @@ class RemoteFiles:
         wire = self._take() or self._connected(until)
         try:
             return self._on(wire, ask, until)
-        except (EOFError, ConnectionError):  # it was kept for too long, or was lost just now
+        except (
+            BrokenPipeError,
+            ConnectionResetError,
+        ):  # it was kept for too long, or was lost just now
             return self._on(self._connected(until), ask, until)
 
     def _on(self, wire: Wire, ask: Callable[[Wire, float], T], until: float) -> T:
@@ -190,8 +179,9 @@ class RemoteFiles:
         return answer
 
     def _connected(self, until: float) -> Wire:
-        left = max(0.001, until - time.monotonic())
-        return Wire(socket.create_connection(self._address, timeout=left))
+        wire = connect(self._address, DOOR, self._secret, until)
+        wire.frame_max = _ANSWER_MAX
+        return wire
 
     def _take(self) -> Wire | None:
         """A connection that is open already, if it still is."""

@@ -1,0 +1,70 @@
+"""Secret: what the processes of a job know and nobody else, and how each proves that it knows it.
+
+STATEHOLD_SECRET has it. A job without it has the empty secret, which everybody knows.
+
+    host     MAGIC, and a nonce
+    guest    a nonce of its own, and the proof of a guest
+    host     the proof of a host; zeros if the guest knows another secret
+
+A proof is an HMAC-SHA256 of the role, of what is asked for (the door) and of both nonces.
+
+Invariants: the secret itself is never sent. A proof is good for one connection, for one end and for
+one door. Both ends prove: nobody believes a host that knows another secret.
+Not here: the bytes on their way (wire, reception). What follows the proofs is neither encrypted nor
+signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+
+from statehold.errors import UsageError
+
+ENVIRONMENT = "STATEHOLD_SECRET"
+LENGTH_MIN = 16  # characters: whoever hears a proof may try shorter ones until one fits
+MAGIC = b"statehold net 1\n"
+NONCE_BYTES = PROOF_BYTES = 32
+GUEST, HOST = b"guest", b"host"
+_KEY_BYTES = 32
+
+
+def drawn() -> str:
+    """A new secret."""
+    return secrets.token_hex(_KEY_BYTES)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+class Secret:
+    """text: "" is known to everybody."""
+
+    def __init__(self, text: str) -> None:
+        self.is_empty = not text
+        self._key = hashlib.sha256(text.encode()).digest()
+
+    def proof(self, role: bytes, door: str, nonces: bytes) -> bytes:
+        return hmac.digest(self._key, b"\0".join((role, door.encode(), nonces)), "sha256")
+
+    def is_proven(self, proof: bytes, role: bytes, door: str, nonces: bytes) -> bool:
+        """Whether the other end knows this secret. Takes the same time for each wrong proof."""
+        return hmac.compare_digest(proof, self.proof(role, door, nonces))
+
+
+def of_job(also: str = "") -> Secret:
+    """The secret in the environment. also: what else the two ends have to know.
+
+    Raises UsageError.
+    """
+    said = os.environ.get(ENVIRONMENT, "")
+    if said and len(said) < LENGTH_MIN:
+        raise UsageError(
+            f"{ENVIRONMENT} is too short to be a secret",
+            facts={"expected": f"at least {LENGTH_MIN} characters", "got": f"{len(said)}"},
+            hint=f"export {ENVIRONMENT}=$(openssl rand -hex 32)",
+        )
+    return Secret(f"{said}\n{also}" if also else said)
