@@ -58,17 +58,17 @@ def reachable_address(other: str) -> str:
     That answer counts only if `other` is a loopback address, too. Otherwise the default route
     decides, and then the first interface of a network.
     """
-    if other == "localhost" or _is_loopback(other):
-        return other if _is_loopback(other) else "127.0.0.1"
+    if other == "localhost" or is_loopback(other):
+        return other if is_loopback(other) else "127.0.0.1"
     for found in (*_ways_to(other), *_ways_to(socket.gethostname()), *_ways_to(_ELSEWHERE)):
-        if not _is_loopback(found):
+        if not is_loopback(found):
             return found
     return next(_of_interfaces(), "127.0.0.1")
 
 
-def _is_loopback(text: str) -> bool:
+def is_loopback(text: str) -> bool:
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(text).is_loopback
+        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     return False
 
 
@@ -90,5 +90,5 @@ def _of_interfaces() -> Iterator[str]:
                 asked = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)
                 found = socket.inet_ntoa(answer[20:24])
-                if not _is_loopback(found):
+                if not is_loopback(found):
                     yield found

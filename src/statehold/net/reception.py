@@ -21,7 +21,6 @@ Not here: what a frame means.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import resource
@@ -35,16 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from statehold.net import addresses
-from statehold.net.secret import (
-    ENVIRONMENT,
-    GUEST,
-    HOST,
-    MAGIC,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Secret,
-    new_nonce,
-)
+from statehold.net.secret import ENVIRONMENT, MAGIC, PROOF_BYTES, REPLY_BYTES, Secret, new_nonce
 from statehold.net.wire import FRAME_MAX, Bell, Wire
 from statehold.process.forks import forget_in_children
 
@@ -111,9 +101,7 @@ class Reception:
 
     def start(self, name: str, hear: Hear, lost: Lost | None = None) -> None:
         """Serve in a thread of that name."""
-        self._thread = threading.Thread(
-            target=self.serve, args=(hear, lost), name=name, daemon=True
-        )
+        self._thread = threading.Thread(None, self.serve, name, (hear, lost), daemon=True)
         self._thread.start()
 
     def serve(
@@ -192,11 +180,10 @@ class Reception:
             guest.wire.close()
             self._lost(guest, error)
 
-    def lend(self, guest: Guest) -> Wire:
+    def lend(self, guest: Guest) -> None:
         """The wire of a guest, for another thread until returned()."""
         self._forgotten(guest)
         self._lent.add(guest)
-        return guest.wire
 
     def returned(self, guest: Guest) -> None:
         """The other thread has done with the wire, and may have closed it."""
@@ -210,11 +197,6 @@ class Reception:
         for guest in list(self._lent):
             with contextlib.suppress(OSError, ValueError):  # closed meanwhile
                 guest.wire.hang_up()
-
-    @property
-    def guests(self) -> int:
-        """How many there are."""
-        return len(self._guests) + len(self._lent)
 
     def _forgotten(self, guest: Guest) -> bool:
         self._silent.pop(guest, None)
@@ -260,15 +242,13 @@ class Reception:
 
     def _let_in(self, guest: Guest, secret: Secret) -> None:
         guest.wire.pull()
-        said = guest.wire.taken(NONCE_BYTES + PROOF_BYTES)
-        if said is None:
-            return
-        nonces, proof = guest.nonce + said[:NONCE_BYTES], said[NONCE_BYTES:]
-        if not secret.is_proven(proof, GUEST, self._door, nonces):
-            guest.wire.put_bytes(bytes(PROOF_BYTES))
-            raise PermissionError(f"it knows another {ENVIRONMENT}")
-        guest.wire.put_bytes(secret.proof(HOST, self._door, nonces))
-        guest.nonce = b""
+        reply = guest.wire.taken(REPLY_BYTES)
+        if reply is not None:
+            answer = secret.answer(self._door, guest.nonce, reply)
+            guest.wire.put_bytes(answer or bytes(PROOF_BYTES))
+            if answer is None:
+                raise PermissionError(f"it knows another {ENVIRONMENT}")
+            guest.nonce = b""
 
     def _watch(self, guest: Guest) -> None:
         if guest.is_told and not guest.wire.must_write:
@@ -300,9 +280,10 @@ class Reception:
 
     def _guests_fit(self, now: float) -> bool:
         """Whether there is room for one more. If not, one that is idle may have to go for it."""
-        if len(self._guests) + len(self._lent) >= _descriptors():
+        count = len(self._guests) + len(self._lent)
+        if count >= _descriptors():
             return False
-        if self._most is None or self.guests < self._most:
+        if self._most is None or count < self._most:
             return True
         idle = next((each for each in self._guests if each not in self._silent), None)
         if idle is None or now - self._guests[idle] < ROOM_S:  # it may ask at any moment
@@ -360,10 +341,8 @@ def check_own(connected: socket.socket) -> None:
 def _warn_of_networks(listeners: Sequence[socket.socket]) -> None:
     """Log once that anybody may come, if others than this host reach a listener."""
     for each in listeners:
-        if each.family == socket.AF_UNIX or _warned:
-            continue
-        host, port = each.getsockname()[:2]
-        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        host, port = each.getsockname()[:2] if each.family != socket.AF_UNIX else ("::1", 0)
+        if not _warned and not addresses.is_loopback(host):
             _warned.append(host)
             logger.warning(
                 "%s is not set: every process that reaches %s may join this job, and take its "

@@ -16,6 +16,7 @@ signed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -27,13 +28,9 @@ ENVIRONMENT = "STATEHOLD_SECRET"
 LENGTH_MIN = 16  # characters: whoever hears a proof may try shorter ones until one fits
 MAGIC = b"statehold net 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
-GUEST, HOST = b"guest", b"host"
-_KEY_BYTES = 32
-
-
-def drawn() -> str:
-    """A new secret."""
-    return secrets.token_hex(_KEY_BYTES)
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
+is_same = hmac.compare_digest  # takes the same time for each wrong proof
 
 
 def new_nonce() -> bytes:
@@ -47,12 +44,23 @@ class Secret:
         self.is_empty = not text
         self._key = hashlib.sha256(text.encode()).digest()
 
-    def proof(self, role: bytes, door: str, nonces: bytes) -> bytes:
-        return hmac.digest(self._key, b"\0".join((role, door.encode(), nonces)), "sha256")
+    def reply(self, door: str, greeting: bytes) -> tuple[bytes, bytes]:
+        """What a guest sends, and what it has to hear then. Raises OSError."""
+        if not greeting.startswith(MAGIC):
+            raise ConnectionAbortedError(errno.EPROTO, "what answers there is no statehold")
+        mine = new_nonce()
+        nonces = greeting[len(MAGIC) :] + mine
+        return mine + self._proof(b"guest", door, nonces), self._proof(b"host", door, nonces)
 
-    def is_proven(self, proof: bytes, role: bytes, door: str, nonces: bytes) -> bool:
-        """Whether the other end knows this secret. Takes the same time for each wrong proof."""
-        return hmac.compare_digest(proof, self.proof(role, door, nonces))
+    def answer(self, door: str, nonce: bytes, reply: bytes) -> bytes | None:
+        """What a host sends then; None: the guest knows another secret."""
+        nonces, proof = nonce + reply[:NONCE_BYTES], reply[NONCE_BYTES:]
+        if is_same(proof, self._proof(b"guest", door, nonces)):
+            return self._proof(b"host", door, nonces)
+        return None
+
+    def _proof(self, role: bytes, door: str, nonces: bytes) -> bytes:
+        return hmac.digest(self._key, b"\0".join((role, door.encode(), nonces)), "sha256")
 
 
 def of_job(also: str = "") -> Secret:

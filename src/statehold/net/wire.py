@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import select
 import socket
 import struct
@@ -25,16 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from statehold.net.secret import (
-    ENVIRONMENT,
-    GUEST,
-    HOST,
-    MAGIC,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Secret,
-    new_nonce,
-)
+from statehold.net.secret import ENVIRONMENT, GREETING_BYTES, PROOF_BYTES, Secret, is_same
 
 FRAME_MAX = 64 << 20
 UNSENT_MAX = 64 << 20
@@ -223,8 +213,7 @@ def connect(
 ) -> Wire:
     """A wire to a door of another process of the job. Raises OSError, and SecretError."""
     left_s = max(0.001, until - time.monotonic())
-    timeout_s = None if left_s == math.inf else left_s
-    return entered(socket.create_connection(address, timeout_s), door, secret, until, revoked)
+    return entered(socket.create_connection(address, left_s), door, secret, until, revoked)
 
 
 def entered(
@@ -237,11 +226,9 @@ def entered(
     """A wire on a socket that is connected to a door. The socket is closed if that fails."""
     wire = Wire(connected, revoked=revoked)
     try:
-        if wire.read(len(MAGIC), until) != MAGIC:
-            raise ConnectionAbortedError(errno.EPROTO, "what answers there is no statehold")
-        theirs, mine = wire.read(NONCE_BYTES, until), new_nonce()
-        wire.pour(mine + secret.proof(GUEST, door, theirs + mine), until)
-        if not secret.is_proven(wire.read(PROOF_BYTES, until), HOST, door, theirs + mine):
+        reply, expected = secret.reply(door, wire.read(GREETING_BYTES, until))
+        wire.pour(reply, until)
+        if not is_same(wire.read(PROOF_BYTES, until), expected):
             raise SecretError(errno.EACCES, f"it knows another {ENVIRONMENT}")
     except BaseException:
         wire.close()

@@ -173,9 +173,7 @@ class OfferServer:
         """A joiner names its epoch, and has a thread from then on."""
         offer = self._find(strictjson.message(epoch))
         self._reception.lend(guest)
-        threading.Thread(
-            target=self._talk, args=(guest, offer), name="statehold-line", daemon=True
-        ).start()
+        threading.Thread(None, self._talk, "statehold-line", (guest, offer), daemon=True).start()
 
     def _talk(self, guest: Guest, offer: Offer) -> None:
         """Send the description of the state first, then the ranges of it that are asked for."""

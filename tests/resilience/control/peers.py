@@ -16,6 +16,9 @@ PATIENCE_S = 60.0  # a test that fails waits so long; no other waits
 LONG_LEASE_S = 30.0
 
 
+HELLO = Hello("x", 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=LONG_LEASE_S)
+
+
 class Office:
     """A server in a thread."""
 

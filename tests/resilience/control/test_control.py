@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from resilience.control.peers import LONG_LEASE_S, PATIENCE_S, Office, Peer, meeting, until
+from resilience.control.peers import HELLO, PATIENCE_S, Office, Peer, meeting, until
 from statehold.errors import PortInUseError, UsageError
 from statehold.net import reception
 from statehold.net.reception import Guest, Reception
@@ -31,8 +31,6 @@ from statehold.resilience.protocol.messages import (
     decode,
     encode,
 )
-
-HELLO = Hello("x", 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=LONG_LEASE_S)
 
 
 def soon() -> float:
