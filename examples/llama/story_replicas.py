@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import time
 from collections import Counter
@@ -244,6 +245,7 @@ def carry_out(demo: Demo) -> None:
         raise DemoError(f"{demo.steps} steps are too few: the story takes {fewest}")
     began = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replicas share the processors
+    os.environ.setdefault("STATEHOLD_SECRET", secrets.token_hex(32))  # for the processes of the job
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a connection that ends is no news here
     prepare(demo)
     run_reference(demo)

@@ -241,7 +241,7 @@ def test_other_hosts_and_commands_find_it(
         ckpt.save(2, content(2)).wait("committed", DEADLINE_S)
     step = tmp_path / "run" / "step-000000000002"
     aside = step.rename(step.with_name(step.name + ".replaced"))
-    with Served({"near": str(tmp_path / "run")}).open(f"/near/{step.name}/{DATA}") as (_, nbytes):
+    with Served({"near": str(tmp_path / "run")}).open(f"near/{step.name}/{DATA}") as (_, nbytes):
         assert nbytes == (aside / DATA).stat().st_size
     for command in ("ls", "show", "verify"):
         assert main([command, str(tmp_path / "run")]) == 0

@@ -10,7 +10,7 @@
 secret, as for HTTP, whatever bytes come. `lost(guest, error)` hears of each guest that has gone.
 
 Invariants: a guest can end nothing but its own connection: whatever its bytes lead to is caught
-here. Who says nothing, or does not take what it was told at last, is hung up on after FIRST_S, and
+here. A guest that says nothing, or does not take its last answer, is hung up on after FIRST_S, and
 after ROOM_S while many are silent. At most SILENT_MAX are silent, and some descriptors of the
 process stay free for others. Of more than `most` guests, the one that has been idle for longest
 goes. A listener that can let nobody in rests for a moment, so that its thread does not spin.
@@ -252,7 +252,7 @@ class Reception:
 
     def _watch(self, guest: Guest) -> None:
         if guest.is_told and not guest.wire.must_write:
-            self.drop(guest, ConnectionResetError("it was told everything"))
+            self.drop(guest, ConnectionResetError("it has its last answer"))
         elif guest in self._guests:
             reads = 0 if guest.is_told else selectors.EVENT_READ
             writes = selectors.EVENT_WRITE if guest.wire.must_write else 0

@@ -25,7 +25,7 @@ import secrets
 from statehold.errors import UsageError
 
 ENVIRONMENT = "STATEHOLD_SECRET"
-LENGTH_MIN = 16  # characters: whoever hears a proof may try shorter ones until one fits
+LENGTH_MIN = 16  # characters: an eavesdropper can try shorter ones on a proof until one fits
 MAGIC = b"statehold net 1\n"
 NONCE_BYTES = PROOF_BYTES = 32
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from statehold.net import addresses
+from statehold.net.secret import Secret
+from statehold.net.wire import connect
 from statehold.resilience import gloo
 from statehold.resilience.groups import GroupLostError, Groups
 from statehold.resilience.meeting import Desk, meet
@@ -197,16 +201,18 @@ def test_a_desk_closes_though_a_forked_child_has_copies_of_its_sockets() -> None
 
 
 def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
-    host, _, port = desk.address.rpartition(":")
-    nonsense = [b"hello\n", b"[1]\n", b"x" * 70_000, b"[" * 60_000 + b"\n"]
-    nonsense += [b'[["g"], 0, 2, "x"]\n', b'["g", [], 2, "x"]\n', b'["g", 0, "2", "x"]\n']
-    nonsense += [b'["g", 2, 2, "x"]\n', b'["g", 0, 2, {}]\n']
-    for line in [*nonsense, b'["g", 0, 2, "gone"]\n']:
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(line)
-            if not line.startswith(b'["g"'):
-                with contextlib.suppress(ConnectionError):
-                    assert connection.recv(10) == b""
+    nonsense = [b"hello", b"[1]", b"x" * 70_000, b"[" * 60_000]
+    nonsense += [b'[["g"], 0, 2, "x"]', b'["g", [], 2, "x"]', b'["g", 0, "2", "x"]']
+    nonsense += [b'["g", 2, 2, "x"]', b'["g", 0, 2, {}]']
+    until = time.monotonic() + DEADLINE_S
+    for sentence in [*nonsense, b'["g", 0, 2, "gone"]']:
+        with contextlib.closing(
+            connect(addresses.split(desk.address), "desk", Secret(""), until)
+        ) as wire:
+            wire.send(sentence, until)
+            if sentence in nonsense:
+                with pytest.raises(ConnectionResetError):
+                    wire.receive(until)
     ended = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda r: meet(desk.address, "g", r, 2, str(r), ended), [0, 1]))
