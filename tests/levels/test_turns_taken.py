@@ -200,11 +200,11 @@ class Deaf:
             raise PeerLostError("it went by", ranks=[0])
 
         self.peers.outcome = lost
-        self.peers.note = lambda _what: None
+        self.peers.peek = lambda _what: None
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.peers.outcome, self.peers.note
+        del self.peers.outcome, self.peers.peek
 
 
 def test_a_rank_that_missed_one_outcome_saves_as_the_others(
@@ -261,7 +261,7 @@ def test_a_rank_that_missed_all_of_it_comes_back_by_itself(
 def test_the_note_is_what_ranks_have(fs: SimFs, clock: SimpleNamespace) -> None:
     with job(fs, "5s", clock) as ranks:
         list(trained(ranks, clock, range(1, 100)))
-        note = inside(ranks.ckpts[1]).peers.note("turns")  # type: ignore[union-attr]
+        note = inside(ranks.ckpts[1]).peers.peek("turns")  # type: ignore[union-attr]
         assert note is not None
         rule = inside(ranks.ckpts[1]).schedule.turns.rule
         assert json.loads(note) == [[rule.since, rule.steps]]

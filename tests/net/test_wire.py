@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from statehold.errors import UsageError
+from statehold.net import addresses
 from statehold.net import secret as secret_module
 from statehold.net import wire as wire_module
 from statehold.net.reception import Guest, Reception
@@ -227,6 +229,36 @@ def test_nothing_is_heard_of_a_guest_before_it_has_proven_it() -> None:
                     pass
         reception.close()
     assert heard == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_without_a_secret_another_user_of_the_host_is_no_guest_and_no_host(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says whose a connection within the host is. A secret is proof enough."""
+    user = os.geteuid()
+    for secret in (Secret(""), SECRET):
+        listener = addresses.listen(address)
+        reception = Reception([listener], "door", secret)
+        reception.start("host", lambda guest, frame: None)
+        target = listener.getsockname()[:2]
+        connect(target, "door", secret, soon()).close()
+        is_refused = pytest.raises(OSError) if secret.is_empty else contextlib.nullcontext()
+        with monkeypatch.context() as patched, is_refused:
+            patched.setattr(os, "geteuid", lambda: user + 1)  # so the other end is another user
+            connect(target, "door", secret, soon()).close()
+        reception.close()
+
+
+def test_a_host_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    with host(Secret("")) as address:
+        connected = socket.create_connection(address, LONG_S)
+        greeting = connected.recv(GREETING_BYTES, socket.MSG_PEEK | socket.MSG_WAITALL)
+        assert len(greeting) == GREETING_BYTES
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        with pytest.raises(PermissionError, match="no process of this user"):
+            entered(connected, "door", Secret(""), soon())
 
 
 def test_a_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -35,7 +33,7 @@ from typing import Any
 
 from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, MAGIC, PROOF_BYTES, REPLY_BYTES, Secret, new_nonce
-from statehold.net.wire import FRAME_MAX, Bell, Wire
+from statehold.net.wire import FRAME_MAX, Bell, Wire, check_own
 from statehold.process.forks import forget_in_children
 
 logger = logging.getLogger("statehold")
@@ -44,7 +42,6 @@ FIRST_S = 5.0
 ROOM_S = 0.25
 SILENT_MAX = 128
 _SPARE = 64
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _warned: list[str] = []
 
 
@@ -95,7 +92,8 @@ class Reception:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._selector.register(self._bell.ear, selectors.EVENT_READ)
-        if secret is not None and secret.is_empty:
+        self._lets_all_in = secret is not None and secret.is_empty
+        if self._lets_all_in:
             _warn_of_networks(listeners)
         forget_in_children(self)
 
@@ -108,7 +106,7 @@ class Reception:
         self,
         hear: Hear,
         lost: Lost | None = None,
-        tick: Callable[[], None] | None = None,
+        tick: Callable[[], None] = lambda: None,
         tick_s: float | None = None,
     ) -> None:
         """Until stop(). tick: called after each turn, and at least every `tick_s`."""
@@ -125,8 +123,7 @@ class Reception:
                     self._attend(key.data, hear)
             while self._back:
                 self._take_back(self._back.popleft(), hear)
-            if tick is not None:
-                tick()
+            tick()
 
     def stop(self) -> None:
         """End serve(). Any thread, and a signal handler, may call it."""
@@ -298,7 +295,7 @@ class Reception:
         self._guests[guest] = self._silent[guest] = now
         self._selector.register(connected, selectors.EVENT_READ, guest)
         try:
-            if connected.family == socket.AF_UNIX:
+            if connected.family == socket.AF_UNIX or self._lets_all_in:
                 check_own(connected)
             if nonce:
                 guest.wire.put_bytes(MAGIC + nonce)
@@ -325,17 +322,6 @@ def _descriptors() -> int:
     """How many guests there may be, of the descriptors that this process may open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if most == resource.RLIM_INFINITY else most - min(_SPARE, most // 4)
-
-
-def check_own(connected: socket.socket) -> None:
-    """Raise PermissionError if a process of another user is at the other end of a Unix socket.
-
-    A name in the abstract namespace has no owner: any user of the host may listen there, or call.
-    """
-    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(found)
-    if user != os.geteuid():
-        raise PermissionError(f"user {user} is at the other end of a socket of this user")
 
 
 def _warn_of_networks(listeners: Sequence[socket.socket]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import select
 import socket
 import struct
@@ -24,12 +25,14 @@ import threading
 import time
 from collections.abc import Iterator
 
+from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, GREETING_BYTES, PROOF_BYTES, Secret, is_same
 
 FRAME_MAX = 64 << 20
 UNSENT_MAX = 64 << 20
 _READ = 1 << 16
 _LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 # Between two looks at `revoked`; without it, nobody looks.
 _POLL_S, _SLEEP_S = 0.01, 60.0
 
@@ -227,6 +230,8 @@ def entered(
     wire = Wire(connected, revoked=revoked)
     try:
         reply, expected = secret.reply(door, wire.read(GREETING_BYTES, until))
+        if secret.is_empty:
+            check_own(connected)
         wire.pour(reply, until)
         if not is_same(wire.read(PROOF_BYTES, until), expected):
             raise SecretError(errno.EACCES, f"it knows another {ENVIRONMENT}")
@@ -234,6 +239,36 @@ def entered(
         wire.close()
         raise
     return wire
+
+
+def check_own(connected: socket.socket) -> None:
+    """Raise PermissionError if a process of another user of this host is at the other end.
+
+    A name in the abstract namespace has no owner, and neither has a port of a loopback address: any
+    user of the host may listen there, or call.
+    """
+    if connected.family == socket.AF_UNIX:
+        found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        users = {_CREDENTIALS.unpack(found)[1]}
+    elif addresses.is_loopback(connected.getpeername()[0].removeprefix("::ffff:")):
+        users = _users_at(connected)
+    else:
+        return
+    if users != {os.geteuid()}:
+        raise PermissionError("no process of this user is at the other end of the connection")
+
+
+def _users_at(connected: socket.socket) -> set[int]:
+    """Whose the other end of a connection within this host is, as the kernel lists it."""
+    ports = connected.getpeername()[1], connected.getsockname()[1]
+    ends = (*(f":{each:04X}" for each in ports), "01")  # it is connected
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{name}") as rows:
+            for _, mine, other, state, _, _, _, user, *_ in map(str.split, rows):
+                if (mine[-5:], other[-5:], state) == ends:
+                    found.add(int(user))
+    return found
 
 
 class Bell:

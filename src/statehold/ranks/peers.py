@@ -101,7 +101,7 @@ class Peers:
         return f"{self.open()}-{seq}"
 
     def post(self, name: str, note: bytes) -> None:
-        """Leave a note that all ranks can read."""
+        """Leave a note that all ranks can read, in place of the last one of that name."""
         self._board.post(f"{self.open()}/{name}", note)
 
     def peek(self, name: str) -> bytes | None:
@@ -123,7 +123,16 @@ class Peers:
 
         After arrive(), only rank 0 decides how the round ends, so this then does nothing.
         """
-        self._fail(what, seq, error)
+        group = self._group(what, seq)
+        with self._guard:
+            held = self._held.setdefault(what, [])
+            arrived = group in held
+            if not arrived:
+                held.append(group)
+        if arrived and self.rank:
+            return
+        self._board.post(f"{group}/outcome", _encode(error, self.rank))
+        self._board.ring(group)  # after the reason, which rank 0 looks for when it wakes
 
     def gather(self, seq: int, waiting_s: float = 0.0) -> list[bytes]:
         """Rank 0, having arrived: the messages of all ranks, in order.
@@ -134,9 +143,12 @@ class Peers:
         with self._noting_loss():
             return self._gather("save", seq, self._left_s(waiting_s))
 
-    def conclude(self, seq: int, outcome: bytes | StateholdError) -> None:
-        """Rank 0: announce how the round ended."""
-        self._conclude("save", seq, outcome)
+    def conclude(self, seq: int, outcome: bytes | StateholdError, what: str = "save") -> None:
+        """Rank 0: announce how the round ended, or a value without a round. Waits for no rank."""
+        message = (
+            _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
+        )
+        self._board.post(f"{self._group(what, seq)}/outcome", message)
 
     def outcome(self, seq: int, waiting_s: float = 0.0) -> bytes:
         """The others, having arrived: the conclusion of rank 0; raises if that is an error.
@@ -160,12 +172,8 @@ class Peers:
             return None  # as long as usual
         return max(0.0, _PATIENCE * (self.timeout_s - waiting_s))
 
-    def announce(self, what: str, seq: int, message: bytes) -> None:
-        """Rank 0: announce a value, without waiting for any rank."""
-        self._conclude(what, seq, message)
-
     def announced(self, what: str, seq: int) -> bytes:
-        """The others: the value that rank 0 announces, once it does."""
+        """The others: the value that rank 0 announces without a round, once it does."""
         return self._outcome(what, seq)
 
     def failure(self, seq: int) -> StateholdError | None:
@@ -200,18 +208,10 @@ class Peers:
         try:
             decision = decide(self._gather(what, seq, timeout_s))
         except BaseException as error:
-            self._conclude(what, seq, _as_known(error))
+            self.conclude(seq, _as_known(error), what)
             raise
-        self._conclude(what, seq, decision)
+        self.conclude(seq, decision, what)
         return decision
-
-    def leave_note(self, what: str, note: bytes) -> None:
-        """Rank 0: leave a note for ranks that look for it, in place of the last one."""
-        self._board.post(f"{self.open()}/{what}", note)
-
-    def note(self, what: str) -> bytes | None:
-        """The note that rank 0 has left."""
-        return self._board.peek(f"{self.open()}/{what}")
 
     def has_ended(self, what: str, seq: int) -> bool:
         """Whether a round of agree() has an outcome. A rank that comes to it again gets that
@@ -245,18 +245,6 @@ class Peers:
         if self.rank == 0:
             self._board.drop([f"{group}/outcome" for group in old])
 
-    def _fail(self, kind: str, seq: int, error: StateholdError) -> None:
-        group = self._group(kind, seq)
-        with self._guard:
-            held = self._held.setdefault(kind, [])
-            arrived = group in held
-            if not arrived:
-                held.append(group)
-        if arrived and self.rank:
-            return
-        self._board.post(f"{group}/outcome", _encode(error, self.rank))
-        self._board.ring(group)  # after the reason, which rank 0 looks for when it wakes
-
     def _gather(self, kind: str, seq: int, within_s: float | None = None) -> list[bytes]:
         group, size = self._group(kind, seq), self.world_size
         timeout_s = self.timeout_s if within_s is None else within_s / _PATIENCE
@@ -272,12 +260,6 @@ class Peers:
         raise did_not_come(
             f"ranks did not arrive within {limit_s:g} s", missing, round=f"{kind} {seq}"
         )
-
-    def _conclude(self, kind: str, seq: int, outcome: bytes | StateholdError) -> None:
-        message = (
-            _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
-        )
-        self._board.post(f"{self._group(kind, seq)}/outcome", message)
 
     def _outcome(self, kind: str, seq: int, within_s: float | None = None) -> bytes:
         group = self._group(kind, seq)

@@ -19,7 +19,6 @@ import json
 import math
 import threading
 import time
-from typing import NamedTuple
 
 from statehold.encoding import strictjson
 from statehold.net import addresses
@@ -70,12 +69,6 @@ def _row(sentence: bytes) -> tuple[str, int, int, str]:
     return group, rank, size, says
 
 
-class _Visit(NamedTuple):
-    group: str
-    rank: int
-    says: str
-
-
 class Desk:
     """A place where groups meet, served by a thread. host: an address that others can reach."""
 
@@ -94,13 +87,13 @@ class Desk:
         if guest.data is not None:
             raise ValueError("a second sentence")
         group, rank, size, says = _row(sentence)
-        guest.data = _Visit(group, rank, says)
+        guest.data = group, rank, says
         present = self._waiting.setdefault(group, {})
         present[rank] = guest
         if len(present) < size:
             return
         del self._waiting[group]
-        answer = json.dumps([present[each].data.says for each in sorted(present)]).encode()
+        answer = json.dumps([present[each].data[2] for each in sorted(present)]).encode()
         for each in list(present.values()):
             try:
                 self._reception.finish(each, answer)
@@ -110,8 +103,9 @@ class Desk:
     def _forget(self, guest: Guest, error: Exception) -> None:
         if guest.data is None:
             return
-        present = self._waiting.get(guest.data.group, {})
-        if present.get(guest.data.rank) is guest:
-            del present[guest.data.rank]
+        group, rank, _ = guest.data
+        present = self._waiting.get(group, {})
+        if present.get(rank) is guest:
+            del present[rank]
             if not present:
-                del self._waiting[guest.data.group]
+                del self._waiting[group]

@@ -51,9 +51,9 @@ from statehold import _core
 from statehold.encoding import strictjson
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.net import addresses
-from statehold.net.reception import Guest, Reception, check_own
+from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
-from statehold.net.wire import Wire, connect, entered
+from statehold.net.wire import Wire, check_own, connect, entered
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, meet

@@ -284,7 +284,7 @@ def test_a_member_outlives_a_coordinator_of_another_secret(
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["patience", "room"])
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
-    monkeypatch.setattr(reception, "SILENT_MAX" if is_full else "FIRST_S", 4 if is_full else 0.01)
+    monkeypatch.setattr(reception, "SILENT_MAX" if is_full else "FIRST_S", 4 if is_full else 0.5)
     with meeting("a") as (office, peers):
         address = ("127.0.0.1", office.port)
         silent = [socket.create_connection(address, PATIENCE_S) for _ in range(6)]

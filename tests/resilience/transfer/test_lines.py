@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from statehold.net.secret import ENVIRONMENT
 from statehold.net.wire import Wire
 from statehold.resilience import transfer
 from statehold.resilience.state_bytes import Offer
@@ -61,8 +62,11 @@ def test_elsewhere_the_line_is_tcp(server: OfferServer) -> None:
 
 
 def test_another_user_gets_nothing_through_the_name_and_gives_nothing(
-    server: OfferServer, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "the secret of the job")  # so TCP needs no user
+    server = OfferServer(HOST)
+    server.offer(EPOCH, Offer({"model": torch.nn.Linear(4, 4)}))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # so the other end is another user
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -72,6 +76,7 @@ def test_another_user_gets_nothing_through_the_name_and_gives_nothing(
     wire, shared = joined(server.address)
     assert (shared, wire.socket.family) == (None, socket.AF_INET)
     wire.close()
+    server.close()
 
 
 def test_a_holder_that_stands_still_is_no_other_host() -> None:

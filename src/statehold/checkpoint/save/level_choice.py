@@ -152,7 +152,7 @@ class LevelChoice:
         if self._peers is None:
             return
         if number == 0 and self._rank == 0 and not late:
-            self._peers.announce(specs.ROUND, 0, specs.described(self._levels).encode())
+            self._peers.conclude(0, specs.described(self._levels).encode(), specs.ROUND)
             self._has_announced = True
         elif number == 0 and self._rank and late == self._asks_late:
             announced = self._peers.announced(specs.ROUND, 0)

@@ -300,11 +300,11 @@ class Together:
         if not self._schedule.is_led:
             return
         with contextlib.suppress(StateholdError):  # the next note is as good
-            self._peers.leave_note(_TURNS, json.dumps(self._schedule.note()).encode())
+            self._peers.post(_TURNS, json.dumps(self._schedule.note()).encode())
 
     def _look_for_note(self) -> None:
         """Other ranks, after a failure: their turns may differ from those of rank 0."""
-        note = self._peers.note(_TURNS) if self._schedule.is_led and not self.leads else None
+        note = self._peers.peek(_TURNS) if self._schedule.is_led and not self.leads else None
         if note is not None:
             self._schedule.catch_up(json.loads(note))
 
