@@ -114,7 +114,7 @@ def test_a_deep_state_survives() -> None:
         value = {1: value}
     manifest = manifest_of((), state=values.encode(value, "x"))
     back = Manifest.decode(manifest.encode(), "m")
-    assert values.decode(back.state) == value
+    assert values.decode(back.state, None) == value
 
 
 def test_a_manifest_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_golden_steps_hold_everything_there_is() -> None:
 
 def test_golden_values_decode() -> None:
     state = Manifest.decode((GOLDEN[0] / "manifest.json").read_bytes(), "m").state
-    plain = values.decode(state["plain"])
+    plain = values.decode(state["plain"], None)
     assert values.encode(plain, "plain") == state["plain"]
     assert plain["bigger"] == -(10**60) - 1
     assert plain["bytes"] == bytes(range(256))

@@ -97,8 +97,8 @@ def test_tensors_of_different_names_differ() -> None:
 
 def test_dicts_with_keys_of_any_kind() -> None:
     one, two = values.encode({1: "a", "x": 2}, ""), values.encode({"x": 2, "y": 3}, "")
-    assert values.decode(merged(one, two)) == {1: "a", "x": 2, "y": 3}
-    assert values.decode(merged(two, one)) == {"x": 2, "y": 3, 1: "a"}
+    assert values.decode(merged(one, two), None) == {1: "a", "x": 2, "y": 3}
+    assert values.decode(merged(two, one), None) == {"x": 2, "y": 3, 1: "a"}
     ordered = {"$ordered": [["a", 1]]}
     assert merged(ordered, {"$ordered": [["b", 1]]}) == {"$ordered": [["a", 1], ["b", 1]]}
     assert isinstance(merged({"$counter": [["a", 1]]}, {"$counter": [["b", 1]]}), Differs)

@@ -87,14 +87,14 @@ Point = namedtuple("Point", "x y")
 def test_nodes(value: Any, node: Any) -> None:
     encoded = values.encode(value, "x")
     assert encoded == node
-    back = values.decode(json.loads(json.dumps(encoded)))
+    back = values.decode(json.loads(json.dumps(encoded)), None)
     assert type(back) is type(value)
     assert back == value or value != value
 
 
 def test_numbers_keep_their_type_through_json() -> None:
     numbers = [1, 1.0, -0.0, 1e16, True, 5e-324, 1.7976931348623157e308]
-    back = values.decode(json.loads(json.dumps(values.encode(numbers, "x"))))
+    back = values.decode(json.loads(json.dumps(values.encode(numbers, "x"))), None)
     assert [(type(n), repr(n)) for n in back] == [(type(n), repr(n)) for n in numbers]
 
 
@@ -135,7 +135,7 @@ def test_an_int_without_end_is_refused() -> None:
         with pytest.raises(UnsupportedValueError, match="4000 digits"):
             values.encode([value], "x")
     value = 10**3990
-    assert values.decode(values.encode(value, "x")) == value
+    assert values.decode(values.encode(value, "x"), None) == value
 
 
 def test_paths_of_keys() -> None:
@@ -175,11 +175,11 @@ def nested(levels: int) -> list[Any]:
 
 def test_depth_is_limited_both_ways() -> None:
     allowed = nested(values.DEPTH_MAX)
-    assert values.decode(values.encode(allowed, "x")) == allowed
+    assert values.decode(values.encode(allowed, "x"), None) == allowed
     with pytest.raises(UnsupportedValueError, match=f"{values.DEPTH_MAX} deep"):
         values.encode([allowed], "x")
     with pytest.raises(ManifestError) as caught:
-        values.decode([allowed])
+        values.decode([allowed], None)
     assert f"{values.DEPTH_MAX} deep" in caught.value.facts["expected"]
 
 
@@ -199,7 +199,7 @@ def test_what_can_be_saved_can_be_restored(wrap: Callable[[Any], Any]) -> None:
     value: Any = 5
     for _ in range(values.DEPTH_MAX):
         value = wrap(value)
-    assert values.decode(values.encode(value, "x")) == value
+    assert values.decode(values.encode(value, "x"), None) == value
 
 
 def test_a_stack_with_too_little_left() -> None:
@@ -208,7 +208,7 @@ def test_a_stack_with_too_little_left() -> None:
         node = [node]
 
     def deep(levels: int) -> Any:
-        return deep(levels - 1) if levels else values.decode(node)
+        return deep(levels - 1) if levels else values.decode(node, None)
 
     depth = len(inspect.stack())
     with pytest.raises(ManifestError, match="stack"):
@@ -337,7 +337,7 @@ def test_nodes_in_no_form(node: Any) -> None:
 @pytest.mark.parametrize("tag", ["$tensor", "$ndarray"])
 def test_tensors_need_a_hook(tag: str) -> None:
     with pytest.raises(ManifestError):
-        values.decode({tag: "x"})
+        values.decode({tag: "x"}, None)
 
 
 def test_the_hook_gets_checked_payloads() -> None:

@@ -70,16 +70,16 @@ def encode(
     return Encoder(leaf, members, depth).encode(value, path)
 
 
-def mapping_of(nodes: dict[Any, Any]) -> Any:
-    """The node of a dict whose values are nodes already."""
+def mapping_of(nodes: dict[Any, Any], leaf: Leaf | None = None) -> Any:
+    """The node of a dict whose values are nodes already; `leaf` encodes keys as in encode()."""
     if set(map(type, nodes)) <= {str}:
         is_tagged = any(map(str.startswith, nodes, repeat("$")))
         if not is_tagged and well_formed("".join(nodes)):
             return nodes
-    return {"$dict": [[Encoder().key(key, ""), node] for key, node in nodes.items()]}
+    return {"$dict": [[Encoder(leaf).key(key, ""), node] for key, node in nodes.items()]}
 
 
-def decode(node: Any, leaf: LeafReader | None = None) -> Any:
+def decode(node: Any, leaf: LeafReader | None) -> Any:
     """The value of a JSON node in one of the forms of docs/format.md.
 
     `leaf` gets (tag, payload) for $tensor, $ndarray, $npscalar and $torch, after the payload's form

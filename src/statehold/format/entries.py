@@ -154,6 +154,7 @@ DOCUMENT_BYTES_MAX = 1 * GiB
 
 # The state may nest DEPTH_MAX containers, each at most three levels of JSON ({"$dict":[[k,v]]}).
 _NEW_IN_3 = frozenset({"$complex128", "$subclass"})
+_NO_TENSORS = frozenset({"$npscalar", "$torch"})
 STATE_DEPTH_MAX = 3 * values.DEPTH_MAX + 8
 _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
@@ -342,15 +343,24 @@ def needs_version_3(state: Any) -> bool:
     return False
 
 
-def check_state(check: Checker, state: Any, tensors: Container[str], version: int) -> None:
-    """Decode the tree once, to check that it can be decoded, in a document of `version`."""
+def check_state(
+    check: Checker,
+    state: Any,
+    tensors: Container[str],
+    version: int,
+    value_of: values.LeafReader | None,
+) -> None:
+    """Decode the tree once, to check that it can be decoded, in a document of `version`.
+
+    value_of: how a restore decodes the leaves that are no tensors; None where nobody needs them.
+    """
 
     def leaf(tag: str, payload: Any) -> Any:
         if tag in ("$tensor", "$ndarray") and payload not in tensors:
             check.fail(f"state: {tag}", "the name of a tensor in this step", show(payload))
         if tag in _NEW_IN_3 and version < 3:
             check.fail(f"state: {tag}", "a node of this version", f"one of version 3 in {version}")
-        return object()
+        return value_of(tag, payload) if value_of and tag in _NO_TENSORS else object()
 
     try:
         values.decode(state, leaf)

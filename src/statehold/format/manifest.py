@@ -19,9 +19,11 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
+from statehold.encoding.values import LeafReader
 from statehold.errors import ManifestError
 from statehold.format.entries import (
     DOCUMENT_BYTES_MAX,
@@ -81,19 +83,21 @@ class Manifest:
             return 4
         return 3 if needs_version_3(self.state) else 1
 
-    def encode(self, *, is_known: bool = False) -> bytes:
+    def encode(self, *, is_known: bool = False, value_of: LeafReader | None = None) -> bytes:
         """The bytes of manifest.json, sealed by their own sha256, and read again.
 
         is_known: a manifest with these files and tensors, except for their checksums, was read
             again before, so only the rest is.
+        value_of: as for check_state().
         """
         document = self._document()
         raw = seal(document, "manifest")
         if is_known:
             rest = seal({**document, "files": [], "tensors": {}}, "manifest")
-            proven(rest, lambda raw, path: Manifest.decode(raw, path, self.tensors), "manifest")
+            known = self.tensors
+            proven(rest, lambda raw, path: Manifest.decode(raw, path, known, value_of), "manifest")
             return raw
-        return proven(raw, Manifest.decode, "manifest")
+        return proven(raw, partial(Manifest.decode, value_of=value_of), "manifest")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
@@ -110,17 +114,20 @@ class Manifest:
         }
 
     @staticmethod
-    def decode(raw: bytes, path: str, names: Container[str] = ()) -> Manifest | Commit:
+    def decode(
+        raw: bytes, path: str, names: Container[str] = (), value_of: LeafReader | None = None
+    ) -> Manifest | Commit:
         """The manifest in `raw`, of either kind, validated in full. `path` is for messages.
 
         names: tensors that the state may name although `raw` does not hold them.
+        value_of: as for check_state().
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
         if _is_of_ranks(document, version):
             return _commit(check, document, version)
-        return _manifest(check, document, version, names)
+        return _manifest(check, document, version, names, value_of)
 
     @staticmethod
     def listed(raw: bytes, path: str) -> tuple[FileEntry, ...] | Commit:
@@ -298,14 +305,18 @@ def _entries(check: Checker, members: Mapping[str, Any], version: int) -> EntryR
 
 
 def _manifest(
-    check: Checker, document: dict[str, Any], version: int, names: Container[str]
+    check: Checker,
+    document: dict[str, Any],
+    version: int,
+    names: Container[str],
+    value_of: LeafReader | None,
 ) -> Manifest:
     members = check.members(document, "manifest", _members(_MEMBERS, version))
     head, reader = _check_head(check, members), _entries(check, members, version)
     nodes = check.object(members["tensors"], "tensors")
     tensors = {name: _tensor(reader, name, node, version) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
-    check_state(check, members["state"], tensors or names, version)
+    check_state(check, members["state"], tensors or names, version, value_of)
     return Manifest(
         **head,
         block_bytes=reader.block_bytes,

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
+from statehold.encoding.values import LeafReader
 from statehold.errors import ManifestError, UsageError
 from statehold.format.entries import (
     Chunk,
@@ -88,19 +89,20 @@ class Record:
             return 4
         return 3 if needs_version_3(self.state) else 2
 
-    def encode(self, *, is_known: bool = False) -> bytes:
+    def encode(self, *, is_known: bool = False, value_of: LeafReader | None = None) -> bytes:
         """The bytes of the record, sealed by their own sha256, and read again.
 
         is_known: a record with these files and tensors, except for their checksums and contents,
             was read again before, so only the rest is.
+        value_of: as for check_state().
         """
         document = self._document()
         raw = seal(document, "record")
         if is_known:
             rest = seal({**document, "files": [], "meshes": [], "tensors": {}}, "record")
-            proven(rest, lambda raw, path: _reader(raw, path).record(self), "record")
+            proven(rest, lambda raw, path: _reader(raw, path).record(self, value_of), "record")
             return raw
-        return proven(raw, Record.decode, "record")
+        return proven(raw, lambda raw, path: _reader(raw, path).record(None, value_of), "record")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
@@ -251,7 +253,7 @@ class _Reader:
         self.chunks: dict[str, tuple[Chunk, ...]] = {}
         self.contents: dict[str, str] = {}
 
-    def record(self, of: Record | None = None) -> Record:
+    def record(self, of: Record | None = None, value_of: LeafReader | None = None) -> Record:
         """of: the record that the document is the rest of, without its tensors."""
         check, members = self.check, self.members
         step = check.integer(members["step"], "step", high=STEP_MAX)
@@ -265,7 +267,7 @@ class _Reader:
             check.fail("state", "an object", show(members["state"]))
         for name, content in of.contents.items() if of else ():
             self._content(name, content)
-        check_state(check, members["state"], of.tensors if of else nodes, self.version)
+        check_state(check, members["state"], of.tensors if of else nodes, self.version, value_of)
         return Record(
             step=step,
             world_size=self.world_size,

@@ -76,6 +76,16 @@ def array_of(value: Any, path: str) -> tuple[torch.Tensor, bool] | None:
     return (torch.view_as_real(array) if is_complex else array), is_complex
 
 
+def key_of(node: Any) -> Any:
+    """The key of a dict that a node means: all readers of a tree decode its keys here."""
+    return values.decode(node, value_of)
+
+
+def mapping_of(members: dict[Any, Any]) -> Any:
+    """The node of a dict of nodes, with any key that key_of() gives."""
+    return values.mapping_of(members, lambda key, path: torch_node(key) or scalar_node(key))
+
+
 def value_of(tag: str, payload: Any) -> Any:
     """The value of a node of NumPy or torch that is not a tensor. Raises ManifestError."""
     if tag == "$npscalar":

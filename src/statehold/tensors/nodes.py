@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from statehold.encoding import values
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
 from statehold.tensors.marks import Mark
@@ -27,7 +26,7 @@ def members(node: Any) -> dict[Any, Any] | None:
     pairs = node.get("$dict", node.get("$ordered"))
     if pairs is None:
         return None
-    return {values.decode(key): item for key, item in pairs}
+    return {foreign.key_of(key): item for key, item in pairs}
 
 
 def tag(node: dict[str, Any]) -> str | None:
@@ -77,7 +76,7 @@ def _without_moved(
             rest = _without_moved(below, where, selection, moved)
             if below and not rest:
                 continue
-            node = values.mapping_of(rest)
+            node = foreign.mapping_of(rest)
         if new == where:
             stay[key] = node
         else:
@@ -97,7 +96,7 @@ def _insert(saved: dict[Any, Any], live: Any, path: str, node: Any) -> None:
     key = max(holders, key=len)
     below = dict(members(saved.get(key, {})) or {})
     _insert(below, inner[key], path[len(key) + 1 :], node)
-    saved[key] = values.mapping_of(below)
+    saved[key] = foreign.mapping_of(below)
 
 
 def _united(one: Any, other: Any) -> Any:
@@ -105,4 +104,4 @@ def _united(one: Any, other: Any) -> Any:
     ours, theirs = members(one), members(other)
     if ours is None or theirs is None:
         return other
-    return values.mapping_of({**ours, **theirs})
+    return foreign.mapping_of({**ours, **theirs})

@@ -25,6 +25,7 @@ from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan, Share
 from statehold.layout.stored import StoredFile, StoredPart
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
+from statehold.tensors.foreign import value_of
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob
@@ -234,7 +235,7 @@ class Sealing:
     def encode(self, document: Manifest | Record, plan: RankPlan, taken: StoredPart) -> bytes:
         """The bytes of a document that was built from `plan` and `taken`."""
         made_of = plan.save.at_step(0), plan.share, tuple(taken.files), tuple(taken.held)
-        raw = document.encode(is_known=made_of == self._known)
+        raw = document.encode(is_known=made_of == self._known, value_of=value_of)
         self._known = made_of
         return raw
 

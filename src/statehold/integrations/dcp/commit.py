@@ -28,6 +28,7 @@ from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.share import HeldTensor
 from statehold.steps.directories import parent_of
 from statehold.steps.publish import make_durable
+from statehold.tensors.foreign import value_of
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -82,7 +83,7 @@ def complete(
         values = {name: node for sent in sents for name, node in sent.values.items()}
     state = tree((piece for piece, _ in placed), values, paths)
     if _is_simple(place, own):
-        return _manifest(place, own, state).encode()
+        return _manifest(place, own, state).encode(value_of=value_of)
     record = _record(place, own, state, placed)
     entries = [_leave(fs, place, record), *(sent.entry for sent in sents[1:] if sent.entry)]
     digests = [record.group_digests(), *(sent.digests for sent in sents[1:])]
@@ -171,7 +172,7 @@ def _record(
 
 def _leave(fs: Fs, place: SaveDestination, record: Record) -> RecordEntry:
     """Write a record next to the files of its rank, durably."""
-    raw, name = record.encode(), record_name(place.rank, place.world_size)
+    raw, name = record.encode(value_of=value_of), record_name(place.rank, place.world_size)
     fs.write_file(f"{place.partial}/{name}", raw)
     fs.sync_dir(place.partial)
     return RecordEntry(name, len(raw), sha256(raw))

@@ -4,7 +4,7 @@ Owns: the nesting of leaves by the paths that a planner recorded, and the flatte
 the names that the planners of torch (2.4 and later) give to the same state.
 Invariants: `leaves(nest(x))` has the names of x. A mapping is always entered, a list only if it
 holds mappings or tensors, a tuple never. Keys are joined with dots.
-Not here: tensors and values themselves; this module sees the nodes of `values`. No torch.
+Not here: tensors and values themselves; this module sees the nodes of `values`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding import values
+from statehold.tensors import foreign
 
 Path = tuple[str | int, ...]
 _MAPPINGS = ("$dict", "$ordered", "$counter")
@@ -111,7 +112,7 @@ def _members(node: Any) -> list[tuple[str | int, Any]] | None:
     if tag is None:
         return list(node.items())
     if tag in _MAPPINGS:
-        return [(_key(values.decode(key, lambda *_: None)), item) for key, item in node[tag]]
+        return [(_key(foreign.key_of(key)), item) for key, item in node[tag]]
     return None
 
 

@@ -30,7 +30,7 @@ import torch
 from statehold.encoding import values
 from statehold.format.trees import Differs
 from statehold.layout.layout import Box
-from statehold.tensors import nodes, placements
+from statehold.tensors import foreign, nodes, placements
 from statehold.tensors.captured import STATES, Capturing, Flat
 from statehold.tensors.composed import is_composed
 from statehold.tensors.found import Eager
@@ -356,7 +356,7 @@ def members_of(node: Any) -> dict[Any, Any] | None:
     numbers = {str(key): key for key in known if type(key) is int}
     if found is None or not states or not numbers:
         return found
-    return {**found, STATE: values.mapping_of({numbers.get(k, k): v for k, v in states.items()})}
+    return {**found, STATE: foreign.mapping_of({numbers.get(k, k): v for k, v in states.items()})}
 
 
 def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> No
         saved = _ByName(to, live, path, states, groups, said.get(OTHER, {}))
     if saved is not None and saved.streamed():
         return
-    node = node if whole is None else values.mapping_of(whole)
+    node = node if whole is None else foreign.mapping_of(whole)
     if not is_standard(live):
         shown = live.state_dict() if saved is None else saved.shown()
         if saved is not None and not is_by_name(shown):
