@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.cli import main
+from statehold.cli import codes, main
 from statehold.cli.output import emit
 from statehold.errors import UsageError
 from statehold.options.paths import NamedStep, named_step
@@ -82,6 +82,30 @@ def test_a_name_that_exists_is_not_cut(tmp_path: Path) -> None:
     assert statehold.load(f"{old}", "w").sum() == 4
     assert statehold.load(f"{old}@1", "w").sum() == 4
     assert statehold.load(old, "w", step=1).sum() == 4
+
+
+@pytest.mark.parametrize("beside", ["run", "empty", "file"])
+def test_a_step_that_is_given_by_its_number_is_never_looked_for_by_a_name(
+    run: Path, tmp_path: Path, beside: str
+) -> None:
+    for name in ("run@2", "run@newest"):
+        if beside == "file":
+            (tmp_path / name).touch()
+            continue
+        os.mkdir(tmp_path / name)
+        if beside == "run":
+            with statehold.Checkpointer(tmp_path / name, **SMALL) as ckpt:
+                save(ckpt, 100, {"w": torch.full((4,), 100.0)})
+    assert statehold.load(run, "w", step=2)[0] == 2
+    opened = statehold.open(run)
+    assert (opened[2].step, opened[2].load("w")[0]) == (2, 2)
+    assert [each.step for each in opened] == [1, 2, 3]
+    newest = opened.newest()
+    assert newest is not None
+    assert newest.step == 3
+    assert main(["diff", f"{run}@3", "@2"]) == codes.NO
+    if beside == "file":  # it is no run, so the name of a step is not its path
+        assert by_load(f"{run}@2", tmp_path) == 2
 
 
 @pytest.mark.parametrize("name", ["x@1", "x@newest", "x@best:loss", "x@tag:good"])

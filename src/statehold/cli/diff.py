@@ -26,6 +26,7 @@ from statehold.format.saved import PlacedChunk
 from statehold.format.selection import matching
 from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
+from statehold.options.paths import step_in_run
 from statehold.reading.places import NotFoundError, StepPlace, at_rest, file_system
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _beside(fs: Fs, first: StepPlace, args: argparse.Namespace) -> dict[str, Any]:
     """The step `first` next to the other one."""
-    same_run = os.path.dirname(first.directory) if args.b.startswith("@") else ""
-    return at_rest(fs, f"{same_run}{args.b}", lambda second: _compared(fs, first, second, args))
+    is_in_run = args.b.startswith("@")
+    other = step_in_run(os.path.dirname(first.directory), args.b) if is_in_run else args.b
+    return at_rest(fs, other, lambda second: _compared(fs, first, second, args))
 
 
 def _compared(

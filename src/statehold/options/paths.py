@@ -10,7 +10,7 @@ Every path that a user gives comes through here, to a class, a function or a com
 
 Invariants: nothing is opened or made here. What only a shell or an object store understands is
 refused, with what to write instead. Otherwise statehold would make a directory called "s3:" or "~".
-A path that exists is never cut at an `@`, and no new run gets a name that names a step.
+A directory that exists is never cut at an `@`, and no new run gets a name that names a step.
 """
 
 from __future__ import annotations
@@ -109,6 +109,15 @@ class NamedStep:
     tag: str | None = None
     mode: str | None = None
 
+    def __str__(self) -> str:
+        if self.best is not None:
+            what = f"best:{self.best},{self.mode}" if self.mode else f"best:{self.best}"
+        elif self.tag is not None:
+            what = f"tag:{self.tag}"
+        else:
+            what = "newest" if self.step is None else f"{self.step}"
+        return f"{self.run}@{what}"
+
     @property
     def is_newest(self) -> bool:
         return self.step is None and self.best is None and self.tag is None
@@ -120,12 +129,21 @@ def named_step(text: str) -> NamedStep:
     above, name = os.path.split(os.path.abspath(text) if text else "")
     if found := STEP_NAME.fullmatch(name):
         return NamedStep(above, int(found[1]))
-    if "@" not in name or os.path.exists(text):
+    if "@" not in name or os.path.isdir(text):
         return NamedStep(text)
     parts = _parts(text)
     if parts is None and os.path.isdir(text.rpartition("@")[0]):
         raise _not_a_step(text)
     return parts or NamedStep(text)
+
+
+def step_in_run(run: str, word: str) -> NamedStep:
+    """The step that `word`, which begins with an `@`, names in `run`, whatever else has such a
+    path. Raises UsageError for a word that names no step."""
+    found = _parts(f"{run}{word}")
+    if found is None:
+        raise _not_a_step(f"{run}{word}")
+    return replace(found, run=run)
 
 
 def check_step(text: str | os.PathLike[str], what: str) -> NamedStep:

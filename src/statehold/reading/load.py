@@ -38,6 +38,7 @@ from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.progress import Progress
+from statehold.options.paths import NamedStep
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.steps.publish import directory_id
 from statehold.tensors import dtypes, nodes
@@ -151,8 +152,8 @@ def load(
         return at_rest(fs, named(run, step), lambda place: _loaded(fs, place, rank, wanted))
 
 
-def named(run: str | os.PathLike[str], step: int | None) -> str:
-    """The name of a step of a run, as places.find takes it."""
+def named(run: str | os.PathLike[str], step: int | None) -> str | NamedStep:
+    """A step of a run, as places.find takes it."""
     text = os.fspath(run)
     if step is None:
         return text
@@ -160,7 +161,7 @@ def named(run: str | os.PathLike[str], step: int | None) -> str:
     if in_name is not None:
         facts = {"run": text, "step": step}
         raise UsageError("a step is given twice", facts=facts, hint="leave one of them out")
-    return f"{path}@{step_of(step)}"
+    return NamedStep(path, step_of(step))
 
 
 class _Wanted(NamedTuple):

@@ -32,7 +32,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.observe.background_log import log_once
-from statehold.options.paths import STEP_NAME, absolute, check_run, named_step
+from statehold.options.paths import STEP_NAME, NamedStep, absolute, check_run, named_step
 from statehold.steps import owners
 from statehold.steps.directories import misnamed
 from statehold.steps.lock import LOCK_NAME
@@ -87,9 +87,9 @@ class StepPlace:
         return open_step(fs.read_file, self.directory, self.step, rank, world_size)
 
 
-def asked_of(text: str) -> tuple[str, int | None]:
+def asked_of(asked: str | NamedStep) -> tuple[str, int | None]:
     """The run and the step that an argument means; None: the newest."""
-    named = named_step(text)
+    named = named_step(asked) if isinstance(asked, str) else asked
     run = run_of(named.run)
     if named.is_newest or named.step is not None:
         return run, named.step
@@ -112,12 +112,14 @@ def check_source(path: str) -> None:
         raise NotFoundError("no such checkpoint", facts={"path": path})
 
 
-def find(fs: Fs, text: str) -> StepPlace:
-    """The step that an argument means. Raises StepNotFoundError."""
-    ask_server(text)
-    if os.path.exists(f"{text}/{MANIFEST_NAME}"):
+def find(fs: Fs, asked: str | NamedStep) -> StepPlace:
+    """The step that an argument means. A caller that knows the run and the step hands over both: as
+    one text, they could be the path of another run. Raises StepNotFoundError."""
+    text = str(asked)
+    ask_server(asked if isinstance(asked, str) else asked.run)
+    if isinstance(asked, str) and os.path.exists(f"{text}/{MANIFEST_NAME}"):
         return StepPlace(directory_of(text), _number_of(fs, text), text)
-    run, wanted = asked_of(text)
+    run, wanted = asked_of(asked)
     store = DirectoryShelf(fs, run)
     wanted = newest_whole(store) if wanted is None else wanted
     if wanted is None:
@@ -201,13 +203,13 @@ def load_manifest(fs: Fs, directory: str) -> Manifest | Commit:
     return Manifest.decode(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
 
 
-def at_rest(fs: Fs, text: str, look: Callable[[StepPlace], T]) -> T:
+def at_rest(fs: Fs, asked: str | NamedStep, look: Callable[[StepPlace], T]) -> T:
     """The result of `look` at the step that an argument means, read from one save of it.
 
     Raises StepNotFoundError, also if the step was retired meanwhile.
     """
     while True:
-        place = find(fs, text)
+        place = find(fs, asked)
         directory = place.directory
         seen = look_beside_a_writer(
             partial(look, place), partial(directory_id, directory), directory

@@ -18,6 +18,7 @@ from statehold.encoding.header import bytes_of
 from statehold.errors import StepNotFoundError
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
+from statehold.options.paths import NamedStep
 from statehold.reading.load import load
 from statehold.reading.places import (
     StepPlace,
@@ -118,11 +119,11 @@ class Run:
     def newest(self) -> Step | None:
         """The newest step; None if there is none."""
         with contextlib.suppress(StepNotFoundError):
-            return at_rest(self._store.fs, f"{self.path}@newest", self._described)
+            return at_rest(self._store.fs, NamedStep(self.path), self._described)
         return None
 
     def __getitem__(self, step: int) -> Step:
-        return at_rest(self._store.fs, f"{self.path}@{step_of(step)}", self._described)
+        return at_rest(self._store.fs, NamedStep(self.path, step_of(step)), self._described)
 
     def __iter__(self) -> Iterator[Step]:
         for step in self.steps():

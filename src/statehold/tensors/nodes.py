@@ -14,6 +14,7 @@ from torch import nn
 
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
+from statehold.tensors import foreign
 from statehold.tensors.marks import Mark
 
 

@@ -62,6 +62,7 @@ from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
+from statehold.integrations.second_names import step_name
 from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers.folders import Beside, Folders, step_named
 from statehold.reading.copying import copy_step
@@ -467,7 +468,8 @@ class StateholdTrainer(Trainer):
         if newer:
             log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
             if opened.source is not None and self.args.process_index == 0:
-                copy_step(f"{opened.source}@{step}", opened.run)  # never a run without steps
+                # never a run without steps
+                copy_step(os.path.join(opened.source, step_name(step)), opened.run)
             opened.source = None
             go_on_from(opened.ckpt, step)
         if self.args.should_save:

@@ -40,13 +40,14 @@ from torch import nn
 from statehold.errors import UsageError
 from statehold.integrations.second_names import give_second_names, step_name
 from statehold.integrations.trained import persistent_buffers
+from statehold.options.paths import NamedStep
 from statehold.reading.places import file_system, find
 from statehold.tensors.marks import Volatile
 
 STATE = "trainer_state.json"
 STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_FOLDER = re.compile(r"checkpoint-(\d+)")
+_FOLDER = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 
 def step_named(path: str) -> tuple[str, int] | None:
@@ -56,7 +57,7 @@ def step_named(path: str) -> tuple[str, int] | None:
     """
     real = os.path.realpath(path)
     match = _FOLDER.fullmatch(os.path.basename(real))
-    meant = [f"{os.path.dirname(real)}@{match[1]}"] if match else []
+    meant = [NamedStep(os.path.dirname(real), int(match[1]))] if match else []
     with contextlib.closing(file_system()) as fs:
         for each in (*meant, real):
             with contextlib.suppress(UsageError):
