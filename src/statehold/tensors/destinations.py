@@ -15,8 +15,12 @@ Not here: names and trees (matching), who reads the bytes (engine).
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +28,7 @@ import torch
 from statehold.errors import StateMismatchError
 from statehold.format.saved import SavedStep, SavedTensor
 from statehold.layout.layout import Box, Layout
+from statehold.layout.plan import pieces
 from statehold.process.host_memory import ReadOnly
 from statehold.tensors import dtypes, placements
 from statehold.tensors.facts import layout_of
@@ -210,10 +215,11 @@ class Destinations:
             target = staged
         memory = memory_of(target)
         other = self._filled.get(memory) if target.numel() else None
-        if other is not None and other != name and not self._same_bytes(name, other):
+        is_same = other in (None, name) or self._same_bytes(name, str(other))
+        if is_same is False or (is_same is None and self._casts is not None):
             return other
         self.used.add(name)
-        if other is None:
+        if other is None or is_same is None:
             self._filled[memory] = name
             found = self._destination(name, target, place)
             if self._casts is None or target.dtype == self.dtype_of(name):
@@ -311,15 +317,94 @@ class Destinations:
         among = place.layout.ranks if place.layout else None
         return Destination(name, target, is_external(target), box, shared, among)
 
-    def _same_bytes(self, name: str, other: str) -> bool:
+    def _same_bytes(self, name: str, other: str) -> bool | None:
+        """None where only the bytes tell: a checksum is of what a block of the file has."""
         one, two = self._saved.tensors[name], self._saved.tensors[other]
-        return (one.dtype, one.shape) == (two.dtype, two.shape) and (
-            self._sums(one) == self._sums(two)
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        ours, theirs = self._sums(one), self._sums(two)
+        if ours == theirs:
+            return True
+        places = ([(box, sizes) for box, sizes, _ in each] for each in (ours, theirs))
+        return None if operator.ne(*places) else False
+
+    def _sums(self, saved: SavedTensor) -> list[tuple[Box, list[int], str]]:
+        """(box, the sizes of the pieces with a checksum, checksums) of each chunk."""
+        found, block = (
+            self._saved.chunks(saved.name, Box.whole(saved.shape)),
+            self._saved.block_bytes,
+        )
+        return sorted(
+            (
+                (
+                    each.box,
+                    [b - a for a, b in pieces(each.begin, each.end - each.begin, block)],
+                    each.sums,
+                )
+                for each in found
+            ),
+            key=lambda each: str(each[0]),
         )
 
-    def _sums(self, saved: SavedTensor) -> list[tuple[Box, str]]:
-        chunks = self._saved.chunks(saved.name, Box.whole(saved.shape))
-        return sorted(((chunk.box, chunk.sums) for chunk in chunks), key=lambda each: str(each[0]))
+
+# -- memory that several tensors share -------------------------------------------------------------
+
+
+def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
+    """Give each destination memory of its own, and yield what then proves that those that share
+    live memory have the same values there. The largest of them are read in place."""
+    spans = sorted(
+        (*_span_of(each.tensor), at)
+        for at, each in enumerate(found)
+        if each.tensor.numel() and each.tensor.data_ptr()
+    )
+    cluster: list[int] = []
+    begin = end = 0
+    for first, last, at in (*spans, (sys.maxsize, sys.maxsize, -1)):
+        if first < end:
+            cluster.append(at)
+            end = max(end, last)
+            continue
+        for shared in _sharing([(found[each].tensor, each) for each in cluster], begin, end):
+            live = found[shared]
+            staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
+            found[shared] = replace(live, tensor=staged, external=False)
+            yield partial(_check_equal, live, staged)
+        cluster, begin, end = [at], first, last
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def _sharing(cluster: list[tuple[torch.Tensor, int]], begin: int, end: int) -> Iterator[int]:
+    """Those in [begin, end) that share an element with a larger one, or with an earlier one."""
+    if len(cluster) < 2:
+        return
+    unit = math.gcd(*(n for t, _ in cluster for n in (t.element_size(), t.data_ptr() - begin)))
+    taken = torch.zeros((end - begin) // unit, dtype=torch.bool)
+    for tensor, at in sorted(cluster, key=lambda each: (-each[0].nbytes, each[1])):
+        units = tensor.element_size() // unit
+        strides = (*(stride * units for stride in tensor.stride()), 1)
+        place = taken.as_strided(
+            (*tensor.shape, units), strides, (tensor.data_ptr() - begin) // unit
+        )
+        if place.any():
+            yield at
+        else:
+            place.fill_(True)
+
+
+def _check_equal(live: Destination, staged: torch.Tensor) -> None:
+    now = live.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if not torch.equal(now.reshape(-1).view(torch.uint8), staged.reshape(-1).view(torch.uint8)):
+        raise StateMismatchError(
+            "tensors of the state share memory, and the step has different values for them there",
+            facts={"tensor": live.name, "expected": "the values of the larger one"},
+            hint="the state has changed: restore another step, or clone() one of the tensors first",
+        )
 
 
 def _strides_of_state(parameter: torch.Tensor) -> tuple[int, ...]:
