@@ -30,6 +30,7 @@ _FACTORS = {
 }
 _SIZE = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]{0,3})\s*", re.ASCII)
 _TIME = re.compile(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*(s|min|h|d)\s*", re.ASCII)
+WAIT_S_MAX = 365 * 86_400.0
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _HINT = 'write an int of bytes, or a string such as "512 MiB", "1.5GiB" or "2GB"'
 
@@ -70,9 +71,12 @@ def parse_seconds(value: object) -> float | None:
 
 
 def check_timeout(value: object) -> float | None:
-    """A time to wait, in seconds; None: for ever. Raises UsageError for anything else."""
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
+    """A time to wait, in seconds; None: for ever, as is any time from WAIT_S_MAX on, which locks of
+    the system do not take. Raises UsageError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        return None if value >= WAIT_S_MAX else max(0.0, value)
     facts = {"expected": "a number of seconds, or None to wait for ever", "got": shown(value)}
     raise UsageError("not a time to wait", facts=facts)
 

@@ -61,7 +61,7 @@ def test_what_is_no_state_also_of_an_empty_run(run: Path, state: Any) -> None:
         assert 'save(step, {"model": model' in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("timeout", ["5", True, [1]])
+@pytest.mark.parametrize("timeout", ["5", True, [1], float("nan")])
 def test_a_time_to_wait_is_a_number(ckpt: Checkpointer, timeout: Any) -> None:
     save = ckpt.save(8, made())
     for call in (lambda: save.wait(timeout=timeout), lambda: ckpt.flush(timeout)):
@@ -70,6 +70,15 @@ def test_a_time_to_wait_is_a_number(ckpt: Checkpointer, timeout: Any) -> None:
     with pytest.raises(UsageError, match="not a time to wait"):
         ckpt.gate(timeout)
     save.wait("committed", DEADLINE_S)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e30, 10**400, 5e9])
+def test_any_number_is_a_time_to_wait(ckpt: Checkpointer, timeout: float) -> None:
+    save = ckpt.save(8, made())
+    save.wait("committed", DEADLINE_S)
+    for call in (lambda: save.wait("committed", timeout), lambda: ckpt.flush(timeout)):
+        call()
+    ckpt.gate(timeout)
 
 
 def test_a_trace_is_a_file(run: Path, tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ class Clock:
             seen = self._looks
             must(self._looked.wait_for(lambda: self._looks >= seen + 2, DEADLINE_S))
 
+    def wait_looks(self, count: int) -> None:
+        with self._looked:
+            must(self._looked.wait_for(lambda: self._looks >= count, DEADLINE_S))
+
 
 class Ended:
     """Stands for the end of the process. It notes the exit code and the time."""
@@ -98,3 +102,20 @@ def test_an_earlier_warning_is_not_put_off(installed: Callable[[Deadline], None]
     watched.end_in(8.0)
     ended.wait()
     assert ended.told == [(LEFT, 1003.0)]
+
+
+@pytest.mark.parametrize("within_s", [4e6, float("inf"), 10**400], ids=["long", "inf", "huge"])
+def test_a_nearer_warning_is_heard_after_one_far_away(
+    within_s: float, installed: Callable[[Deadline], None]
+) -> None:
+    clock = Clock()
+    ended = Ended(clock)
+    watched = Deadline(within_s, clock=clock, end=ended)
+    installed(watched)
+    watched.ask()
+    clock.wait_looks(2)  # the second is the thread's, which then polls for so long
+    watched.end_in(2.0)
+    clock.advance(2.0)
+    watched.end_in(8.0)
+    ended.wait()
+    assert ended.told == [(LATE, 1002.0)]

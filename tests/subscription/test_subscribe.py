@@ -24,6 +24,21 @@ from support.published import PIECE, applied, brought, content, data_files, flip
 DOCUMENTS_BYTES_MAX = 64 << 10
 
 
+@pytest.mark.parametrize("timeout", ["5", True, float("nan")])
+def test_a_time_to_wait_is_a_number(updates: statehold.Subscription, timeout: Any) -> None:
+    with pytest.raises(UsageError, match="not a time to wait"):
+        updates.wait(timeout)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 10**400])
+def test_a_wait_without_an_end(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription, timeout: float
+) -> None:
+    save(ckpt, 1)
+    update = updates.wait(timeout)
+    assert update is not None
+
+
 # -- what an update is --------------------------------------------------------------------------
 
 

@@ -72,17 +72,8 @@ class Options:
                 "io must be a statehold.Io",
                 facts={"expected": "such as Io(queue_depth=64)", "got": shown(self.io)},
             )
-        self._check_timeout()
+        check_peer_timeout("peer_timeout_s", self.peer_timeout_s)
         self._check_memory()
-
-    def _check_timeout(self) -> None:
-        timeout_s = self.peer_timeout_s
-        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-        if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
-            raise UsageError(
-                "peer_timeout_s must be a number of seconds",
-                facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": repr(timeout_s)},
-            )
 
     def _check_memory(self) -> None:
         staging, least = self.staging_size, 2 * settled(self.io).buffer_bytes
@@ -119,3 +110,14 @@ class Options:
     def filled(self, moving: Moving) -> Options:
         """These options, with the values of `moving` for fields of `io` that are None."""
         return replace(self, io=filled(self.io, moving, self.staging_size))
+
+
+def check_peer_timeout(name: str, timeout_s: float) -> float:
+    """How long ranks wait for each other. Raises UsageError."""
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
+        raise UsageError(
+            f"{name} must be a number of seconds",
+            facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": shown(timeout_s)},
+        )
+    return timeout_s

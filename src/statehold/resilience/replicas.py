@@ -112,6 +112,8 @@ class Replicas:
         self._min_replicas = _at_least("min_replicas", min_replicas, 1)
         self._lease_s = _at_least("lease_s", lease_s, 0.05)
         _at_least("wait_s", wait_s, 0.05)
+        if stuck_s is not None:
+            _at_least("stuck_s", stuck_s, 0)
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
@@ -380,7 +382,8 @@ def _more(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _at_least(name: str, value: float, least: float) -> Any:
-    if not value >= least:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not value >= least:
         raise UsageError(f"{name} must be at least {least:g}", facts={"got": shown(value)})
     return value
 

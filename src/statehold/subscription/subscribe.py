@@ -41,6 +41,7 @@ from statehold.subscription.levels import Places, Watching, levels_of
 from statehold.subscription.preparing import Changes, Filled, Prepared, check_state, match
 from statehold.subscription.spare import Spare
 from statehold.tensors.restore import finish
+from statehold.units import check_timeout
 
 if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
@@ -207,6 +208,7 @@ class Subscription:
             UsageError: the last update was neither applied nor skipped.
             ClosedError: the subscription was closed before.
         """
+        timeout = check_timeout(timeout)
         until_s = None if timeout is None else time.monotonic() + timeout
         with self._busy():
             self._check_no_update_waits()

@@ -24,6 +24,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Names, Selection, check_answers
 from statehold.format.trees import tensors_of
 from statehold.tensors import nodes
+from statehold.tensors.destinations import apart
 from statehold.tensors.kinds import kind_of, modules, parts
 from statehold.tensors.kinds.rng import unchanged
 from statehold.tensors.matching import (
@@ -66,6 +67,7 @@ def prepare(
         check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
     if to.problems:
         raise mismatch(to.problems, restoration)
+    restoration.containers[:0] = apart(restoration.destinations)
     if rank is None:
         check_answers([restoration.answer])
     return restoration

@@ -149,7 +149,7 @@ class Passage:
 
     def wait_ended(self, event: Event, timeout: float | None = None) -> bool:
         """Wait for the event or a failure. False if neither came in time."""
-        until = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
+        until = None if timeout is None else time.monotonic() + timeout
         while not self.has_ended(event):
             if not self.is_of_this_process:
                 raise forked("this save", self._pid)

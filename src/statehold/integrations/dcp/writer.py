@@ -72,7 +72,7 @@ from statehold.integrations.dcp.tree import Path
 from statehold.integrations.dcp.writing import SaveDestination, WrittenBox, write_items
 from statehold.layout.layout import Box
 from statehold.layout.plan import STEP_MAX
-from statehold.options import Options
+from statehold.options import Options, check_peer_timeout
 from statehold.options.io import Io
 from statehold.options.keywords import answering
 from statehold.ranks.board import StoreBoard
@@ -287,7 +287,7 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
     ) -> None:
         settings = Options(staging_bytes=staging_bytes, io=Io() if io is None else io, trace=trace)
         super().__init__(path, settings)
-        self._timeout_s = timeout_s
+        self._timeout_s = check_peer_timeout("timeout_s", timeout_s)
         self._overwrite = overwrite
         self._staging = StagingPool()
         self._save = _Save()

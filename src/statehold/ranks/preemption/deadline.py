@@ -25,12 +25,14 @@ from types import FrameType
 from typing import Any
 
 from statehold.errors import UsageError, shown
+from statehold.units import WAIT_S_MAX
 
 LEFT, LATE = 75, 76
 
 # A process does not end at once: its threads need a processor, and its memory is freed first.
 MARGIN = 0.25  # of the time there is
 MARGIN_S_MAX = 2.0
+_POLL_S_MAX = 2_000_000.0  # poll() takes its milliseconds as a C int
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -188,7 +190,7 @@ class Deadline:
             if left_s == 0.0:
                 self._end(self._code)
                 return  # only in a test
-            waiting.poll(None if left_s is None else left_s * 1000)
+            waiting.poll(None if left_s is None else min(left_s, _POLL_S_MAX) * 1000)
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._wake_read, 64)
                 asking = [number for number in numbers if number in watched]
@@ -203,4 +205,4 @@ def _checked(within_s: float) -> float:
             "the time to leave must be a number of seconds",
             facts={"expected": "a number above 0, such as 25", "got": shown(within_s)},
         )
-    return within_s
+    return min(within_s, WAIT_S_MAX)
