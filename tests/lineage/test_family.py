@@ -214,3 +214,25 @@ def test_a_run_trains_on_from_its_fork(tmp_path: Path) -> None:
     with statehold.Checkpointer(tmp_path / "child", **SMALL) as ckpt:
         assert ckpt.restore({"model": live}) == 1
     assert all(torch.equal(value, weights[name]) for name, value in live.state_dict().items())
+
+
+def test_a_name_that_is_not_utf8_hides_no_other_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "good", 1)
+    save(tmp_path / "bad", 1)
+    os.rename(os.fsencode(tmp_path / "bad"), os.fsencode(tmp_path) + b"/b\xff")
+    assert [member.run for member in family(str(tmp_path))] == [f"{tmp_path}/good"]
+    assert "its name is not UTF-8" in caplog.text
+    assert statehold.lineage.Catalog(tmp_path).scan().steps == 1
+    assert main(["tree", str(tmp_path)]) == 0
+    assert "good" in capsys.readouterr().out
+
+
+def test_a_run_whose_only_step_is_a_link_has_a_problem_in_words(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1)
+    os.mkdir(tmp_path / "b")
+    (tmp_path / "b" / "step-000000000001").symlink_to(tmp_path / "a" / "step-000000000001")
+    problems = {member.run: member.problem for member in family(str(tmp_path))}
+    assert problems[f"{tmp_path}/a"] is None
+    assert "is a link or a file" in str(problems[f"{tmp_path}/b"])

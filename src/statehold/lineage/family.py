@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING
 from statehold.errors import StateholdError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, sha256
 from statehold.format.saved import MANIFEST_NAME
+from statehold.observe.background_log import log_once
+from statehold.options.paths import STEP_NAME, can_be_a_name
 from statehold.reading.places import file_system, load_manifest
 from statehold.reading.sizes import StepSizes, sizes
 from statehold.steps.shelf import DirectoryShelf
@@ -30,7 +31,7 @@ from statehold.steps.shelf import DirectoryShelf
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-_STEP = re.compile(r"step-\d{12}")
+_NO_STEP = "what is called like a step here is a link or a file, so it does not count"
 
 
 @dataclass(frozen=True)
@@ -61,21 +62,27 @@ def family(directory: str) -> list[FamilyRun]:
 
 
 def runs_below(directory: str) -> Iterator[str]:
-    """The run directories below a directory, by path."""
+    """The run directories below a directory, by path. What has a name that is not UTF-8 is logged
+    and passed over: neither the core nor a manifest can name it."""
     for path, folders, _ in os.walk(directory):
-        steps = {name for name in folders if _STEP.fullmatch(name)}
+        unnamed = [name for name in folders if not can_be_a_name(name)]
+        for name in unnamed:
+            log_once(f"{path}/{name!a} is passed over: its name is not UTF-8")
+        steps = {name for name in folders if STEP_NAME.fullmatch(name)}
         if steps:
             yield path
         # A run may lie in another one, but not in its steps, nor in its hidden folders.
         own = {name for name in folders if steps and (name in steps or name[0] == ".")}
-        folders[:] = sorted(set(folders) - own)
+        folders[:] = sorted(set(folders).difference(own, unnamed))
 
 
 def _member(store: DirectoryShelf) -> FamilyRun:
     steps, size = store.steps(), sizes([store.root])
+    if not steps:
+        return FamilyRun(store.root, steps, size, problem=_NO_STEP)
     try:
         about = load_manifest(store.fs, store.where(steps[-1])).about
-    except (StateholdError, IndexError) as error:
+    except StateholdError as error:
         return FamilyRun(store.root, steps, size, problem=str(error))
     return FamilyRun(store.root, steps, size, about.metrics, about.tags, about.parent)
 

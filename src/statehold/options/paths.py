@@ -43,7 +43,7 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
             if isinstance(path, bytes)
             else '"." is the working directory',
         )
-    if not _can_be_a_name(text):
+    if not can_be_a_name(text):
         raise UsageError(
             f"{what} has a name that is not UTF-8, or has NUL in it",
             facts={"got": ascii(text)},
@@ -66,7 +66,7 @@ def check_path(path: str | os.PathLike[str], what: str) -> str:
     return text
 
 
-def _can_be_a_name(text: str) -> bool:
+def can_be_a_name(text: str) -> bool:
     """Whether the core, a manifest and a note can hold the path."""
     try:
         return b"\0" not in text.encode()
