@@ -29,7 +29,7 @@ _FACTORS = {
     "tb": 1000**4,
 }
 _SIZE = re.compile(r"\s*([0-9]{1,18})(?:\.([0-9]{1,9}))?\s*([A-Za-z]{0,3})\s*", re.ASCII)
-_TIME = re.compile(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*(s|min|h|d)\s*", re.ASCII)
+_TIME = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*(s|min|h|d)\s*", re.ASCII)
 WAIT_S_MAX = 365 * 86_400.0
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _HINT = 'write an int of bytes, or a string such as "512 MiB", "1.5GiB" or "2GB"'

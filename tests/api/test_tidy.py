@@ -120,3 +120,14 @@ def test_nothing_was_left_behind() -> None:
         if re.search(rf"\b{word}\b", path.read_text())
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_digits_are_those_of_ascii() -> None:
+    """In a text, the class of digits of `re` and int() also take those of other scripts."""
+    found = [
+        f"{path.name}:{at}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for at, line in enumerate(path.read_text().splitlines(), 1)
+        if "\\d" in line or re.search(r"type=(int|float)\b", line)
+    ]
+    assert found == []

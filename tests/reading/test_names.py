@@ -108,6 +108,19 @@ def test_a_step_that_is_given_by_its_number_is_never_looked_for_by_a_name(
         assert by_load(f"{run}@2", tmp_path) == 2
 
 
+def test_digits_of_other_scripts_name_no_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="not the name of a step"):
+        statehold.load(f"{run}@\u0662", "w")
+    os.mkdir(run / "step-00000000000\u0664")
+    assert statehold.open(run).steps() == [1, 2, 3]
+    for given in ("\u0663", "1_0", " 3"):
+        with pytest.raises(SystemExit):
+            main(["prune", str(run), "--keep", given])
+        assert "not a whole number" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["x@1", "x@newest", "x@best:loss", "x@tag:good"])
 def test_no_new_run_is_called_like_a_step(run: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="the run is called like a step"):

@@ -18,6 +18,7 @@ import argparse
 import difflib
 import importlib
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,20 @@ from statehold.cli import codes, output, terminal
 from statehold.errors import StateholdError, UsageError
 
 _NAME_COLUMNS = 16
+
+
+def whole(text: str) -> int:
+    """A whole number of an option. Only ASCII: int() also takes "1_000" and other scripts."""
+    if not re.fullmatch("-?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"not a whole number: {text!a}")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """A number of an option, with or without a fraction."""
+    if not re.fullmatch(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|-?inf|nan", text):
+        raise argparse.ArgumentTypeError(f"not a number: {text!a}")
+    return float(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -306,11 +321,11 @@ def _add_prune(commands: Any) -> None:
     )  # fmt: skip
     prune.add_argument("run", metavar="RUN", help="a run directory that no job saves into")
     prune.add_argument(
-        "--keep", metavar="N", type=int, required=True, help="keep the newest N steps"
+        "--keep", metavar="N", type=whole, required=True, help="keep the newest N steps"
     )
-    prune.add_argument("--every", metavar="N", type=int,
+    prune.add_argument("--every", metavar="N", type=whole,
                        help="also keep the first step at or after each multiple of N")  # fmt: skip
-    prune.add_argument("--best", metavar="N", type=int, default=0,
+    prune.add_argument("--best", metavar="N", type=whole, default=0,
                        help="also keep the N steps with the smallest --metric")  # fmt: skip
     prune.add_argument("--metric", metavar="NAME", help="a metric that save() got")
     prune.add_argument("--max", action="store_true", help="the greatest --metric is the best")
@@ -413,7 +428,7 @@ def _add_bench(commands: Any) -> None:
     io.add_argument("path", metavar="PATH", help="a directory on the storage of the runs")
     io.add_argument("--size", metavar="BYTES", default="1GiB", help="the size of the state (1GiB)")
     io.add_argument(
-        "--seconds", metavar="S", type=float, default=600.0, help="the total time (600)"
+        "--seconds", metavar="S", type=number, default=600.0, help="the total time (600)"
     )
     io.add_argument("--full", action="store_true", help="measure more values of every setting")
     where = io.add_mutually_exclusive_group()
@@ -461,24 +476,26 @@ def _add_plan_resilience(group: Any) -> None:
     )  # fmt: skip
     found.set_defaults(module="plan_resilience")
     add = found.add_argument
-    add("--replicas", metavar="N", type=int, required=True, help="of the job")
-    add("--mtbf", metavar="S", type=float, help="between two losses of a replica, in the whole job")
+    add("--replicas", metavar="N", type=whole, required=True, help="of the job")
+    add(
+        "--mtbf", metavar="S", type=number, help="between two losses of a replica, in the whole job"
+    )
     add("--trace", metavar="FILE", help="failures, instead of --mtbf (docs/planning.md)")
-    add("--shape", metavar="K", type=float, default=1.0,
+    add("--shape", metavar="K", type=number, default=1.0,
         help="of the Weibull clocks of nodes, such as 0.78 (1: exponential)")  # fmt: skip
-    add("--nodes", metavar="N", type=int, default=1, help="clocks of a replica (1)")
-    add("--seed", metavar="N", type=int, default=0, help="of the failures (0)")
-    add("--save-seconds", metavar="S", type=float, required=True,
+    add("--nodes", metavar="N", type=whole, default=1, help="clocks of a replica (1)")
+    add("--seed", metavar="N", type=whole, default=0, help="of the failures (0)")
+    add("--save-seconds", metavar="S", type=number, required=True,
         help="how long a checkpoint stops the training")  # fmt: skip
-    add("--restart-seconds", metavar="S", type=float, default=600.0,
+    add("--restart-seconds", metavar="S", type=number, default=600.0,
         help="from a failure until all train again from a checkpoint (600)")  # fmt: skip
-    add("--repair-seconds", metavar="S", type=float, default=math.inf,
+    add("--repair-seconds", metavar="S", type=number, default=math.inf,
         help="until a machine is back (only with a restart)")  # fmt: skip
-    add("--step-seconds", metavar="S", type=float, default=60.0, help="of a step (60)")
-    add("--reduce-seconds", metavar="S", type=float, default=2.0, help="of them, to reduce (2)")
-    add("--steps", metavar="N", type=int, default=2000, help="to simulate (2000)")
-    add("--microbatches", metavar="N", type=int, help="of a step (4 for each replica)")
-    add("--min-replicas", metavar="N", type=int, help="with fewer the job restarts (half)")
+    add("--step-seconds", metavar="S", type=number, default=60.0, help="of a step (60)")
+    add("--reduce-seconds", metavar="S", type=number, default=2.0, help="of them, to reduce (2)")
+    add("--steps", metavar="N", type=whole, default=2000, help="to simulate (2000)")
+    add("--microbatches", metavar="N", type=whole, help="of a step (4 for each replica)")
+    add("--min-replicas", metavar="N", type=whole, help="with fewer the job restarts (half)")
     add("--policy", action="append", help="only this one, or these",
         choices=("restart", "drop", "quota", "stacked", "exact"))  # fmt: skip
     add("--plot", metavar="FILE", help="draw where the time goes (matplotlib)")
@@ -489,13 +506,13 @@ def _add_coordinate(commands: Any) -> None:
         commands, "coordinate", "be the place where the replicas of a job meet",
         "statehold coordinate --port 29400 --replicas 8",
     )  # fmt: skip
-    coordinate.add_argument("--port", metavar="PORT", type=int, required=True,
+    coordinate.add_argument("--port", metavar="PORT", type=whole, required=True,
                             help="listen here; 0 takes a free port and prints it")  # fmt: skip
     coordinate.add_argument("--host", metavar="HOST", default="",
                             help="listen on this address only (all of this machine)")  # fmt: skip
-    coordinate.add_argument("--replicas", metavar="N", type=int,
+    coordinate.add_argument("--replicas", metavar="N", type=whole,
                             help="begin as soon as so many replicas are here")  # fmt: skip
-    coordinate.add_argument("--settle", metavar="S", type=float, default=5.0,
+    coordinate.add_argument("--settle", metavar="S", type=number, default=5.0,
                             help="begin with fewer when none has come for so long (5)")  # fmt: skip
     coordinate.add_argument("--once", action="store_true", help="end when the job has ended")
 
@@ -547,4 +564,4 @@ def _add_levels(command: Parser, text: str) -> None:
 
 def _add_rank(command: Parser) -> None:
     text = "show the tensors and values that this rank saved for itself"
-    command.add_argument("--rank", metavar="R", type=int, help=text)
+    command.add_argument("--rank", metavar="R", type=whole, help=text)

@@ -82,7 +82,7 @@ def _device(args: argparse.Namespace) -> Device | None:
 
 def _number(text: str, option: str) -> float:
     try:
-        value = float(text)
+        value = float(text) if text.isascii() and "_" not in text else 0.0
     except ValueError:
         value = 0.0
     if not 1 <= value <= 1e15:

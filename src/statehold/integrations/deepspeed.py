@@ -564,7 +564,7 @@ def _split(mesh: Mesh) -> Layout:
 log = logging.getLogger("statehold")
 
 CLIENT, TAG = "client", "tag"
-_USUAL_TAG = re.compile(r"global_step(\d+)")
+_USUAL_TAG = re.compile(r"global_step([0-9]+)")
 
 
 def save_into_steps(engine: Any, **options: Any) -> Any:

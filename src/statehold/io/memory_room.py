@@ -28,7 +28,7 @@ _MEMORY_KINDS = ("tmpfs", "ramfs")
 _KEPT_BYTES = GiB  # as much as staging memory takes at first (io/staging)
 _KEPT_SHARE = 8
 _BLOCK_BYTES = 512  # of st_blocks
-_RANK = re.compile(r"rank-\d{5}")
+_RANK = re.compile(r"rank-[0-9]{5}")
 
 
 def open_file(

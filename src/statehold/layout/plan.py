@@ -32,7 +32,7 @@ WORLD_MAX = 99_999
 # The step comes first in every header, so its place needs no search in names that users chose.
 _STEP_KEY = "statehold.step"
 FROZEN_KEY = "statehold.frozen"
-_FILE_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})(?:-([1-9]\d{0,8}))?\.safetensors", re.ASCII)
+_FILE_NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})(?:-([1-9][0-9]{0,8}))?\.safetensors")
 _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 

@@ -98,7 +98,7 @@ if TYPE_CHECKING:
 # -- the folder of an optimizer --------------------------------------------------------------------
 
 
-FOLDER = re.compile(r"optimizer-\d+")
+FOLDER = re.compile(r"optimizer-[0-9]+")
 LOCK_NAME = ".lock"
 _OWNER = 0  # the byte of the lock that the owner has locked
 
@@ -176,7 +176,7 @@ logger = logging.getLogger("statehold")
 
 # As many as a state has subgroups, times the steps that most runs keep.
 LINKED_MAX = 1024
-NAME = re.compile(r"subgroup-\d{8}\.state")
+NAME = re.compile(r"subgroup-[0-9]{8}\.state")
 
 
 class StateFiles:

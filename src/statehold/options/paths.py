@@ -25,11 +25,11 @@ PATH = (str, os.PathLike)
 # Path() takes one slash away, and Databricks writes one.
 _STORES = "s3|s3a|s3n|gs|gcs|az|adl|abfs|abfss|wasbs?|oss|hdfs|webhdfs|dbfs|hf|memory|https?|file"
 _URL = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*://|({_STORES}):/")
-_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>\d{1,12}|newest)", re.DOTALL)
+_AT_STEP = re.compile(r"(?P<run>.*)@(?P<step>[0-9]{1,12}|newest)", re.DOTALL)
 _BY_WHAT_IT_SAYS = re.compile(
     r"(?P<run>.*)@(tag:(?P<tag>.+)|best:(?P<best>.+?)(,(?P<mode>min|max))?)", re.DOTALL
 )
-STEP_NAME = re.compile(r"step-(\d{12})")
+STEP_NAME = re.compile(r"step-([0-9]{12})")
 
 
 def check_path(path: str | os.PathLike[str], what: str) -> str:

@@ -91,7 +91,7 @@ _RANKS = (
     "MPI_LOCALNRANKS",
     "SLURM_TASKS_PER_NODE",
 )
-_TASKS = re.compile(r"(\d{1,6})(?:\(x\d{1,6}\))?")
+_TASKS = re.compile(r"([0-9]{1,6})(?:\(x[0-9]{1,6}\))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OF_A_STEP = r"step-\d{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
+_OF_A_STEP = r"step-[0-9]{12}(?:\..*)?\.(partial|retired|replaced|corrupt)"
 LEFTOVER = re.compile(rf"{_OF_A_STEP}|\.spare|\.ready|{re.escape(POOL_NAME)}")
 _FILES = {LOCK_NAME, LOG_NAME, remembered.FILE_NAME, owners.FILE_NAME}
 

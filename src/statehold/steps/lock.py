@@ -120,7 +120,7 @@ class RunLock:
         a process with that number, the kernel says whether it has the right. So no other process
         with the same number is ever killed.
         """
-        noted = re.search(r"process (\d+) on", self._file.noted())
+        noted = re.search(r"process ([0-9]+) on", self._file.noted())
         if noted is None or not self._file.is_taken(_YIELDS):
             return False
         agent = int(noted[1])

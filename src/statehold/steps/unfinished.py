@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 _NAME = re.compile(
-    rf"step-(?P<step>\d{{12}})\.{ATTEMPT}\.copy-(?P<digest>[0-9a-f]{{{COPY_DIGITS}}})\.partial"
+    rf"step-(?P<step>[0-9]{{12}})\.{ATTEMPT}\.copy-(?P<digest>[0-9a-f]{{{COPY_DIGITS}}})\.partial"
 )
 
 

@@ -54,7 +54,9 @@ NUMPY_TO_TORCH: dict[str, torch.dtype] = {
 
 # NumPy scalars are stored by value in the manifest, little-endian: numbers and dates.
 _NUMPY_SCALARS = frozenset(NUMPY_TO_TORCH) | {"complex128"}
-_NUMPY_DATE = re.compile(r"(datetime64|timedelta64)(\[\d{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_NUMPY_DATE = re.compile(
+    r"(datetime64|timedelta64)(\[[0-9]{0,6}(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
 
 _HINTS = {
     "complex128": "store torch.view_as_real(tensor)",

@@ -77,7 +77,7 @@ _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.Tensor, nn.Pa
 PROBLEMS_SHOWN = 20
 NAMES_IN_HINT = 3
 # A parameter that no module in the state has.
-_BY_PLACE = re.compile(r"\.state\.\d+$")
+_BY_PLACE = re.compile(r"\.state\.[0-9]+$")
 # (whether generators are restored, too; whether another number of ranks has saved the step)
 Doubts = Callable[[bool, bool], Iterator[str]]
 _HINT = "build the state as it was when the step was saved, or leave out what differs with {}"

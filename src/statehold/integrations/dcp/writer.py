@@ -241,9 +241,9 @@ def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
 logger = logging.getLogger("statehold")
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
-_OURS = re.compile(r"manifest\.json|rank-\d{5}-of-\d{5}(-\d+)?\.(safetensors|json)")
+_OURS = re.compile(r"manifest\.json|rank-[0-9]{5}-of-[0-9]{5}(-[0-9]+)?\.(safetensors|json)")
 _RESULT = MetadataIndex("statehold")
-_LAST_NUMBER = re.compile(r"(\d+)\D*$")
+_LAST_NUMBER = re.compile(r"([0-9]+)\D*$")
 
 
 class _Save(threading.local):

@@ -50,7 +50,7 @@ from statehold.integrations.formats.archives import plain
 from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import Streamed, assembled, converted, leaves
 
-MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+MODEL_STATES = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 MODULE, GROUPS, STATE, FP32 = "module", "param_groups", "state", "fp32"
 
 
@@ -167,7 +167,7 @@ def _plain_values(value: Any) -> Any:
 
 
 LATEST = "latest"
-OPTIMIZER_STATES = re.compile(r"(?:\w+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OPTIMIZER_STATES = re.compile(r"(?:\w+_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _STATES = "optimizer_state_dict"
 _BASE, _SLICES = "base_optimizer_state", "param_slice_mappings"
 _PARTITIONS, _FLAT = "single_partition_of_fp32_groups", "fp32_flat_groups"

@@ -30,7 +30,7 @@ _OURS = (
     "a step of statehold needs no import: restore it with Checkpointer(RUN).restore(state), or "
     "with StorageReader"
 )
-_STEP = re.compile(r"step-\d{12}")
+_STEP = re.compile(r"step-[0-9]{12}")
 _SHOWN = 12
 
 

@@ -47,7 +47,7 @@ from statehold.tensors.marks import Volatile
 STATE = "trainer_state.json"
 STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_FOLDER = re.compile(r"checkpoint-(\d+)", re.ASCII)
+_FOLDER = re.compile(r"checkpoint-([0-9]+)")
 
 
 def step_named(path: str) -> tuple[str, int] | None:
