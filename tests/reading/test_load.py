@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,40 @@ def test_what_is_mapped_stays_while_its_step_is_retired(tmp_path: Path) -> None:
             ckpt.save(step, {"w": torch.full((1 << 18,), float(step))}).wait()
     assert statehold.open(tmp_path / "run").steps() == [5]
     assert bool((mapped == 1).all())
+
+
+@pytest.mark.parametrize("call", [
+    lambda run: statehold.load(run.encode(), "w"),
+    lambda run: statehold.load(None, "w"),
+    lambda run: statehold.load(3, "w"),
+    lambda run: statehold.load(run, 5),
+    lambda run: statehold.load(run, "w", rank="0"),
+    lambda run: statehold.load(run, "w", rank=True),
+    lambda run: statehold.load(run, "w", device="nonsense"),
+    lambda run: statehold.load(run, "w", device="meta"),
+    lambda run: statehold.load(run, "w", device=None),
+    lambda run: statehold.open(None),
+    lambda run: statehold.copy_step(5, f"{run}-copy"),
+    lambda run: statehold.export_step(5, f"{run}-copy", "hf"),
+])  # fmt: skip
+def test_what_is_no_argument_is_a_usage_error(tmp_path: Path, call: Callable[[Any], Any]) -> None:
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"w": torch.ones(2)}).wait()
+    with pytest.raises(UsageError):
+        call(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("call", [
+    lambda: statehold.load("run", "w"),
+    lambda: statehold.open("run"),
+    lambda: statehold.Checkpointer("run"),
+    lambda: statehold.subscribe("run", {"w": torch.ones(2)}),
+])  # fmt: skip
+def test_a_deleted_working_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the working directory was deleted"):
+        call()

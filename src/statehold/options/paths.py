@@ -76,7 +76,17 @@ def can_be_a_name(text: str) -> bool:
 
 def absolute(path: str | os.PathLike[str], what: str) -> str:
     """`path`, absolute, if it can be the path of a directory."""
-    return os.path.abspath(check_path(path, what))
+    return _absolute(check_path(path, what))
+
+
+def _absolute(text: str) -> str:
+    try:
+        return os.path.abspath(text)
+    except FileNotFoundError:
+        raise UsageError(
+            "a path is relative, and the working directory was deleted",
+            facts={"expected": "an absolute path", "got": text},
+        ) from None
 
 
 def check_run(run: str | os.PathLike[str]) -> str:
@@ -126,7 +136,7 @@ class NamedStep:
 def named_step(text: str) -> NamedStep:
     """Which step of which run a text names; neither has to exist. Raises UsageError for RUN@WORD,
     if WORD names no step."""
-    above, name = os.path.split(os.path.abspath(text) if text else "")
+    above, name = os.path.split(_absolute(text) if text else "")
     if found := STEP_NAME.fullmatch(name):
         return NamedStep(above, int(found[1]))
     if "@" not in name or os.path.isdir(text):

@@ -31,7 +31,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.observe.background_log import BackgroundLog
 from statehold.observe.counters import Figures
-from statehold.options.paths import check_run
+from statehold.options.paths import check_path, check_run
 from statehold.reading.places import StepPlace, at_rest
 from statehold.steps.copying import Copy, part_of
 from statehold.steps.shelf import DirectoryShelf, StepShelf
@@ -162,4 +162,4 @@ def copy_step(
         return copy_into(fs, place.directory, target, link=link, report=report)
 
     with contextlib.closing(_core.open_fs("auto", TRANSFERS)) as fs:
-        return at_rest(fs, os.fspath(step), copy)
+        return at_rest(fs, check_path(step, "the step"), copy)

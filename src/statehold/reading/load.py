@@ -32,13 +32,19 @@ import torch
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
-from statehold.errors import StateMismatchError, TruncatedFileError, UsageError, storage_error
+from statehold.errors import (
+    StateMismatchError,
+    TruncatedFileError,
+    UsageError,
+    shown,
+    storage_error,
+)
 from statehold.format.selection import nearest
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.progress import Progress
-from statehold.options.paths import NamedStep
+from statehold.options.paths import NamedStep, check_path
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.steps.publish import directory_id
 from statehold.tensors import dtypes, nodes
@@ -142,10 +148,9 @@ def load(
         raise UsageError(
             "verify=False is for mapped=True", hint="what is copied is verified anyway"
         )
-    target = torch.device(device)
-    if mapped and target.type != "cpu":
-        facts = {"expected": "device='cpu' with mapped=True", "got": str(target)}
-        raise UsageError("a file can be mapped into host memory only", facts=facts)
+    if not isinstance(name, str):
+        raise UsageError("a name is a text", facts={"expected": "a str", "got": shown(name)})
+    target = _device_of(device, mapped)
     fs = file_system()
     with contextlib.closing(fs):
         wanted = _Wanted(name, mapped, verify, target)
@@ -154,7 +159,7 @@ def load(
 
 def named(run: str | os.PathLike[str], step: int | None) -> str | NamedStep:
     """A step of a run, as places.find takes it."""
-    text = os.fspath(run)
+    text = check_path(run, "the run")
     if step is None:
         return text
     path, in_name = asked_of(text)
@@ -162,6 +167,22 @@ def named(run: str | os.PathLike[str], step: int | None) -> str | NamedStep:
         facts = {"run": text, "step": step}
         raise UsageError("a step is given twice", facts=facts, hint="leave one of them out")
     return NamedStep(path, step_of(step))
+
+
+def _device_of(device: str | torch.device, mapped: bool) -> torch.device:
+    """A device on which tensors can be made, or into which files are mapped. Raises UsageError."""
+    try:
+        target = torch.device(device)
+        if mapped and target.type != "cpu":
+            facts = {"expected": "device='cpu' with mapped=True", "got": str(target)}
+            raise UsageError("a file can be mapped into host memory only", facts=facts)
+        torch.empty(1, device=target).cpu()  # raises on the meta device
+    except (RuntimeError, TypeError, AssertionError):  # AssertionError: torch was built without it
+        raise UsageError(
+            "no tensor with values can be made on this device",
+            facts={"expected": 'a device of this host, such as "cpu"', "got": shown(device)},
+        ) from None
+    return target
 
 
 class _Wanted(NamedTuple):

@@ -27,6 +27,7 @@ from statehold.errors import (
     StepNotFoundError,
     StorageError,
     UsageError,
+    shown,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
@@ -80,9 +81,10 @@ class StepPlace:
         if rank is None:
             return open_step(fs.read_file, self.directory, self.step, 0, 0)
         world_size = load_manifest(fs, self.directory).world_size
-        if not 0 <= rank < world_size:
+        is_number = isinstance(rank, int) and not isinstance(rank, bool)
+        if not is_number or not 0 <= rank < world_size:
             expected = "0" if world_size == 1 else f"0 to {world_size - 1}"
-            facts = {"expected": expected, "got": rank}
+            facts = {"expected": expected, "got": shown(rank)}
             raise UsageError("this rank did not save the step", facts=facts)
         return open_step(fs.read_file, self.directory, self.step, rank, world_size)
 

@@ -18,7 +18,7 @@ from statehold.encoding.header import bytes_of
 from statehold.errors import StepNotFoundError
 from statehold.format.trees import tensors_of
 from statehold.layout.plan import step_of
-from statehold.options.paths import NamedStep
+from statehold.options.paths import NamedStep, check_path
 from statehold.reading.load import load
 from statehold.reading.places import (
     StepPlace,
@@ -44,7 +44,7 @@ def open(run: str | os.PathLike[str]) -> Run:
     Raises:
         UsageError: there is no such directory.
     """
-    path = run_of(os.fspath(run))
+    path = run_of(check_path(run, "the run"))
     tell_misnamed(path)
     return Run(path)
 

@@ -77,7 +77,7 @@ from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, plan_save
 from statehold.observe.progress import Progress
-from statehold.options.paths import absolute
+from statehold.options.paths import absolute, check_path
 from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
@@ -131,7 +131,7 @@ def export_step(
         beside = {} if config is None else hf.texts_of(os.fspath(config), to)
         target = absolute(destination, "the destination")
         call = _Export(fs, target, to, kind, kind.export, name, beside, report)
-        left_out = at_rest(fs, os.fspath(step), call.run)
+        left_out = at_rest(fs, check_path(step, "the step"), call.run)
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
         names = ", ".join(left_out[:_SHOWN])

@@ -57,9 +57,11 @@ def step_named(path: str) -> tuple[str, int] | None:
     """
     real = os.path.realpath(path)
     match = _FOLDER.fullmatch(os.path.basename(real))
-    meant = [NamedStep(os.path.dirname(real), int(match[1]))] if match else []
+    meant: list[str | NamedStep] = (
+        [NamedStep(os.path.dirname(real), int(match[1]))] if match else []
+    )
     with contextlib.closing(file_system()) as fs:
-        for each in (*meant, real):
+        for each in [*meant, real]:
             with contextlib.suppress(UsageError):
                 place = find(fs, each)
                 return os.path.dirname(place.directory), place.step
