@@ -353,36 +353,31 @@ class Destinations:
 def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
     """Give each destination memory of its own, and yield what then proves that those that share
     live memory have the same values there. The largest of them are read in place."""
-    spans = sorted(
-        (*_span_of(each.tensor), at)
-        for at, each in enumerate(found)
-        if each.tensor.numel() and each.tensor.data_ptr()
-    )
+    spans = []
+    for at, each in enumerate(found):
+        if (begin := each.tensor.data_ptr()) and each.tensor.numel():
+            last = 1 + sum(
+                map(operator.mul, each.tensor.stride(), map((-1).__add__, each.tensor.shape))
+            )
+            spans.append((begin, begin + last * each.tensor.element_size(), at))
     cluster: list[int] = []
     begin = end = 0
-    for first, last, at in (*spans, (sys.maxsize, sys.maxsize, -1)):
+    for first, last, at in (*sorted(spans), (sys.maxsize, sys.maxsize, -1)):
         if first < end:
             cluster.append(at)
             end = max(end, last)
             continue
-        for shared in _sharing([(found[each].tensor, each) for each in cluster], begin, end):
-            live = found[shared]
-            staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
-            found[shared] = replace(live, tensor=staged, external=False)
-            yield partial(_check_equal, live, staged)
+        if len(cluster) > 1:
+            for shared in _sharing([(found[each].tensor, each) for each in cluster], begin, end):
+                live = found[shared]
+                staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
+                found[shared] = replace(live, tensor=staged, external=False)
+                yield partial(_check_equal, live, staged)
         cluster, begin, end = [at], first, last
-
-
-def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = 1 + sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def _sharing(cluster: list[tuple[torch.Tensor, int]], begin: int, end: int) -> Iterator[int]:
     """Those in [begin, end) that share an element with a larger one, or with an earlier one."""
-    if len(cluster) < 2:
-        return
     unit = math.gcd(*(n for t, _ in cluster for n in (t.element_size(), t.data_ptr() - begin)))
     taken = torch.zeros((end - begin) // unit, dtype=torch.bool)
     for tensor, at in sorted(cluster, key=lambda each: (-each[0].nbytes, each[1])):

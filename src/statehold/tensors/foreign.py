@@ -9,6 +9,7 @@ import base64
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -76,13 +77,8 @@ def array_of(value: Any, path: str) -> tuple[torch.Tensor, bool] | None:
     return (torch.view_as_real(array) if is_complex else array), is_complex
 
 
-def key_of(node: Any) -> Any:
-    """The key of a dict that a node means: all readers of a tree decode its keys here."""
-    return values.decode(node, value_of)
-
-
 def mapping_of(members: dict[Any, Any]) -> Any:
-    """The node of a dict of nodes, with any key that key_of() gives."""
+    """The node of a dict of nodes, with any key that key_of gives."""
     return values.mapping_of(members, lambda key, path: torch_node(key) or scalar_node(key))
 
 
@@ -109,3 +105,7 @@ def _numpy_scalar(name: str, raw: bytes) -> Any:
             facts={"dtype": name, "expected": f"{expected} bytes", "got": f"{len(raw)} bytes"},
         )
     return numpy.frombuffer(raw, dtype=numpy.dtype(name).newbyteorder("<")).astype(name)[0]
+
+
+# The key of a dict that a node means: all readers of a tree decode its keys here.
+key_of = partial(values.decode, leaf=value_of)
