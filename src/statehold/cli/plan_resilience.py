@@ -25,7 +25,7 @@ from statehold.units import format_seconds
 
 # The least and the most of each option. The simulation is for jobs; beyond these it has no end.
 _LIMITS = {
-    "replicas": (1, 1_000_000), "steps": (1, 1_000_000_000), "nodes": (1, 10_000),
+    "replicas": (1, 100_000), "steps": (1, 1_000_000_000), "nodes": (1, 10_000),
     "step_seconds": (1e-6, 1e7), "save_seconds": (0, 1e7), "restart_seconds": (0, 1e7),
     "mtbf": (1e-6, 1e12), "shape": (0.05, 100),
 }  # fmt: skip
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         )
         raise _refused("mtbf" if args.trace is None else "trace", f"one in {mtbf_s:g} s", expected)
     rates = Rates(mtbf_s, repair_s=args.repair_seconds)
-    found = resilience.plan(job, rates, trace, args.policy or resilience.POLICIES)
+    usual = [each for each in resilience.POLICIES if each != "stacked" or job.replicas > 1]
+    found = resilience.plan(job, rates, trace, args.policy or usual)
     if args.plot:
         _draw(found, Path(args.plot))
     document = _document(job, rates, found)
