@@ -76,17 +76,18 @@ def can_be_a_name(text: str) -> bool:
 
 def absolute(path: str | os.PathLike[str], what: str) -> str:
     """`path`, absolute, if it can be the path of a directory."""
-    return _absolute(check_path(path, what))
-
-
-def _absolute(text: str) -> str:
+    text = check_path(path, what)
     try:
         return os.path.abspath(text)
     except FileNotFoundError:
-        raise UsageError(
-            "a path is relative, and the working directory was deleted",
-            facts={"expected": "an absolute path", "got": text},
-        ) from None
+        raise _deleted(text) from None
+
+
+def _deleted(text: str) -> UsageError:
+    return UsageError(
+        "a path is relative, and the working directory was deleted",
+        facts={"expected": "an absolute path", "got": text},
+    )
 
 
 def check_run(run: str | os.PathLike[str]) -> str:
@@ -136,7 +137,10 @@ class NamedStep:
 def named_step(text: str) -> NamedStep:
     """Which step of which run a text names; neither has to exist. Raises UsageError for RUN@WORD,
     if WORD names no step."""
-    above, name = os.path.split(_absolute(text) if text else "")
+    try:
+        above, name = os.path.split(os.path.abspath(text) if text else "")
+    except FileNotFoundError:
+        raise _deleted(text) from None
     if found := STEP_NAME.fullmatch(name):
         return NamedStep(above, int(found[1]))
     if "@" not in name or os.path.isdir(text):
