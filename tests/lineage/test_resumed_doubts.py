@@ -89,3 +89,31 @@ def test_a_damaged_file_of_this_very_job(fs: SimFs) -> None:
         for step, bits in expected.items():
             assert ckpt.restore({"model": found}, step) == step
             assert same(found.bits(), bits)
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "gone"])
+def test_a_file_that_is_not_whole_and_that_the_restore_did_not_read(
+    fs: SimFs, is_cut: bool
+) -> None:
+    """Found by seed 103394 of the simulation: steps that linked it could not be read."""
+    expected = begin(fs, steps=2)
+    folder = step_path(BASE, 2)
+    shared = [name for name in names(fs, folder) if is_shared(name)]
+    assert shared
+    for name in shared:
+        raw = fs.read_file(f"{folder}/{name}", 1 << 30)
+        fs.unlink(f"{folder}/{name}")
+        if is_cut:
+            fs.write_file(f"{folder}/{name}", raw[: len(raw) // 2])
+    model = Tuned()
+    model.load_state_dict(expected[2])
+    state = {"model": model}
+    with checkpointer_on(fs, BASE, **SMALL) as ckpt:
+        assert ckpt.restore(state, 2, only=["model.head"]) == 2
+        for step in (3, 4):
+            assert ckpt.save(step, state).wait("committed", DEADLINE_S)
+        inside(ckpt).pipeline.drain(DEADLINE_S)
+        assert ckpt.steps()[-2:] == [3, 4]
+        found = Tuned()
+        assert ckpt.restore({"model": found}, 4) == 4
+        assert same(found.bits(), model.bits())

@@ -57,7 +57,7 @@ from statehold.checkpoint.save.shared import (
     windows,
 )
 from statehold.checkpoint.save.writes import FileOrder
-from statehold.errors import StateholdError
+from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.layout.share import Key, Part, RankPlan, Share, key_of, keys_of
@@ -198,11 +198,12 @@ def _files(fs: Fs, saved: SavedStep, directory: str) -> list[KnownFile]:
             key = name, tensor.dtype, chunk.box.shape, chunk.box.offsets
             held.setdefault(chunk.file, []).append((key, chunk))
     headers = {file.name: file.header_sums for file in saved.files}
-    return [
+    known = (
         _known(fs, f"{directory}/{name}", headers[name], sorted(found, key=_begin))
         for name, found in held.items()
         if is_shared(name) and name not in foreign
-    ]
+    )
+    return [each for each in known if each is not None]
 
 
 def _begin(each: tuple[Key, PlacedChunk]) -> int:
@@ -211,11 +212,14 @@ def _begin(each: tuple[Key, PlacedChunk]) -> int:
 
 def _known(
     fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]
-) -> KnownFile:
+) -> KnownFile | None:
     chunks = [chunk for _, chunk in found]
+    header = _header(fs, path, chunks[0].begin, chunks[0].file_bytes)
+    if header is None:
+        return None
     return KnownFile(
         path=path,
-        header=_header(fs, path, chunks[0].begin),
+        header=header,
         keys=tuple(key for key, _ in found),
         begins=tuple(map(attrgetter("begin"), chunks)),
         file_bytes=chunks[0].file_bytes,
@@ -223,14 +227,14 @@ def _known(
     )
 
 
-def _header(fs: Fs, path: str, nbytes: int) -> bytes:
+def _header(fs: Fs, path: str, nbytes: int, file_bytes: int) -> bytes | None:
+    """None if the file is gone, or cut: a restore of other parts has not looked at it."""
     raw = bytearray(nbytes)
-    file = fs.open_read(path)
-    try:
-        file.read_into(raw, 0)
-    finally:
-        file.close()
-    return bytes(raw)
+    with contextlib.suppress(StorageError), contextlib.closing(fs.open_read(path)) as file:
+        if file.size_bytes() == file_bytes:
+            file.read_into(raw, 0)
+            return bytes(raw)
+    return None
 
 
 # -- from save to save -----------------------------------------------------------------------------
