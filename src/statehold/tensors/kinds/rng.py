@@ -228,7 +228,10 @@ def _python_state(generator: Any) -> dict[str, Any]:
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (state["version"], tuple(_bytes_to_words(state["words"])), state["gauss"])
+    words = array.array("I", state["words"])
+    if sys.byteorder == "big":
+        words.byteswap()
+    return (state["version"], tuple(words), state["gauss"])
 
 
 def _numpy_legacy_state(generator: Any) -> dict[str, Any]:
@@ -262,13 +265,6 @@ def _words_to_bytes(words: Any) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
-
-
-def _bytes_to_words(raw: bytes) -> array.array[int]:
-    packed = array.array("I", raw)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed
 
 
 def _tensor_bytes(state: torch.Tensor) -> bytes:
