@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from statehold.offload.lanes import Lanes
 from torch import cuda
 
 from bench.gpu import figures
 from bench.gpu.figures import Figure
 from bench.gpu.task import Skipped, Task
 from bench.harness import GB
+from statehold.offload.on_device import Lanes
 from statehold.tensors.devices import cuda_runtime
 from statehold.units import GiB, MiB
 

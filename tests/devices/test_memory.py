@@ -38,6 +38,7 @@ def test_device_memory_is_given_back_at_staged(
     save = ckpt.save(1, {**training.state, "temporary": mark(temporary)})
     save.wait("staged", DEADLINE_S)
     must(holdup.waiting.wait(DEADLINE_S))
+    machine.finish()  # the timeline lets go of what it has done
     held = machine.bytes_on()
     holdup.release()
     assert held == before
@@ -58,4 +59,5 @@ def test_device_memory_of_a_failed_save_is_given_back(
     with pytest.raises(statehold.errors.TornSnapshot):
         save.wait("committed", DEADLINE_S)
     inside(ckpt).pipeline.drain(DEADLINE_S)
+    machine.finish()
     assert machine.bytes_on() == before

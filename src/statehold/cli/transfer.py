@@ -48,8 +48,8 @@ def _exported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]
 
 
 def _imported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]:
-    check_source(absolute(args.source, "the source"))
     step_in(args.step)
+    check_source(absolute(args.source, "the source"))
     from statehold.integrations.formats.convert import import_step
 
     path = import_step(args.source, args.step, name=args.name, skip=args.skip, report=drawn)

@@ -306,8 +306,9 @@ class Capturing:
             for stored in self.stored:
                 stored.release()
             raise
-        finally:  # the encoder refers to this: in a cycle, tensors would wait for a collection
+        finally:  # these refer to this: in a cycle, tensors would wait for a collection
             self.values.leaf = self.values.members = None
+            self.later.clear()
         note = note_of(self._parameters)
         frozen = tuple(self.frozen) if self.entries else None
         return Capture(self.tensors, tree, note, self.doubts, self.numbers, self.stored, frozen)

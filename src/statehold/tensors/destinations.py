@@ -362,24 +362,28 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
             spans.append((begin, begin + last * each.tensor.element_size(), at))
     cluster: list[int] = []
     begin = end = 0
-    for first, last, at in (*sorted(spans), (sys.maxsize, sys.maxsize, -1)):
+    for first, last, next_at in (*sorted(spans), (sys.maxsize, sys.maxsize, -1)):
         if first < end:
-            cluster.append(at)
+            cluster.append(next_at)
             end = max(end, last)
             continue
         if len(cluster) > 1:
-            for shared in _sharing([(found[each].tensor, each) for each in cluster], begin, end):
-                live = found[shared]
+            sharing = _sharing([(found[each].tensor, each) for each in cluster], begin, end)
+            for at, shared in sharing:
+                live = found[at]
                 staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
-                found[shared] = replace(live, tensor=staged, external=False)
-                yield partial(_check_equal, live, staged)
-        cluster, begin, end = [at], first, last
+                found[at] = replace(live, tensor=staged, external=False)
+                yield partial(_put_beside, live, staged, shared)
+        cluster, begin, end = [next_at], first, last
 
 
-def _sharing(cluster: list[tuple[torch.Tensor, int]], begin: int, end: int) -> Iterator[int]:
-    """Those in [begin, end) that share an element with a larger one, or with an earlier one."""
+def _sharing(
+    cluster: list[tuple[torch.Tensor, int]], begin: int, end: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Those in [begin, end) that share elements with a larger one, or with an earlier one, and
+    which elements these are."""
     unit = math.gcd(*(n for t, _ in cluster for n in (t.element_size(), t.data_ptr() - begin)))
-    taken = torch.zeros((end - begin) // unit, dtype=torch.bool)
+    taken = torch.zeros((end - begin) // unit, dtype=torch.bool, device="cpu")
     for tensor, at in sorted(cluster, key=lambda each: (-each[0].nbytes, each[1])):
         units = tensor.element_size() // unit
         strides = (*(stride * units for stride in tensor.stride()), 1)
@@ -387,19 +391,25 @@ def _sharing(cluster: list[tuple[torch.Tensor, int]], begin: int, end: int) -> I
             (*tensor.shape, units), strides, (tensor.data_ptr() - begin) // unit
         )
         if place.any():
-            yield at
-        else:
-            place.fill_(True)
+            yield at, place.any(-1).reshape(-1)
+        place.fill_(True)
 
 
-def _check_equal(live: Destination, staged: torch.Tensor) -> None:
+def _put_beside(live: Destination, staged: torch.Tensor, shared: torch.Tensor) -> None:
+    """Give a tensor its values, of which the `shared` ones are there already."""
     now = live.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if not torch.equal(now.reshape(-1).view(torch.uint8), staged.reshape(-1).view(torch.uint8)):
+    there, wanted = (
+        each.reshape(-1).view(torch.uint8).reshape(shared.numel(), -1)[shared]
+        for each in (now, staged)
+    )
+    if not torch.equal(there, wanted):
         raise StateMismatchError(
             "tensors of the state share memory, and the step has different values for them there",
             facts={"tensor": live.name, "expected": "the values of the larger one"},
             hint="the state has changed: restore another step, or clone() one of the tensors first",
         )
+    if not shared.all():
+        live.tensor.detach().copy_(staged)
 
 
 def _strides_of_state(parameter: torch.Tensor) -> tuple[int, ...]:
