@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +48,9 @@ def fork_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     forked()
     forkserver.ensure_running()
     job = importlib.import_module("job")
-    start = job.start
-    monkeypatch.setattr(job, "start", lambda *words: start(_printing, _Output(), *words))
+    start, secret = job.start, secrets.token_hex(32)
+    monkeypatch.setenv("STATEHOLD_SECRET", secret)  # the server has the environment of before
+    monkeypatch.setattr(job, "start", lambda *words: start(_printing, _Output(), secret, *words))
 
 
 class _Output:
@@ -63,5 +65,6 @@ def _take(*outputs: Any) -> None:
         os.dup2(output.detach(), fd)
 
 
-def _printing(_: None, body: Callable[..., None], *arguments: object) -> None:
+def _printing(_: None, secret: str, body: Callable[..., None], *arguments: object) -> None:
+    os.environ["STATEHOLD_SECRET"] = secret
     body(*arguments)
