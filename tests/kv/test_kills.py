@@ -15,6 +15,7 @@ import pytest
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look
 from support import scripts
+from support.faults import must
 from support.pages import get, made, put
 from support.seeds import SEED
 
@@ -50,7 +51,7 @@ def test_no_page_is_wrong_after_a_kill(tmp_path: Path, kill: int) -> None:
         killed = worker(path, dice.getrandbits(32))
         assert killed.stdout is not None
         for _ in range(dice.randrange(1, 6)):
-            assert killed.stdout.readline()
+            must(killed.stdout.readline())
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         killed.stdout.close()

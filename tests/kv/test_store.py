@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from statehold.cli import main
-from statehold.errors import ClosedError, FormatVersionError, StorageError, UsageError
-from statehold.kv import PageStore, PageVerdict
+from statehold.errors import ClosedError, FormatVersionError, NoSpaceError, StorageError, UsageError
+from statehold.kv import PageStore, PageVerdict, opened
+from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
+from statehold.kv.tiers import SLOTS_MIN, FileTier, Geometry
 from statehold.units import MiB
 from support import scripts
+from support.faults import must
 from support.pages import NEW, OLD, PAGE, SLOT, get, key, made, page, put
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[PageStore]:
-    with made(tmp_path / "pages") as opened:
-        yield opened
+    with made(tmp_path / "pages") as made_now:
+        yield made_now
 
 
 def slots_of(path: Path) -> list[tuple[Path, int]]:
@@ -48,16 +54,17 @@ def test_pages_come_back(store: PageStore) -> None:
     assert put(store, 1, 2, 3) == [PageVerdict.STORED] * 3
     assert store.contains([key(1), key(4)]) == [True, False]
     assert get(store, 3, 4, 1) == [PageVerdict.HIT, PageVerdict.MISS, PageVerdict.HIT]
-    assert put(store, 3) == [PageVerdict.HIT]
+    assert put(store, 3) == [PageVerdict.THERE]
 
 
 def test_pages_of_other_sizes_come_back_at_their_size(store: PageStore) -> None:
     for nbytes in (1, 4096, 4097, PAGE):
-        assert store.put([key(nbytes)], [page(nbytes, nbytes)]).wait() == [PageVerdict.STORED]
+        must(store.put([key(nbytes)], [page(nbytes, nbytes)]).wait() == [PageVerdict.STORED])
         found = bytearray(nbytes)
-        assert store.get([key(nbytes)], [found]).wait() == [PageVerdict.HIT]
+        must(store.get([key(nbytes)], [found]).wait() == [PageVerdict.HIT])
         assert found == page(nbytes, nbytes)
-    assert store.get([key(1)], [bytearray(2)]).wait() == [PageVerdict.MISS]
+    other = store.get([key(1)], [bytearray(2)]).wait()
+    assert other == [PageVerdict.MISS]
 
 
 def test_pages_are_there_when_the_store_is_opened_again(tmp_path: Path) -> None:
@@ -66,7 +73,7 @@ def test_pages_are_there_when_the_store_is_opened_again(tmp_path: Path) -> None:
     with made(tmp_path) as store:
         assert store.stats()["memory_pages"] == 0
         assert get(store, *range(30)) == [PageVerdict.HIT] * 30
-        assert store.stats()["hits"] == 30
+        assert store.stats()["hit"] == 30
 
 
 def test_more_pages_than_memory_are_read_from_files(store: PageStore) -> None:
@@ -189,7 +196,7 @@ def test_a_storage_that_hangs_makes_a_call_late_and_no_other(
             patched.setattr(OpenStore, "job", lambda *_, **__: stuck)
             into = [bytearray(PAGE), bytearray(PAGE)]
             batch = store.get([key(9), key(1)], into, deadline_s=0.2)
-            assert batch.wait() == [PageVerdict.HIT, PageVerdict.LATE]
+            must(batch.wait() == [PageVerdict.HIT, PageVerdict.LATE])
         assert into[1] == bytes(PAGE)
         assert get(store, 9, 2) == [PageVerdict.HIT, PageVerdict.HIT]
         assert stuck.waits
@@ -273,11 +280,11 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
 def test_bad_calls_are_refused_at_once(store: PageStore) -> None:
     with pytest.raises(UsageError, match="not a key"):
         store.get([b""], [bytearray(1)])
-    with pytest.raises(UsageError, match="too large"):
+    with pytest.raises(UsageError, match="does not fit"):
         store.put([key(1)], [bytes(PAGE + 1)])
     with pytest.raises(UsageError, match="as many buffers"):
         store.put([key(1)], [])
-    with pytest.raises(UsageError, match="may be written"):
+    with pytest.raises(UsageError, match="another kind"):
         store.get([key(1)], [memoryview(b"constant")])  # type: ignore[list-item]
 
 
@@ -297,3 +304,158 @@ def test_the_command_counts_and_verifies(
     with pytest.raises(SystemExit):
         main(["kv"])
     assert main(["kv", "ls", str(tmp_path / "nothing")]) == 2
+
+
+class Held:
+    """A job that ends once `may_end` is set."""
+
+    def __init__(self, job: Any) -> None:
+        self.begun, self.may_end, self._job = threading.Event(), threading.Event(), job
+
+    def wait(self, timeout: float | None) -> bool:
+        self.begun.set()
+        return self.may_end.wait(timeout) and bool(self._job.wait(None))
+
+    def checksums(self) -> bytes:
+        return bytes(self._job.checksums())
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """Jobs of stores, from now on."""
+    made_so_far, begin = list[Held](), OpenStore.job
+
+    def job(self: OpenStore, *arguments: Any, **options: Any) -> Held:
+        made_so_far.append(Held(begin(self, *arguments, **options)))
+        return made_so_far[-1]
+
+    monkeypatch.setattr(OpenStore, "job", job)
+    return made_so_far
+
+
+def test_no_call_under_way_gives_pages_of_the_identity_before(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with made(tmp_path, identity=OLD) as store:
+        put(store, 1)
+    held = request.getfixturevalue("held")
+    with made(tmp_path, identity=OLD) as store:
+        batch = store.get([key(1)], [bytearray(PAGE)])
+        while not held:  # the thread that reads has begun none yet
+            store.contains([key(1)])
+        store.identity = NEW
+        held[0].may_end.set()
+        assert batch.wait() == [PageVerdict.MISS]
+
+
+def test_a_page_that_comes_late_stays_where_it_is(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with made(tmp_path, identity=OLD) as store:
+        put(store, 1)
+    held = request.getfixturevalue("held")
+    with made(tmp_path, identity=OLD) as store:
+        late = store.get([key(1)], [bytearray(PAGE)], deadline_s=0.0)
+        must(late.wait() == [PageVerdict.LATE])
+        get(store, 9)  # the thread that reads has left the page behind
+        store.identity = NEW
+        held[0].may_end.set()
+        get(store, 9)  # now it finds the page
+        store.identity = OLD
+        found = get(store, 1)
+        assert found == [PageVerdict.HIT]
+        assert store.stats()["bad"] == 0
+
+
+def test_a_page_that_is_asked_at_another_size_stays(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1)
+    with made(tmp_path) as store:
+        small = store.get([key(1)], [bytearray(4096)]).wait()
+        assert small == [PageVerdict.MISS]
+        found = get(store, 1)
+        assert found == [PageVerdict.HIT]
+
+
+class NoRoom:
+    """A file system that has room for one segment."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs, self.refused = fs, 0
+
+    def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+        if not path.endswith("-000000"):
+            self.refused += 1
+            raise NoSpaceError("cannot open_write", errno=28, path=path)
+        return self._fs.open_write(path, nbytes, reuse=reuse)
+
+    def open_read(self, path: str, *, direct: bool = False) -> Any:
+        return self._fs.open_read(path, direct=direct)
+
+
+def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disks = []
+
+    class SmallTier(FileTier):
+        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
+            disks.append(NoRoom(fs))
+            super().__init__(disks[0], root, geometry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(opened, "FileTier", SmallTier)
+    with made(tmp_path) as store:
+        first_ones = Geometry.of(2 * MiB, SLOT).segment_slots
+        for first in range(0, 4 * first_ones, first_ones):
+            put(store, *range(first, first + first_ones))
+        stats = store.stats()
+        assert disks[0].refused
+        assert stats["pages"] == first_ones
+        assert stats["evicted"] >= first_ones  # later pages take the place of earlier ones
+    monkeypatch.undo()
+    with made(tmp_path) as store:
+        found = get(store, *range(3 * first_ones, 4 * first_ones))
+        assert found == [PageVerdict.HIT] * first_ones
+
+
+def test_a_page_that_is_used_in_memory_stays_in_the_files(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB, memory=64 * SLOT) as store:
+        slots = look(tmp_path).geometry.slots
+        put(store, *range(slots))
+        get(store, 0)
+        put(store, slots)
+    with made(tmp_path, capacity=1 * MiB) as store:
+        found = get(store, 0, 1)
+        assert found == [PageVerdict.HIT, PageVerdict.MISS]
+
+
+def test_a_call_waits_for_no_memory_that_late_loads_have(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    numbers = range(SLOTS_MIN)
+    with made(tmp_path) as store:
+        put(store, *range(SLOTS_MIN + 1))
+    held = request.getfixturevalue("held")
+    with made(tmp_path, memory=0) as store:
+        into = [bytearray(PAGE) for _ in numbers]
+        late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
+        must(late.wait() == [PageVerdict.LATE] * SLOTS_MIN)
+        more = store.get([key(SLOTS_MIN)], [bytearray(PAGE)], deadline_s=math.inf).wait()
+        assert len(held) == SLOTS_MIN
+        assert more == [PageVerdict.LATE]
+        for job in held:
+            job.may_end.set()
+
+
+def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:
+    with pytest.raises(UsageError, match="not a time"):
+        store.get([key(1)], [bytearray(1)], deadline_s=math.nan)
+    with pytest.raises(UsageError, match="does not fit"):
+        store.put([key(1)], [b""])
+    with pytest.raises(UsageError, match="needs bytes"):
+        made(Path(store.path), page_bytes=0)
+    found = store.get([key(1)], [bytearray(1)], deadline_s=math.inf).wait()
+    assert found == [PageVerdict.MISS]

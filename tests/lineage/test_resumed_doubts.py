@@ -9,7 +9,7 @@ import pytest
 from statehold.steps.copying import is_shared
 from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.inside import inside
 from support.levels import LATER, NEAR, opened_on, settle, step_path, two
 from support.plain_runs import BASE
@@ -109,11 +109,11 @@ def test_a_file_that_is_not_whole_and_that_the_restore_did_not_read(
     model.load_state_dict(expected[2])
     state = {"model": model}
     with checkpointer_on(fs, BASE, **SMALL) as ckpt:
-        assert ckpt.restore(state, 2, only=["model.head"]) == 2
+        must(ckpt.restore(state, 2, only=["model.head"]) == 2)
         for step in (3, 4):
-            assert ckpt.save(step, state).wait("committed", DEADLINE_S)
+            ckpt.save(step, state).wait("committed", DEADLINE_S)
         inside(ckpt).pipeline.drain(DEADLINE_S)
         assert ckpt.steps()[-2:] == [3, 4]
         found = Tuned()
-        assert ckpt.restore({"model": found}, 4) == 4
+        must(ckpt.restore({"model": found}, 4) == 4)
         assert same(found.bits(), model.bits())

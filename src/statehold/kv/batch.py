@@ -15,19 +15,26 @@ from collections.abc import Callable
 class PageVerdict(enum.Enum):
     """What became of a page."""
 
-    HIT = "hit"  # get: its bytes are in the caller's memory. put: it was there
+    HIT = "hit"  # get: its bytes are in the caller's memory
     MISS = "miss"  # get: it is not there
-    LATE = "late"  # the time has passed first
     BAD = "bad"  # get: its bytes on storage are damaged; it is removed
-    STORED = "stored"  # put: it is there now, for all processes of the host
+    STORED = "stored"  # put: all processes of the host find it now
+    THERE = "there"  # put: it was there already
     DROPPED = "dropped"  # put: there was no room
+    LATE = "late"  # the time has passed first
 
 
 class PageBatch:
-    """The verdicts on `count` pages. until: on the monotonic clock."""
+    """The verdicts on `count` pages of an identity.
 
-    def __init__(self, count: int, until: float) -> None:
-        self.count, self.until = count, until
+    until: on the monotonic clock; None: no end. told: hears of each verdict once, on any thread.
+    """
+
+    def __init__(
+        self, count: int, until: float | None, identity: bytes, told: Callable[[PageVerdict], None]
+    ) -> None:
+        self.count, self.until, self.identity = count, until, identity
+        self._told = told
         self._verdicts: list[PageVerdict | None] = [None] * count
         self._left = count
         self._guard = threading.Lock()
@@ -40,13 +47,17 @@ class PageBatch:
         """Whether every page has its verdict."""
         return self._done.is_set()
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Until its time has passed; None: no end."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
     def wait(self) -> list[PageVerdict]:
         """The verdicts, as soon as all are known, or when the time has passed."""
-        self._done.wait(max(0.0, self.until - time.monotonic()))
+        self._done.wait(self.seconds_left)
         with self._guard:
-            for place, verdict in enumerate(self._verdicts):
-                if verdict is None:
-                    self._settle(place, PageVerdict.LATE)
+            for place in range(self.count):
+                self._settle(place, PageVerdict.LATE)
             return [verdict for verdict in self._verdicts if verdict is not None]
 
     def move(self, place: int, action: Callable[[], object]) -> bool:
@@ -57,16 +68,15 @@ class PageBatch:
             action()
             return True
 
-    def settle(self, place: int, verdict: PageVerdict) -> bool:
-        """The verdict on a page. Returns False if it has another one."""
+    def settle(self, place: int, verdict: PageVerdict) -> None:
+        """The verdict on a page, unless it has one."""
         with self._guard:
-            if self._verdicts[place] is not None:
-                return False
             self._settle(place, verdict)
-            return True
 
     def _settle(self, place: int, verdict: PageVerdict) -> None:
-        self._verdicts[place] = verdict
-        self._left -= 1
-        if not self._left:
-            self._done.set()
+        if self._verdicts[place] is None:
+            self._verdicts[place] = verdict
+            self._told(verdict)
+            self._left -= 1
+            if not self._left:
+                self._done.set()

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,8 @@ HEADERS = 64
 _ABOUT = "store.json"
 _LOCK = ".lock"
 _TABLES = 0
-_CLOSE_S = 1.0
+# How long the constructor, close() and a new identity wait for a process that holds the tables.
+_LOCK_S = 10.0
 
 
 class OpenStore:
@@ -74,24 +75,32 @@ class OpenStore:
             opened.callback(fs.close)
             self._engine = open_engine(fs, 2 * BUFFER_BYTES, BUFFER_BYTES, 2)
             opened.callback(self._engine.close)
-            with self._held(None):
+            self._tiers = opened.enter_context(contextlib.ExitStack())
+            with self._held(_LOCK_S):
                 self.files = FileTier(fs, path, self._geometry(capacity, size))
-                opened.callback(lambda: self.files.close(is_last=self._is_alone()))
+                self._tiers.callback(lambda: self.files.close(is_last=self._is_alone()))
                 self.memory = MemoryTier(_name(path), memory, size)
-                opened.callback(lambda: self.memory.close(is_last=self._is_alone()))
+                self._tiers.callback(lambda: self.memory.close(is_last=self._is_alone()))
                 self._recover()
             self._opened = opened.pop_all()
 
-    def close(self) -> None:
-        """Give up the seat, the memory and the files. Nothing uses them any more."""
-        with contextlib.suppress(StateholdError), self.changing(_CLOSE_S):
-            self.memory.table.seat(self.seat, None)
-            self.files.table.seat(self.seat, None)
+    def close(self, filling: Iterable[int] = ()) -> None:
+        """Give up the seat, the memory and the files. Nothing uses them any more.
+
+        filling: slots in memory that this process has taken, and that hold nothing.
+        """
+        with contextlib.suppress(WaitTimeout), self._held(_LOCK_S):
+            with self.memory.table.change(), self.files.table.change():
+                for slot in filling:
+                    self.memory.table.free(slot)
+                self.memory.table.seat(self.seat, None)
+                self.files.table.seat(self.seat, None)
+            self._tiers.close()  # under the lock: nobody opens the store meanwhile
         self._opened.close()
 
     def use(self, identity: bytes) -> None:
         """This process uses the pages of an identity, so they go last."""
-        with self.changing(None):
+        with self.changing(_LOCK_S):
             for tier in (self.memory, self.files):
                 tier.table.seat(self.seat, tier.table.space(identity))
 

@@ -4,7 +4,8 @@
     get   slot in memory -> caller's memory; before that, slot in a file -> slot in memory, verified
 
 Three threads: one takes pages in, one writes them, one reads. A call only queues its work, and its
-PageBatch ends in time, whatever the storage does. contains() asks the tables alone.
+batch ends in time, whatever the storage does. contains() asks the tables alone. Only flush() and
+close() wait for transfers of a storage that hangs.
 
 Invariants: a page is right, or it is a miss. What comes from a file is taken only if its header has
 the asked key under this identity, and its payload the header's checksum. What comes from memory is
@@ -49,7 +50,7 @@ from statehold.kv.page import (
     whole_blocks,
 )
 from statehold.process.worker import Worker
-from statehold.units import parse_bytes
+from statehold.units import check_timeout, parse_bytes
 
 if TYPE_CHECKING:
     from statehold._core import RangesJob
@@ -65,21 +66,22 @@ FLUSH_S = 1.0
 
 @dataclass(slots=True)
 class Loading:
-    """A page on its way from a file. slot: in memory, FILLING."""
+    """A page that was asked for. slot: in memory, FILLING. there, generation: in a file."""
 
     batch: PageBatch
     place: int
     key: bytes
     into: memoryview
-    slot: int
-    there: int
-    generation: int
+    index: int
+    slot: int = -1
+    there: int = -1
+    generation: int = 0
     job: RangesJob | None = None
 
 
 @dataclass(slots=True)
 class Taking:
-    """A page on its way into a slot in memory."""
+    """A page on its way into a slot in memory. before: index of the page before it."""
 
     batch: PageBatch
     place: int
@@ -96,8 +98,8 @@ class PageStore:
 
     Args:
         path: a directory of this user, on a disk of this host.
-        page_bytes: the most bytes of a page. All processes that open the store give the same.
-        capacity: the most bytes of files, of which nothing takes more.
+        page_bytes: the size of the largest page. All processes that open the store give the same.
+        capacity: the files together never take more bytes.
         memory: the memory for pages, which all processes of the host share; the first one decides.
         identity: what the pages depend on, 16 bytes (see statehold.kv.identity). Pages of another
             identity are not found, and go first.
@@ -107,6 +109,7 @@ class PageStore:
         UsageError: an argument makes no sense; the error says which.
         RunBusyError: another host uses the store, or too many processes do.
         FormatVersionError: another version of statehold has made the store.
+        WaitTimeout: another process holds the tables of the store, and does nothing.
         StorageError: the directory cannot be used.
 
     Thread-safe.
@@ -122,10 +125,11 @@ class PageStore:
         identity: bytes = bytes(IDENTITY_BYTES),
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self.page_bytes = parse_bytes(page_bytes)
-        self.deadline_s = deadline_s
+        self.page_bytes = _check_page_bytes(page_bytes)
+        self._deadline_s = check_timeout(deadline_s)
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._is_flush_due = self._is_closed = False
         self._leftover: deque[Loading] = deque()
         self._open = OpenStore(
@@ -149,8 +153,9 @@ class PageStore:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which pages are there, as far as the tables know. Waits for nothing."""
+        self._check_open()
         identity, memory, files = self._identity, self._memory.table.find, self._files.table.find
-        indices = [_core.xxh3_64(identity + key) for key in keys]
+        indices = [index_of(identity, check_key(key)) for key in keys]
         return [memory(index) >= 0 or files(index) >= 0 for index in indices]
 
     def get(
@@ -162,14 +167,16 @@ class PageStore:
     ) -> PageBatch:
         """Begin to read pages, each `into` memory of its size.
 
-        Verdicts: HIT, MISS, LATE, BAD. Only after HIT the memory has the page; otherwise it is as
-        it was. Keys are in the order of the prefix: each follows the one before.
+        Verdicts: HIT, MISS, LATE, BAD. After HIT the memory has the page, and otherwise anything.
+        Keys are in the order of the prefix: each follows the one before.
         """
-        views = [_writable(each) for each in into]
-        self._check(keys, views)
-        batch = self._batch(len(keys), deadline_s)
-        identity = self._identity
-        self._submit(self._read, batch, lambda: self._load(batch, identity, list(keys), views))
+        views = [_bytes_of(each, is_written=True) for each in into]
+        batch = self._begin(keys, views, deadline_s)
+        loads = [
+            Loading(batch, place, key, view, index_of(batch.identity, key))
+            for place, (key, view) in enumerate(zip(keys, views, strict=True))
+        ]
+        self._submit(self._read, batch, lambda: self._load(batch, loads))
         return batch
 
     def put(
@@ -182,16 +189,20 @@ class PageStore:
     ) -> PageBatch:
         """Begin to store pages. The caller leaves their memory unchanged until the verdicts.
 
-        Verdicts: STORED, HIT (it was there), DROPPED, LATE. Keys are in the order of the prefix;
-        `after` is the key before the first one.
+        Verdicts: STORED, THERE, DROPPED, LATE. Keys are in the order of the prefix; `after` is the
+        key before the first one.
         """
-        views = [memoryview(each).cast("B") for each in pages]
-        self._check(keys, views)
-        batch = self._batch(len(keys), deadline_s)
-        identity = self._identity
-        first = 0 if after is None else index_of(identity, check_key(after))
-        accept = partial(self._accept, batch, identity, list(keys), views, first)
-        self._submit(self._take_in, batch, accept)
+        views = [_bytes_of(each, is_written=False) for each in pages]
+        batch = self._begin(keys, views, deadline_s)
+        indices = [index_of(batch.identity, key) for key in keys]
+        first = 0 if after is None else index_of(batch.identity, check_key(after))
+        waiting = deque(
+            Taking(batch, place, key, view, index, before)
+            for place, (key, view, index, before) in enumerate(
+                zip(keys, views, indices, [first, *indices[:-1]][: len(indices)], strict=True)
+            )
+        )
+        self._submit(self._take_in, batch, lambda: self._accept(batch, waiting))
         return batch
 
     def flush(self) -> None:
@@ -199,6 +210,7 @@ class PageStore:
 
         Raises StorageError if they cannot be made durable.
         """
+        self._check_open()
         self._take_in.passed(None)
         self._write.passed(None)
         self._open.flush()
@@ -210,20 +222,24 @@ class PageStore:
 
     @identity.setter
     def identity(self, identity: bytes) -> None:
-        # First, so that no page of the old one is found from now on.
+        self._check_open()
+        # First: from now on no page of the old one is a HIT, not even of a call under way.
         self._identity = _check_identity(identity)
         self._open.use(identity)
 
     def stats(self) -> Mapping[str, int]:
-        """hits, misses, late, bad, stored, dropped: verdicts of this process. evicted: pages that
-        went from files, of all processes. pages and memory_pages: how many there are."""
-        found = {each: self._counts[each] for each in
-                 ("hits", "misses", "late", "bad", "stored", "dropped")}  # fmt: skip
-        found["evicted"] = self._files.table.evicted
-        found["pages"], found["memory_pages"] = (
-            tier.table.pages() for tier in (self._files, self._memory)
-        )
-        return found
+        """The verdicts of this process, by name; unwritten: pages that are in memory alone, because
+        the storage refused them. evicted: pages that went from the files, of all processes. pages,
+        memory_pages: how many there are."""
+        self._check_open()
+        names = [verdict.value for verdict in PageVerdict]
+        counts = {name: self._counts[name] for name in [*names, "unwritten"]}
+        return {
+            **counts,
+            "evicted": self._files.table.evicted,
+            "pages": self._files.table.pages(),
+            "memory_pages": self._memory.table.pages(),
+        }
 
     def close(self) -> None:
         """Write what was put, and let the store go. Idempotent."""
@@ -235,7 +251,7 @@ class PageStore:
         for loading in self._leftover:
             if loading.job is not None:
                 loading.job.cancel()
-        self._open.close()
+        self._open.close([loading.slot for loading in self._leftover])
 
     def __enter__(self) -> PageStore:
         return self
@@ -245,186 +261,162 @@ class PageStore:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def _load(
-        self, batch: PageBatch, identity: bytes, keys: list[bytes], views: list[memoryview]
-    ) -> None:
+    def _load(self, batch: PageBatch, loads: list[Loading]) -> None:
         self._reap()
-        absent = self._from_memory(batch, identity, keys, views)
-        self._from_files(batch, identity, absent)
+        waiting, under_way = deque(self._absent(batch, loads)), deque[Loading]()
+        while waiting or under_way:
+            self._start(batch, waiting, under_way)
+            if not under_way:
+                break
+            self._finish(under_way.popleft())
+        for loading in waiting:  # loads that are late have all the memory
+            batch.settle(loading.place, PageVerdict.LATE)
 
-    def _from_memory(
-        self, batch: PageBatch, identity: bytes, keys: list[bytes], views: list[memoryview]
-    ) -> list[tuple[int, bytes, memoryview]]:
-        """Deliver what is in memory; returns the places, keys and memory of the others."""
-        table, absent, used = self._memory.table, [], []
-        for place, (key, view) in enumerate(zip(keys, views, strict=True)):
-            slot = table.find(index_of(identity, key))
-            if slot < 0 or not self._deliver(batch, place, identity, key, view, slot):
-                absent.append((place, key, view))
-            else:
-                used.append(slot)
-        with self._open.changing(batch.until - time.monotonic()):
-            table.touch(reversed(used))
+    def _absent(self, batch: PageBatch, loads: list[Loading]) -> list[Loading]:
+        """Deliver what is in memory; returns the others."""
+        memory, files = self._memory.table, self._files.table
+        found = {each.place: memory.find(each.index) for each in loads}
+        absent = [
+            each
+            for each in loads
+            if found[each.place] < 0 or not self._deliver(each, found[each.place])
+        ]
+        for each in absent:
+            del found[each.place]
+        used = [each.index for each in reversed(loads) if each.place in found]
+        with self._open.changing(batch.seconds_left):
+            memory.touch(map(memory.find, used))
+            files.touch(map(files.find, used))
         return absent
 
-    def _deliver(
-        self, batch: PageBatch, place: int, identity: bytes, key: bytes, view: memoryview, slot: int
-    ) -> bool:
+    def _deliver(self, loading: Loading, slot: int) -> bool:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
-        table = self._memory.table
+        table, batch = self._memory.table, loading.batch
         generation = table.generation(slot)
         header = Header.decode(self._memory.header(slot))
-        if header is None or not header.is_of(identity, key, view.nbytes):
+        if header is None or not header.is_of(batch.identity, loading.key, loading.into.nbytes):
             return False
-        source = self._memory.address(slot) + HEADER_BYTES
-        if not batch.move(place, lambda: _copy(address_of(view), source, view.nbytes)):
+        if not self._copy_out(loading, slot):
             return True  # it is late, and has its verdict
-        if table.generation(slot) != generation or table.index(slot) != header.index:
+        if table.generation(slot) != generation or table.index(slot) != loading.index:
             return False
-        self._verdict(batch, place, PageVerdict.HIT)
+        self._hit(loading)
         return True
 
-    def _from_files(
-        self, batch: PageBatch, identity: bytes, absent: list[tuple[int, bytes, memoryview]]
-    ) -> None:
-        waiting, under_way = deque(absent), deque[Loading]()
-        while waiting or under_way:
-            self._start(batch, identity, waiting, under_way)
-            if not under_way:  # other loads have all the memory
-                break
-            self._finish(under_way.popleft(), identity)
+    def _copy_out(self, loading: Loading, slot: int) -> bool:
+        """Copy a page to the caller's memory, unless it is late."""
+        to, source = loading.into, self._memory.address(slot) + HEADER_BYTES
+        copy = partial(ctypes.memmove, address_of(to), source, to.nbytes)
+        return loading.batch.move(loading.place, copy)
 
-    def _start(
-        self,
-        batch: PageBatch,
-        identity: bytes,
-        waiting: deque[tuple[int, bytes, memoryview]],
-        under_way: deque[Loading],
-    ) -> None:
+    def _hit(self, loading: Loading) -> None:
+        """The caller has the page; a miss if the identity has changed since the call."""
+        is_current = loading.batch.identity == self._identity
+        verdict = PageVerdict.HIT if is_current else PageVerdict.MISS
+        loading.batch.settle(loading.place, verdict)
+
+    def _start(self, batch: PageBatch, waiting: deque[Loading], under_way: deque[Loading]) -> None:
+        """Begin to read pages, as far as memory has slots for them."""
         if not waiting or len(under_way) > LOADS_MAX // 2:
             return
         memory, files, new = self._memory.table, self._files.table, list[Loading]()
-        with self._open.changing(batch.until - time.monotonic()):
+        with self._open.changing(batch.seconds_left):
             while waiting and len(under_way) + len(new) < LOADS_MAX:
-                place, key, view = waiting[0]
-                there = files.find(index_of(identity, key))
-                slot = -1 if there < 0 else memory.take(self._open.seat)
-                if there >= 0 and slot < 0:
+                loading = waiting[0]
+                loading.there = files.find(loading.index)
+                if loading.there < 0:
+                    batch.settle(loading.place, PageVerdict.MISS)
+                elif (slot := memory.take(self._open.seat)) >= 0:
+                    loading.slot, loading.generation = slot, files.generation(loading.there)
+                    new.append(loading)
+                else:
                     break
                 waiting.popleft()
-                if there < 0:
-                    self._verdict(batch, place, PageVerdict.MISS)
-                else:
-                    generation = files.generation(there)
-                    new.append(Loading(batch, place, key, view, slot, there, generation))
             files.touch(loading.there for loading in reversed(new))
         for loading in new:
-            try:
-                loading.job = self._open.job(loading.slot, loading.there, loading.into.nbytes)
-            except StorageError as error:
-                self._open.warn("read", error)
+            loading.job = self._begin_job(loading.slot, loading.there, loading.into.nbytes)
             under_way.append(loading)
 
-    def _finish(self, loading: Loading, identity: bytes) -> None:
-        """Wait for a page from a file, and deliver it."""
-        is_read, job = False, loading.job
-        if job is not None:
-            try:
-                if not job.wait(max(0.0, loading.batch.until - time.monotonic())):
-                    self._leftover.append(loading)  # its slot is in use
-                    return
-                is_read = True
-            except StateholdError as error:
-                self._open.warn("read", error)
-        self._settle(loading, identity, is_read)
-
-    def _settle(self, loading: Loading, identity: bytes, is_read: bool) -> None:
-        batch, place, view, slot = loading.batch, loading.place, loading.into, loading.slot
-        header = self._proven(loading, identity) if is_read else None
-        is_right = header is not None and header.is_of(identity, loading.key, view.nbytes)
-        if is_right:
-            source = self._memory.address(slot) + HEADER_BYTES
-            batch.move(place, lambda: _copy(address_of(view), source, view.nbytes))
-        is_same = False
-        with self._open.changing(None):
-            memory, files = self._memory.table, self._files.table
-            space = memory.space(identity)
-            if header is None or not memory.publish(slot, header.index, header.before, space):
-                memory.free(slot)
-            is_same = files.generation(loading.there) == loading.generation
-            if header is None and is_same:
-                files.free(loading.there)
-        if is_right:
-            self._verdict(batch, place, PageVerdict.HIT)
+    def _finish(self, loading: Loading) -> None:
+        """Wait for a page from a file, and deliver it; if it is late, later calls let it go."""
+        is_read = self._is_done(loading.job, loading.batch.seconds_left)
+        if is_read is None:
+            self._leftover.append(loading)
         else:
-            self._verdict(
-                batch, place, PageVerdict.BAD if header is None and is_same else PageVerdict.MISS
-            )
-
-    def _proven(self, loading: Loading, identity: bytes) -> Header | None:
-        """The header of what was read, if it and the payload are right for the key."""
-        header = Header.decode(self._memory.header(loading.slot))
-        if header is None or (header.identity, header.key) != (identity, loading.key):
-            return None
-        if loading.job is None or whole_blocks(header.nbytes) != whole_blocks(loading.into.nbytes):
-            return None
-        checksum = memoryview(loading.job.checksums()).cast("Q")[1]
-        return header if checksum == header.checksum else None
+            self._settle(loading, is_read=is_read)
 
     def _reap(self) -> None:
         """Let go of loads that were late and are done by now."""
         for _ in range(len(self._leftover)):
-            loading = self._leftover.popleft()
-            is_read = False
-            if loading.job is not None:
-                with contextlib.suppress(StateholdError):
-                    if not loading.job.wait(0.0):
-                        self._leftover.append(loading)
-                        continue
-                    is_read = True
-            self._settle(loading, self._identity, is_read)
+            self._finish(self._leftover.popleft())
+
+    def _settle(self, loading: Loading, *, is_read: bool) -> None:
+        """A page was read from a file into its slot in memory, or could not be read."""
+        header = Header.decode(self._memory.header(loading.slot)) if is_read else None
+        verdict = self._judged(loading, header)
+        is_hit = verdict is PageVerdict.HIT and self._copy_out(loading, loading.slot)
+        memory, files = self._memory.table, self._files.table
+        with self._open.changing(None):
+            if (
+                verdict is not PageVerdict.HIT
+                or header is None
+                or not memory.publish(
+                    loading.slot, header.index, header.before, memory.space(header.identity)
+                )
+            ):
+                memory.free(loading.slot)
+            if verdict is PageVerdict.BAD:
+                if files.generation(loading.there) == loading.generation:
+                    files.free(loading.there)
+                else:  # the slot was given to another page while it was read
+                    verdict = PageVerdict.MISS
+        if is_hit:
+            self._hit(loading)
+        else:
+            loading.batch.settle(loading.place, verdict)
+
+    def _judged(self, loading: Loading, header: Header | None) -> PageVerdict:
+        """What was read, with this header: the page (HIT), another one (MISS), or damage (BAD)."""
+        if header is None or loading.job is None or header.index != loading.index:
+            return PageVerdict.BAD
+        if not header.is_of(loading.batch.identity, loading.key, loading.into.nbytes):
+            return PageVerdict.MISS  # it has another size, or its key has the index of this one
+        is_right = memoryview(loading.job.checksums()).cast("Q")[1] == header.checksum
+        return PageVerdict.HIT if is_right else PageVerdict.BAD
 
     # -- writing ---------------------------------------------------------------------------
 
-    def _accept(
-        self,
-        batch: PageBatch,
-        identity: bytes,
-        keys: list[bytes],
-        views: list[memoryview],
-        before: int,
-    ) -> None:
-        indices = [index_of(identity, key) for key in keys]
-        waiting = deque(
-            Taking(batch, place, key, view, index, parent)
-            for place, (key, view, index, parent) in enumerate(
-                zip(keys, views, indices, [before, *indices[:-1]], strict=True)
-            )
-        )
+    def _accept(self, batch: PageBatch, waiting: deque[Taking]) -> None:
         while waiting:
             taken = self._take(batch, waiting)
-            if not taken and waiting and not self._write.passed(batch.until):
-                return  # they are late
-            if not taken and waiting and not (taken := self._take(batch, waiting)):
-                break
-            self._publish(identity, taken)
+            if waiting and not taken:  # memory is full of pages that are to be written
+                if not self._write.passed(batch.until):
+                    return  # they are late
+                taken = self._take(batch, waiting)
+                if waiting and not taken:
+                    break
+            self._publish(batch.identity, taken)
         for page in waiting:  # other processes have all the memory
-            self._verdict(batch, page.place, PageVerdict.DROPPED)
+            batch.settle(page.place, PageVerdict.DROPPED)
 
     def _take(self, batch: PageBatch, waiting: deque[Taking]) -> list[Taking]:
         """The next pages that need a slot, each with one, as far as there are slots."""
         memory, files, taken = self._memory.table, self._files.table, list[Taking]()
-        with self._open.changing(batch.until - time.monotonic()):
+        there = list[int]()
+        with self._open.changing(batch.seconds_left):
             while waiting:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
-                    self._verdict(batch, page.place, PageVerdict.HIT)
+                    there.append(page.index)
+                    batch.settle(page.place, PageVerdict.THERE)
                 elif (slot := memory.take(self._open.seat)) >= 0:
                     page.slot, page.serial = slot, files.next_serial()
                     taken.append(page)
                 else:
                     break
                 waiting.popleft()
+            for table in (memory, files):
+                table.touch(map(table.find, reversed(there)))
         return taken
 
     def _publish(self, identity: bytes, taken: list[Taking]) -> None:
@@ -442,7 +434,7 @@ class PageStore:
                     memory.free(slot)
         self._write.submit(lambda: self._store(stored))
         for page in taken:
-            self._verdict(page.batch, page.place, PageVerdict.STORED)
+            page.batch.settle(page.place, PageVerdict.STORED)
 
     def _fill(self, page: Taking, identity: bytes) -> bool:
         """Copy a page to its slot, unless it is late."""
@@ -452,7 +444,7 @@ class PageStore:
             if page.view.readonly:
                 self._memory.payload(page.slot, nbytes)[:] = page.view
             else:
-                _copy(at, address_of(page.view), nbytes)
+                ctypes.memmove(at, address_of(page.view), nbytes)
 
         if not page.batch.move(page.place, copy):
             return False
@@ -472,45 +464,32 @@ class PageStore:
             timer.start()
 
     def _store_some(self, slots: list[int]) -> None:
+        """Write pages from memory to files. What cannot be written stays in memory."""
         memory, files = self._memory.table, self._files.table
         headers = {slot: Header.decode(self._memory.header(slot)) for slot in slots}
         jobs: dict[int, tuple[int, RangesJob | None]] = {}
         with self._open.changing(None):
-            for slot in slots:
+            for slot, header in headers.items():
                 there = files.take(self._open.seat, self._files.below)
-                if there >= 0:
-                    jobs[slot] = there, self._begin_write(slot, there, headers[slot])
-        done = {slot for slot, (_, job) in jobs.items() if self._is_written(job)}
+                if there >= 0 and header is not None:
+                    job = self._begin_job(slot, there, header.nbytes, is_write=True)
+                    jobs[slot] = there, job
+        done = {slot for slot, (_, job) in jobs.items() if self._is_done(job, None)}
         with self._open.changing(None):
-            for slot in slots:
-                there = jobs[slot][0] if slot in jobs else -1
+            for slot, (there, _) in jobs.items():
                 header = headers[slot]
-                if slot in done and header is not None:
-                    space = files.space(header.identity)
-                    if not files.publish(there, header.index, header.before, space):
-                        files.free(there)
-                elif there >= 0:
+                if (
+                    slot not in done
+                    or header is None
+                    or not files.publish(
+                        there, header.index, header.before, files.space(header.identity)
+                    )
+                ):
                     files.free(there)
+            for slot in slots:
                 memory.release(slot)
+            files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
-
-    def _begin_write(self, slot: int, there: int, header: Header | None) -> RangesJob | None:
-        if header is None:
-            return None
-        try:
-            return self._open.job(slot, there, header.nbytes, is_write=True)
-        except StorageError as error:
-            self._open.warn("write", error)
-            return None
-
-    def _is_written(self, job: RangesJob | None) -> bool:
-        if job is None:
-            return False
-        try:
-            return job.wait(None)
-        except StorageError as error:
-            self._open.warn("write", error)
-            return False
 
     def _flush_later(self) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile, and flushed
@@ -523,24 +502,52 @@ class PageStore:
         except StorageError as error:
             self._open.warn("flush", error)
 
+    # -- transfers -------------------------------------------------------------------------
+
+    def _begin_job(
+        self, slot: int, there: int, nbytes: int, *, is_write: bool = False
+    ) -> RangesJob | None:
+        """None if the storage refuses, which is logged."""
+        try:
+            return self._open.job(slot, there, nbytes, is_write=is_write)
+        except StateholdError as error:
+            self._open.warn("write" if is_write else "read", error)
+            return None
+
+    def _is_done(self, job: RangesJob | None, timeout_s: float | None) -> bool | None:
+        """Whether a page was moved; None if that takes longer."""
+        try:
+            return job is not None and (job.wait(timeout_s) or None)
+        except StateholdError as error:
+            self._open.warn("move", error)
+            return False
+
     # -- small things ----------------------------------------------------------------------
 
-    def _batch(self, count: int, deadline_s: float | None) -> PageBatch:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the store of pages is closed", facts={"path": self.path})
-        return PageBatch(
-            count, time.monotonic() + (deadline_s if deadline_s is not None else self.deadline_s)
-        )
 
-    def _check(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> None:
+    def _begin(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], deadline_s: float | None
+    ) -> PageBatch:
+        """The batch of a call, whose arguments are checked."""
+        self._check_open()
         if len(keys) != len(views):
             facts = {"expected": f"{len(keys)} buffers", "got": len(views)}
             raise UsageError("as many buffers as keys are needed", facts=facts)
         for key, view in zip(keys, views, strict=True):
             check_key(key)
-            if view.nbytes > self.page_bytes:
-                facts = {"expected": f"at most {self.page_bytes} bytes", "got": view.nbytes}
-                raise UsageError("a page is too large for the store", facts=facts)
+            if not 0 < view.nbytes <= self.page_bytes:
+                facts = {"expected": f"1 to {self.page_bytes} bytes", "got": view.nbytes}
+                raise UsageError("a page does not fit the store", facts=facts)
+        timeout_s = self._deadline_s if deadline_s is None else check_timeout(deadline_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        return PageBatch(len(keys), until, self._identity, self._count)
+
+    def _count(self, verdict: PageVerdict) -> None:
+        with self._counting:
+            self._counts[verdict.value] += 1
 
     def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""
@@ -557,32 +564,23 @@ class PageStore:
 
         worker.submit(guarded)
 
-    def _verdict(self, batch: PageBatch, place: int, verdict: PageVerdict) -> None:
-        if batch.settle(place, verdict):
-            self._counts[_COUNTED[verdict]] += 1
-        else:
-            self._counts["late"] += 1
 
-
-_COUNTED = {
-    PageVerdict.HIT: "hits",
-    PageVerdict.MISS: "misses",
-    PageVerdict.LATE: "late",
-    PageVerdict.BAD: "bad",
-    PageVerdict.STORED: "stored",
-    PageVerdict.DROPPED: "dropped",
-}
-
-
-def _copy(to: int, source: int, nbytes: int) -> None:
-    ctypes.memmove(to, source, nbytes)
-
-
-def _writable(memory: memoryview | bytearray) -> memoryview:
+def _bytes_of(memory: memoryview | bytes | bytearray, *, is_written: bool) -> memoryview:
     view = memoryview(memory)
-    if view.readonly or not view.c_contiguous:
-        raise UsageError("pages are read into contiguous memory that may be written")
+    if not view.c_contiguous or (is_written and view.readonly):
+        must = "that may be written " if is_written else ""
+        raise UsageError(
+            "a page has memory of another kind",
+            facts={"expected": f"contiguous memory {must}".strip(), "got": shown(memory)},
+        )
     return view.cast("B")
+
+
+def _check_page_bytes(value: int | str) -> int:
+    nbytes = parse_bytes(value)
+    if not nbytes:
+        raise UsageError("a page needs bytes", facts={"expected": "at least 1", "got": nbytes})
+    return nbytes
 
 
 def _check_identity(identity: object) -> bytes:

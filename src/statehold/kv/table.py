@@ -200,6 +200,12 @@ class SlotTable:
         self._older[slot] = self._words[_FREE]
         self._words[_FREE] = slot + 1
 
+    def cut(self, below: int) -> None:
+        """The slots from this one on have no storage: nobody takes them any more."""
+        if below < self._words[_FRESH]:
+            self._words[_FRESH] = below
+            self._rebuild()
+
     def touch(self, slots: Iterable[int]) -> None:
         """Pages were used, and so were those before them. The last page of a prefix comes first."""
         seen = set[int]()
@@ -268,6 +274,10 @@ class SlotTable:
     def mend(self) -> None:
         """Make lists and buckets again from the columns. A page that is there twice stays once."""
         self._words[_CHANGES] |= 1
+        self._rebuild()
+        self._words[_CHANGES] += 1
+
+    def _rebuild(self) -> None:
         self._words[_FREE] = 0
         self._words[_FRESH] = min(self._words[_FRESH], self.slots)
         for at in range(0, len(self._spaces), _SPACE_WORDS):
@@ -285,7 +295,6 @@ class SlotTable:
             elif state & 0xFF != FILLING:
                 self._state[slot] = FREE
                 self._older[slot], self._words[_FREE] = self._words[_FREE], slot + 1
-        self._words[_CHANGES] += 1
 
     # -- inside ----------------------------------------------------------------------------
 

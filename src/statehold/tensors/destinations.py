@@ -396,7 +396,7 @@ def _sharing(
 
 
 def _put_beside(live: Destination, staged: torch.Tensor, shared: torch.Tensor) -> None:
-    """Give a tensor its values, of which the `shared` ones are there already."""
+    """Give a tensor its values. The `shared` ones are there already, and are compared."""
     now = live.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     there, wanted = (
         each.reshape(-1).view(torch.uint8).reshape(shared.numel(), -1)[shared]
