@@ -164,7 +164,7 @@ bool PyFile::close_alone(double within_s) {
   return true;
 }
 
-PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
+PyFile open_write(PyFs& fs, const FsPath& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept) {
   const std::shared_ptr<File> before = kept != nullptr ? kept->take() : nullptr;
   const GilReleased gil_released;
@@ -174,7 +174,7 @@ PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse,
 
 // With the GIL where a file is kept, so that no other thread becomes its owner meanwhile; it is
 // quick in memory.
-bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept) {
+bool can_reuse(PyFs& fs, const FsPath& path, PyFile* kept) {
   if (kept != nullptr) return fs->can_reuse_kept(path, kept->opened());
   const GilReleased gil_released;
   return fs->can_reuse(path);
@@ -202,26 +202,26 @@ std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
   return tuples;
 }
 
-std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& path) {
-  std::vector<std::pair<std::string, bool>> names;
+std::vector<std::pair<FsPath, bool>> list_dir(PyFs& fs, const FsPath& path) {
+  std::vector<std::pair<FsPath, bool>> names;
   for (DirEntry& entry : must(fs->listdir(path))) {
     names.emplace_back(std::move(entry.name), entry.is_dir);
   }
   return names;
 }
 
-std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path) {
+std::optional<int64_t> stat_bytes(PyFs& fs, const FsPath& path) {
   const int64_t bytes = must(fs->stat_bytes(path));
   return bytes < 0 ? std::nullopt : std::optional(bytes);
 }
 
-void write_file(PyFs& fs, const std::string& path, nb::bytes data) {
+void write_file(PyFs& fs, const FsPath& path, nb::bytes data) {
   const std::string_view bytes(static_cast<const char*>(data.data()), data.size());
   const GilReleased gil_released;
   must(fs->write_file(path, bytes));
 }
 
-nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes) {
+nb::bytes read_file(PyFs& fs, const FsPath& path, uint64_t max_bytes) {
   std::string data;
   {
     const GilReleased gil_released;
@@ -272,15 +272,15 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
   return {std::move(job), engine->memory(), std::move(owner)};
 }
 
-PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
-                      std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
-                      nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
-                      uint64_t first_segment, uint32_t client, uint32_t path) {
+PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<uint64_t> file_bytes,
+                      uint64_t block_bytes, nb::handle file_index, nb::handle begins,
+                      nb::handle sizes, nb::handle addresses, nb::bytes flags, nb::dict strided,
+                      nb::bytes sums, nb::object owner, nb::dict boxes, uint64_t first_segment,
+                      uint32_t client, uint32_t path) {
   ReadRequest request;
   request.client = client;
   request.path = path;
-  request.paths = std::move(files);
+  request.paths.assign(files.begin(), files.end());
   request.file_bytes = std::move(file_bytes);
   request.block_bytes = block_bytes;
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);

@@ -27,6 +27,13 @@ namespace statehold::python {
 
 namespace nb = nanobind;
 
+// A path of the file system: any bytes. In Python those that are not UTF-8 are lone surrogates, as
+// os.fsdecode() makes them, so that such a name hides nothing else in its directory.
+struct FsPath : std::string {
+  FsPath() = default;
+  FsPath(std::string path) : std::string(std::move(path)) {}  // NOLINT: a path is a string
+};
+
 // Releases the GIL. When the interpreter ends, Python before 3.14 unwinds a thread that wants the
 // GIL back (pthread_exit). No destructor and no function of nanobind lets that pass: it would end
 // the process. So such a thread sleeps until the process ends, as it does in later Pythons.
@@ -206,9 +213,9 @@ int region_get_buffer(PyObject* self, Py_buffer* view, int flags);
 nb::object view_of(const PyFile& file);
 uintptr_t address_of(const PyFile& file);
 void populate(const PyFile& file, uint64_t begin, uint64_t bytes);
-PyFile open_write(PyFs& fs, const std::string& path, uint64_t bytes, bool reuse, bool mapped,
+PyFile open_write(PyFs& fs, const FsPath& path, uint64_t bytes, bool reuse, bool mapped,
                   PyFile* kept);
-bool can_reuse(PyFs& fs, const std::string& path, PyFile* kept);
+bool can_reuse(PyFs& fs, const FsPath& path, PyFile* kept);
 nb::object view_of(const std::shared_ptr<StagingMemory>& memory, uint64_t first, uint64_t count);
 
 class PyBufferPool {
@@ -285,10 +292,10 @@ int clear_owner(PyObject* self) {
 
 std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>> tuples_of(
     const std::vector<BufferPiece>& pieces);
-std::vector<std::pair<std::string, bool>> list_dir(PyFs& fs, const std::string& path);
-std::optional<int64_t> stat_bytes(PyFs& fs, const std::string& path);
-void write_file(PyFs& fs, const std::string& path, nb::bytes data);
-nb::bytes read_file(PyFs& fs, const std::string& path, uint64_t max_bytes);
+std::vector<std::pair<FsPath, bool>> list_dir(PyFs& fs, const FsPath& path);
+std::optional<int64_t> stat_bytes(PyFs& fs, const FsPath& path);
+void write_file(PyFs& fs, const FsPath& path, nb::bytes data);
+nb::bytes read_file(PyFs& fs, const FsPath& path, uint64_t max_bytes);
 // Fills a writable, contiguous buffer; whole or an error.
 void read_into(PyFile& file, nb::handle memory, uint64_t offset);
 
@@ -301,11 +308,11 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
                         nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
                         nb::dict strided, nb::bytes header, nb::object owner, PyFile* file,
                         nb::bytes expected, uint32_t client, uint32_t path);
-PyReadJob engine_read(PyEngine& engine, std::vector<std::string> files,
-                      std::vector<uint64_t> file_bytes, uint64_t block_bytes, nb::handle file_index,
-                      nb::handle begins, nb::handle sizes, nb::handle addresses, nb::bytes flags,
-                      nb::dict strided, nb::bytes sums, nb::object owner, nb::dict boxes,
-                      uint64_t first_segment, uint32_t client, uint32_t path);
+PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<uint64_t> file_bytes,
+                      uint64_t block_bytes, nb::handle file_index, nb::handle begins,
+                      nb::handle sizes, nb::handle addresses, nb::bytes flags, nb::dict strided,
+                      nb::bytes sums, nb::object owner, nb::dict boxes, uint64_t first_segment,
+                      uint32_t client, uint32_t path);
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
@@ -321,3 +328,30 @@ int call_copies(uintptr_t function, nb::handle to, nb::handle from, nb::handle s
                 uintptr_t stream);
 
 }  // namespace statehold::python
+
+namespace nanobind::detail {
+
+template <>
+struct type_caster<statehold::python::FsPath> {
+  NB_TYPE_CASTER(statehold::python::FsPath, const_name("str"))
+
+  bool from_python(handle source, uint8_t, cleanup_list*) noexcept {
+    PyObject* const raw = PyUnicode_Check(source.ptr())
+                              ? PyUnicode_AsEncodedString(source.ptr(), "utf-8", "surrogateescape")
+                              : nullptr;
+    if (raw == nullptr) {
+      PyErr_Clear();
+      return false;
+    }
+    value.assign(PyBytes_AsString(raw), static_cast<size_t>(PyBytes_Size(raw)));
+    Py_DECREF(raw);
+    return true;
+  }
+
+  static handle from_cpp(const statehold::python::FsPath& path, rv_policy, cleanup_list*) noexcept {
+    return PyUnicode_DecodeUTF8(path.data(), static_cast<Py_ssize_t>(path.size()),
+                                "surrogateescape");
+  }
+};
+
+}  // namespace nanobind::detail

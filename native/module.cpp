@@ -29,7 +29,7 @@ PyObject* mismatch_type = nullptr;
 void raise_mismatch(const Status& status) {
   const Mismatch& m = status.mismatch;
   nb::object error = nb::handle(mismatch_type)("checksum mismatch in " + status.path);
-  error.attr("path") = status.path;
+  error.attr("path") = FsPath(status.path);
   error.attr("segment") = m.segment;
   error.attr("piece") = m.piece;
   error.attr("begin") = m.begin;
@@ -66,7 +66,7 @@ void raise_status(const Status& status) {
   if (status.offset_bytes >= 0) offset = nb::int_(status.offset_bytes);
   nb::object error = nb::module_::import_("statehold.errors")
                          .attr("from_native")(name_of(status.code), status.operation, status.error,
-                                              status.path, offset);
+                                              FsPath(status.path), offset);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
@@ -114,7 +114,7 @@ PyFs open_fs(const std::string& backend, int queue_depth, int io_threads) {
 
 void declare_fs(nb::module_& m) {
   nb::class_<PyFile>(m, "File", "An open data file; closed by WriteJob.finish() or close().")
-      .def_prop_ro("path", [](const PyFile& self) { return self.path; })
+      .def_prop_ro("path", [](const PyFile& self) { return FsPath(self.path); })
       .def_prop_ro("direct", [](const PyFile& self) { return self.direct; })
       .def("size_bytes", [](PyFile& self) { return must(self.opened()->size_bytes()); })
       .def("read_into", &read_into, "memory"_a, "offset"_a)
@@ -136,44 +136,38 @@ void declare_fs(nb::module_& m) {
       .def_prop_ro("backend", [](const PyFs& self) { return self->backend(); })
       .def_prop_ro("note", [](const PyFs& self) { return self->note(); })
       .def(
-          "mkdir", [](PyFs& self, const std::string& path) { must(self->mkdir(path)); }, "path"_a,
+          "mkdir", [](PyFs& self, const FsPath& path) { must(self->mkdir(path)); }, "path"_a,
           gil_released)
       .def(
           "rename",
-          [](PyFs& self, const std::string& src, const std::string& dst) {
-            must(self->rename(src, dst));
-          },
+          [](PyFs& self, const FsPath& src, const FsPath& dst) { must(self->rename(src, dst)); },
           "src"_a, "dst"_a, gil_released)
       .def(
           "exchange",
-          [](PyFs& self, const std::string& a, const std::string& b) {
-            must(self->exchange(a, b));
-          },
-          "a"_a, "b"_a, gil_released)
+          [](PyFs& self, const FsPath& a, const FsPath& b) { must(self->exchange(a, b)); }, "a"_a,
+          "b"_a, gil_released)
       .def(
           "link",
-          [](PyFs& self, const std::string& src, const std::string& dst) {
-            must(self->link(src, dst));
-          },
+          [](PyFs& self, const FsPath& src, const FsPath& dst) { must(self->link(src, dst)); },
           "src"_a, "dst"_a, gil_released)
       .def(
-          "unlink", [](PyFs& self, const std::string& path) { must(self->unlink(path)); }, "path"_a,
+          "unlink", [](PyFs& self, const FsPath& path) { must(self->unlink(path)); }, "path"_a,
           gil_released)
       .def(
-          "rmdir", [](PyFs& self, const std::string& path) { must(self->rmdir(path)); }, "path"_a,
+          "rmdir", [](PyFs& self, const FsPath& path) { must(self->rmdir(path)); }, "path"_a,
           gil_released)
       .def(
-          "listdir", [](PyFs& self, const std::string& path) { return list_dir(self, path); },
+          "listdir", [](PyFs& self, const FsPath& path) { return list_dir(self, path); }, "path"_a,
+          gil_released)
+      .def(
+          "stat_bytes", [](PyFs& self, const FsPath& path) { return stat_bytes(self, path); },
           "path"_a, gil_released)
       .def(
-          "stat_bytes", [](PyFs& self, const std::string& path) { return stat_bytes(self, path); },
+          "is_dir", [](PyFs& self, const FsPath& path) { return must(self->is_dir(path)); },
           "path"_a, gil_released)
       .def(
-          "is_dir", [](PyFs& self, const std::string& path) { return must(self->is_dir(path)); },
-          "path"_a, gil_released)
-      .def(
-          "sync_dir", [](PyFs& self, const std::string& path) { must(self->sync_dir(path)); },
-          "path"_a, gil_released)
+          "sync_dir", [](PyFs& self, const FsPath& path) { must(self->sync_dir(path)); }, "path"_a,
+          gil_released)
       .def("write_file", &write_file, "path"_a, "data"_a)
       .def("read_file", &read_file, "path"_a, "max_bytes"_a)
       .def("open_write", &open_write, "path"_a, "bytes"_a, "reuse"_a = false, nb::kw_only(),
@@ -181,13 +175,13 @@ void declare_fs(nb::module_& m) {
       .def("can_reuse", &can_reuse, "path"_a, "kept"_a.none() = nb::none())
       .def(
           "open_view",
-          [](PyFs& self, const std::string& path, uint64_t bytes) {
+          [](PyFs& self, const FsPath& path, uint64_t bytes) {
             return PyFile(must(self->open_view(path, bytes)));
           },
           "path"_a, "bytes"_a, gil_released)
       .def(
           "open_read",
-          [](PyFs& self, const std::string& path, bool direct) {
+          [](PyFs& self, const FsPath& path, bool direct) {
             return PyFile(must(self->open_read(path, direct)));
           },
           "path"_a, nb::kw_only(), "direct"_a = false, gil_released)

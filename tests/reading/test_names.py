@@ -171,3 +171,21 @@ def test_a_step_that_is_a_link_is_named(
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         assert ckpt.restore({"w": torch.zeros(4, dtype=torch.int64)}) == 2
     assert f"{run}/{name} is a link or a file, so it does not count as a step" in caplog.text
+
+
+def test_stray_names_that_are_not_utf8_hide_no_step(tmp_path: Path) -> None:
+    run, state = tmp_path / "run", {"w": torch.ones(3)}
+    with statehold.Checkpointer(run, keep=2) as ckpt:
+        ckpt.save(1, state)
+    for stray in (b"note-\xff\xfe", b"step-000000000001/note-\xff"):
+        with open(os.path.join(os.fsencode(run), stray), "wb"):
+            pass
+    assert statehold.open(run).steps() == [1]
+    with statehold.Checkpointer(run, keep=2) as ckpt:
+        restored = ckpt.restore(state)
+        assert restored == 1
+        for step in range(2, 6):  # the step with the stray file goes, and its files are deleted
+            ckpt.save(step, state)
+        ckpt.flush()
+        assert ckpt.steps() == [4, 5]
+    assert main(["ls", str(run), "--json"]) == 0
