@@ -34,7 +34,7 @@ import torch
 
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.save.writes import WRITER, now
+from statehold.checkpoint.save.writes import build_manifest
 from statehold.encoding import values
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -45,8 +45,7 @@ from statehold.errors import (
     UsageError,
     storage_error,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, record_file, sha256
-from statehold.format.manifest import Manifest
+from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.formats import hf, untrusted
 from statehold.integrations.formats.partial import (
@@ -384,7 +383,7 @@ def write_step(
                 journal.close()
             check()
             fs.unlink(f"{partial}/{JOURNAL}")
-            store.commit(_manifest(plan, sums, node))
+            store.commit(build_manifest(plan, node, sums))
         finally:
             lock.release()
         return store.path(step)
@@ -400,20 +399,6 @@ def _begun(store: Store, step: int, identity: str) -> Journal:
         journal.close()
     store.begin(step)
     return Journal(partial, identity)
-
-
-def _manifest(plan: SavePlan, sums: bytes, node: Any) -> Manifest:
-    file, entries = record_file(plan, sums)
-    return Manifest(
-        step=plan.step,
-        world_size=1,
-        created=now(),
-        writer=WRITER,
-        block_bytes=BLOCK_BYTES,
-        files=(file,),
-        tensors=entries,
-        state=node,
-    )
 
 
 # -- the tree ------------------------------------------------------------------------------------
