@@ -32,6 +32,10 @@ def test_on_every_rank(outcomes: list[dict[str, str]], check: str) -> None:
     assert not failed, "\n".join(failed)
 
 
+def test_an_asynchronous_save_in_a_process_of_its_own(tmp_path: Path) -> None:
+    run_ranks(dcp_checks.async_in_a_process, 2, tmp_path, str(tmp_path))
+
+
 @pytest.mark.usefixtures("outcomes")
 def test_a_checkpointer_of_one_rank_restores_it(directory: Path) -> None:
     run = directory / "check_for_one"

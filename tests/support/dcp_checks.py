@@ -345,20 +345,30 @@ def check_partial_load(rank: int, world_size: int, directory: Path) -> None:
 
 
 def check_async(rank: int, world_size: int, directory: Path) -> None:
-    """Saved is the state at the call, for both checkpointers, with staging memory used again."""
+    """Saved is the state at the call, on a thread, with staging memory used again."""
+    _async_saves(world_size, directory, ["THREAD"] * 3)
+
+
+def async_in_a_process(rank: int, world_size: int, directory: str) -> None:
+    """The same in the process that torch starts on every rank; each imports torch anew."""
+    _async_saves(world_size, Path(directory), ["PROCESS"] * 2)
+
+
+def _async_saves(world_size: int, directory: Path, kinds: list[str]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     writer = StorageWriter()
-    for step, kind in enumerate(
-        [AsyncCheckpointerType.THREAD] * 3 + [AsyncCheckpointerType.PROCESS] * 2
-    ):
+    for step, kind in enumerate(kinds):
         net, optimizer = trained(step + 1, world_size, "fsdp")
         state = state_of(net, optimizer, step)
         # Before the save, which does collectives on a thread of its own.
         expected = {name: full(value).clone() for name, value in net.state_dict().items()}
         where = directory / f"step-{step}"
         saving = dcp.async_save(
-            state, checkpoint_id=where, storage_writer=writer, async_checkpointer_type=kind
+            state,
+            checkpoint_id=where,
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType[kind],
         )
         with torch.no_grad():
             for parameter in net.parameters():
