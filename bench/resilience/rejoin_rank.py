@@ -12,7 +12,7 @@ import torch
 
 from bench.resilience import burden
 from statehold.resilience.likeness import Likeness
-from statehold.resilience.meeting import meet
+from statehold.resilience.meeting import MeetingPlace, meet
 from statehold.resilience.transfer import StateTransfer
 
 
@@ -36,18 +36,20 @@ class Rank:
         return sum(each.nbytes for each in (*model.parameters(), *states))
 
     def turn(self, epoch: int, *, with_joiner: bool) -> dict[str, float]:
-        where = self._desk, epoch, (self._rank, 0), (self._size, 1), threading.Event()
+        where = MeetingPlace(
+            self._desk, epoch, (self._rank, 0), (self._size, 1), "127.0.0.1", threading.Event()
+        )
         self._meet()
         begin, cpu = time.perf_counter(), time.process_time()
         if self.is_joiner:
             if with_joiner:
-                self.transfer.fetch(*where)
+                self.transfer.fetch(where)
             fetched = time.perf_counter() - begin
             cpu_s = time.process_time() - cpu
             self._meet()
             return {"fetch_s": fetched, "cpu_s": cpu_s}
         if with_joiner:
-            self.transfer.serve(*where)
+            self.transfer.serve(where)
         served = time.perf_counter()
         self._work(self._step_s)
         worked = time.perf_counter()

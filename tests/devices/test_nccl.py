@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from statehold.resilience.groups import GroupLostError, Groups
-from statehold.resilience.meeting import Desk
+from statehold.resilience.meeting import Desk, MeetingPlace
 from support.cuda import Machine
 from support.faults import DEADLINE_S, must
 
@@ -72,7 +72,9 @@ def on_two(revoked: list[threading.Event]) -> list[Any]:
 
     def build(rank: int) -> Any:
         try:
-            return Groups(desk.address, 1, (rank, 0), (2, 1), HOST, revoked[rank], DEVICE)
+            return Groups(
+                MeetingPlace(desk.address, 1, (rank, 0), (2, 1), HOST, revoked[rank]), DEVICE
+            )
         except GroupLostError as error:
             return error
 

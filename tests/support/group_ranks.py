@@ -92,11 +92,15 @@ class _Rank:
         self.groups: Any = None
         self.transfer: Any = None
 
+    def where(self, desk: str, epoch: int, rank: int, size: int) -> Any:
+        from statehold.resilience.meeting import MeetingPlace
+
+        return MeetingPlace(desk, epoch, (rank, 0), (size, 1), "127.0.0.1", self.revoked)
+
     def build(self, desk: str, epoch: int, rank: int, size: int) -> str:
         from statehold.resilience.groups import Groups
 
-        revoked = self.revoked
-        self.groups = Groups(desk, epoch, (rank, 0), (size, 1), "127.0.0.1", revoked)
+        self.groups = Groups(self.where(desk, epoch, rank, size))
         return "built"
 
     def sum(self, value: int, elements: int) -> list[int]:
@@ -132,12 +136,12 @@ class _Rank:
         return str(Likeness(self.state).digest())
 
     def serve(self, desk: str, epoch: int, rank: int, size: int) -> str:
-        self.transfer.serve(desk, epoch, (rank, 0), (size, 1), self.revoked)
+        self.transfer.serve(self.where(desk, epoch, rank, size))
         return "serves"
 
     def fetch(self, desk: str, epoch: int, rank: int, size: int) -> str:
         """The digest of the state that has come."""
-        self.transfer.fetch(desk, epoch, (rank, 0), (size, 1), self.revoked)
+        self.transfer.fetch(self.where(desk, epoch, rank, size))
         return self.digest()
 
     def drop(self) -> bool:

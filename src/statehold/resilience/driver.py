@@ -318,13 +318,12 @@ class Driver:
         if not member.joiners or self._served == member.epoch or member.must_fetch:
             return
         with contextlib.suppress(GroupLostError):  # it has ended, and they join in the next one
-            desk, epoch, place, size, _, revoked = self.seat.where(member.epoch)
-            self._served = epoch
-            self._transfer.serve(desk, epoch, place, size, revoked)
+            where = self.seat.where(member.epoch)
+            self._served = where.epoch
+            self._transfer.serve(where)
 
     def _fetch(self, action: actions.Fetch) -> None:
-        desk, epoch, place, size, _, revoked = self.seat.where(action.epoch)
-        self._transfer.fetch(desk, epoch, place, size, revoked)
+        self._transfer.fetch(self.seat.where(action.epoch))
 
     def _give_up(self, late: WaitTimeout) -> None:
         """Leave the job, and save the state. All ranks of a replica come here, or none."""

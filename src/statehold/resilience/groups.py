@@ -1,6 +1,6 @@
 """Groups: torch.distributed's process groups of one membership. They are built, used and given up.
 
-    groups = Groups(desk, epoch, place, size, host, revoked)      raises GroupLostError
+    groups = Groups(where)               raises GroupLostError
     groups.start(tensor).wait()          the sum over the column, in place; raises GroupLostError
     groups.gather(values)                the values of every rank; raises GroupLostError
     groups.drop()                        from any thread; or revoked.set()
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from statehold.resilience import gloo, nccl
 from statehold.resilience.lost import GroupLostError
-from statehold.resilience.meeting import meet
+from statehold.resilience.meeting import MeetingPlace
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.storable import empty_on
 
@@ -88,29 +88,13 @@ class _Done(PendingOperation):
 class Groups:
     """See the module. Returns when the groups are built.
 
-    desk: the address of the Desk where the ranks of the epoch meet.
-    place: (replica, rank in the replica); size: (replicas, ranks of a replica).
-    host: the address of this machine that others can reach.
-    revoked: ends these groups; it belongs to them.
+    where: its `revoked` ends these groups; it belongs to them.
     device: where the tensors of `start` are.
     """
 
-    def __init__(
-        self,
-        desk: str,
-        epoch: int,
-        place: tuple[int, int],
-        size: tuple[int, int],
-        host: str,
-        revoked: threading.Event,
-        device: torch.device | None = None,
-    ) -> None:
-        self._desk = desk
-        self._epoch = epoch
-        self._place = place
-        self._size = size
-        self._host = host
-        self._revoked = revoked
+    def __init__(self, where: MeetingPlace, device: torch.device | None = None) -> None:
+        self._where = where
+        self._revoked = where.revoked
         self._device = device or torch.device("cpu")
         self._built = threading.Event()
         self._failure = ""  # a text: an exception would keep the frames that hold the groups
@@ -133,7 +117,7 @@ class Groups:
 
     def start(self, tensor: Tensor) -> PendingOperation:
         """Begin to sum `tensor` over the column, in place."""
-        if self._size[0] == 1:
+        if self._where.size[0] == 1:
             return _Done()
         group = self._held(self._sums)
         return self._run("a sum", lambda: group.allreduce([tensor]), tensor)
@@ -144,9 +128,9 @@ class Groups:
         A rank that has them knows that every rank has called `gather`.
         """
         found = self._gather(
-            self._column, torch.tensor(values, dtype=torch.int64, device="cpu"), self._size[0]
+            self._column, torch.tensor(values, dtype=torch.int64, device="cpu"), self._where.size[0]
         )
-        found = self._gather(self._row, found, self._size[1])
+        found = self._gather(self._row, found, self._where.size[1])
         result: list[list[list[int]]] = found.transpose(0, 1).tolist()
         return result
 
@@ -192,8 +176,8 @@ class Groups:
         return GroupLostError(
             f"{what} has failed",
             facts={
-                "epoch": self._epoch,
-                "rank": f"{self._place[1]} of replica {self._place[0]}",
+                "epoch": self._where.epoch,
+                "rank": f"{self._where.place[1]} of replica {self._where.place[0]}",
                 "reason": _ENDED if self._revoked.is_set() else reason,
             },
         )
@@ -249,10 +233,10 @@ class Groups:
         self._release()
 
     def _build(self) -> None:
-        (i, j), (replicas, width) = self._place, self._size
+        (i, j), (replicas, width) = self._where.place, self._where.size
         if replicas == width == 1:
             return
-        line = self._line = gloo.Line(self._host)
+        line = self._line = gloo.Line(self._where.host)
         if replicas > 1:
             column = self._meeting(f"column{j}", i, replicas)
             self._sums = self._column = gloo.build(column, line, i, replicas)
@@ -260,7 +244,11 @@ class Groups:
             self._row = gloo.build(self._meeting(f"row{i}", j, width), line, j, width)
         if replicas > 1 and self._device.type != "cpu":
             self._sums = nccl.build(
-                self._meeting(f"device{j}", i, replicas), i, replicas, self._host, self._device
+                self._meeting(f"device{j}", i, replicas),
+                i,
+                replicas,
+                self._where.host,
+                self._device,
             )
             self._connect()
 
@@ -272,8 +260,7 @@ class Groups:
             self.start(empty_on(self._device, (1,), torch.float32)).wait()
 
     def _meeting(self, group: str, rank: int, size: int) -> gloo.Meeting:
-        name = f"{self._epoch}/{group}"
-        return lambda says: meet(self._desk, name, rank, size, says, self._revoked)
+        return lambda says: self._where.meet(group, rank, size, says)
 
     def _release(self) -> None:
         """A group that is destroyed waits for what runs in it. So that has to end before."""

@@ -19,6 +19,7 @@ import json
 import math
 import threading
 import time
+from typing import NamedTuple
 
 from statehold.encoding import strictjson
 from statehold.net import addresses
@@ -67,6 +68,27 @@ def _row(sentence: bytes) -> tuple[str, int, int, str]:
     if not 0 <= rank < size <= _RANKS_MAX:
         raise ValueError("no rank of a group")
     return group, rank, size, says
+
+
+class MeetingPlace(NamedTuple):
+    """Where the ranks of an epoch find each other.
+
+    desk: the address of the Desk where they meet.
+    place: (replica, rank in the replica); size: (replicas, ranks of a replica).
+    host: the address of this machine that others can reach.
+    revoked: set when the epoch has ended.
+    """
+
+    desk: str
+    epoch: int
+    place: tuple[int, int]
+    size: tuple[int, int]
+    host: str
+    revoked: threading.Event
+
+    def meet(self, group: str, rank: int, size: int, says: str) -> list[str]:
+        """What the ranks of a group of this epoch say, by rank. Raises GroupLostError."""
+        return meet(self.desk, f"{self.epoch}/{group}", rank, size, says, self.revoked)
 
 
 class Desk:

@@ -15,7 +15,6 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from statehold.net import addresses
 from statehold.resilience.control import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
-from statehold.resilience.meeting import Desk
+from statehold.resilience.meeting import Desk, MeetingPlace
 from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import TORN, GivesUp, Hello, Promise, Refused
@@ -58,17 +57,6 @@ class Surroundings:
     device: torch.device
     progress: StuckCheck
     drawn: Callable[[], Mapping[str, int]]
-
-
-class MeetingPlace(NamedTuple):
-    """Where the ranks of an epoch find each other: see Groups."""
-
-    desk: str
-    epoch: int
-    place: tuple[int, int]
-    size: tuple[int, int]
-    host: str
-    revoked: threading.Event
 
 
 class Seat:
@@ -145,7 +133,7 @@ class Seat:
             return
         self.drop()
         self._groups_epoch = epoch
-        self._groups = Groups(*self.where(epoch), device=self._around.device)
+        self._groups = Groups(self.where(epoch), self._around.device)
 
     def where(self, epoch: int) -> MeetingPlace:
         """Where the ranks of an epoch find each other. Raises GroupLostError if it has ended."""

@@ -1,8 +1,8 @@
 """Transfer: a joiner takes the state of a step's beginning from all live replicas at once (R11).
 
-    transfer.serve(desk, epoch, place, size, revoked)     a holder, at the beginning of the step
-    transfer.stop_serving()                               a holder, before its optimizer steps
-    transfer.fetch(desk, epoch, place, size, revoked)     a joiner; raises GroupLostError
+    transfer.serve(where)       a holder, at the beginning of the step
+    transfer.stop_serving()     a holder, before its optimizer steps
+    transfer.fetch(where)       a joiner; raises GroupLostError
 
 The holders copy nothing in advance. A joiner takes part in the reduction of the step, so no holder
 can commit it, and change its state, before every joiner has everything or has been left out.
@@ -56,7 +56,7 @@ from statehold.net.secret import of_job
 from statehold.net.wire import Wire, check_own, connect, entered
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
-from statehold.resilience.meeting import CONNECT_S, meet
+from statehold.resilience.meeting import CONNECT_S, MeetingPlace
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
 
 logger = logging.getLogger(__name__)
@@ -86,23 +86,16 @@ class StateTransfer:
         self._among = among(width)
         self._server: OfferServer | None = None
 
-    def serve(
-        self,
-        desk: str,
-        epoch: int,
-        place: tuple[int, int],
-        size: tuple[int, int],
-        revoked: threading.Event,
-    ) -> None:
-        """Let the joiners of `epoch` have the state. Does not wait for them. Arguments: Groups."""
+    def serve(self, where: MeetingPlace) -> None:
+        """Let the joiners of the epoch have the state. Does not wait for them."""
         if self._server is None:
             self._server = OfferServer(self._host)
-        self._server.offer(epoch, Offer(self._state, self._among))
+        self._server.offer(where.epoch, Offer(self._state, self._among))
         says = self._server.address
 
         def tell() -> None:
             with contextlib.suppress(GroupLostError):  # then nobody joins in this epoch
-                meet(desk, _group(epoch, place), place[0], size[0], says, revoked)
+                _meet(where, says)
 
         threading.Thread(target=tell, name="statehold-offer", daemon=True).start()
 
@@ -111,18 +104,11 @@ class StateTransfer:
         if self._server is not None:
             self._server.withdraw()
 
-    def fetch(
-        self,
-        desk: str,
-        epoch: int,
-        place: tuple[int, int],
-        size: tuple[int, int],
-        revoked: threading.Event,
-    ) -> None:
-        """Take the state. After an error the live state has parts of both. Arguments: Groups."""
+    def fetch(self, where: MeetingPlace) -> None:
+        """Take the state. After an error the live state has parts of both."""
         self.stop_serving()  # what this rank held in an epoch that others may still be in
-        says = meet(desk, _group(epoch, place), place[0], size[0], "", revoked)
-        fetching = _Fetching(epoch, [each for each in says if each], revoked)
+        holders = [each for each in _meet(where, "") if each]
+        fetching = _Fetching(where.epoch, holders, where.revoked)
         fetching.run(lambda document: Arriving(self._state, document, self._among))
 
     def close(self) -> None:
@@ -131,8 +117,10 @@ class StateTransfer:
             self._server = None
 
 
-def _group(epoch: int, place: tuple[int, int]) -> str:
-    return f"{epoch}/state{place[1]}"
+def _meet(where: MeetingPlace, says: str) -> list[str]:
+    """What this place of each replica says."""
+    (replica, place), (replicas, _) = where.place, where.size
+    return where.meet(f"state{place}", replica, replicas, says)
 
 
 # -- the holder ------------------------------------------------------------------------------------

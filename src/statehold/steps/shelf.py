@@ -105,6 +105,38 @@ class Shelf(ABC):
         return open_step(read, self.path(step), step, rank or 0, world_size)
 
 
+class Through(Shelf):
+    """The steps of another shelf, read through it."""
+
+    def __init__(self, name: str, shelf: Shelf) -> None:
+        self.name = name
+        self._shelf = shelf
+
+    def steps(self) -> list[int]:
+        return self._shelf.steps()
+
+    def path(self, step: int) -> str:
+        return self._shelf.path(step)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._shelf.read(step, name, max_bytes)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return self._shelf.find(step, name, nbytes, ranges)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        return self._shelf.open_file(step, name)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        return self._shelf.open_view(step, name, nbytes)
+
+    def has_file(self, step: int, name: str) -> bool:
+        return self._shelf.has_file(step, name)
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._shelf.protect(step)
+
+
 class DirectoryShelf(Shelf):
     """The committed steps in the directory `root`, on the file system `fs`, which a test may wrap.
 

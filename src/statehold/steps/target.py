@@ -43,13 +43,13 @@ from statehold.ranks.peers import job_token
 from statehold.steps.copying import Already, Copied, Copy, DataFile, write_copy
 from statehold.steps.lock import RunLock
 from statehold.steps.owners import OwnedSteps
-from statehold.steps.shelf import Ranges, Shelf, ShelfFile
+from statehold.steps.shelf import Shelf, Through
 from statehold.steps.unfinished import Unfinished, copy_attempt
 from statehold.steps.whole import is_whole
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import Engine, File, Fs
+    from statehold._core import Engine, Fs
     from statehold.ranks.peers import Peers
     from statehold.steps.store import Store
 
@@ -118,43 +118,21 @@ Share = Callable[[bytes, Sequence[int]], list[int]]
 COPY_BUFFERS = 4
 
 
-class Target(Shelf):
+class Target(Through):
     """A level. shelf: where its steps are read, unless a kind of level says otherwise.
 
     owned: whose steps these are; None if nobody else can have any here.
     """
 
     def __init__(self, name: str, shelf: Shelf, owned: OwnedSteps | None) -> None:
-        self.name = name
+        super().__init__(name, shelf)
         self.owned = owned
-        self._shelf = shelf
 
     # -- reading ---------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         found = self._shelf.steps()
         return [] if found and self.owned is not None and self.owned.is_anothers else found
-
-    def path(self, step: int) -> str:
-        return self._shelf.path(step)
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._shelf.read(step, name, max_bytes)
-
-    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
-        return self._shelf.find(step, name, nbytes, ranges)
-
-    def open_file(self, step: int, name: str) -> ShelfFile:
-        return self._shelf.open_file(step, name)
-
-    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
-        return self._shelf.open_view(step, name, nbytes)
-
-    def has_file(self, step: int, name: str) -> bool:
-        return self._shelf.has_file(step, name)
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self._shelf.protect(step)
 
     def shelves(self) -> Sequence[Shelf]:
         """The shelves from which a restore reads, the nearest first."""

@@ -22,7 +22,7 @@ from statehold.net.secret import Secret
 from statehold.net.wire import connect
 from statehold.resilience import gloo
 from statehold.resilience.groups import GroupLostError, Groups
-from statehold.resilience.meeting import Desk, meet
+from statehold.resilience.meeting import Desk, MeetingPlace, meet
 from support.faults import must
 
 HOST = "127.0.0.1"
@@ -43,7 +43,7 @@ def on_ranks(
     """run(groups, i, j) on each rank (i, j)."""
 
     def live(place: tuple[int, int]) -> Any:
-        groups = Groups(desk.address, epoch, place, size, HOST, threading.Event())
+        groups = Groups(MeetingPlace(desk.address, epoch, place, size, HOST, threading.Event()))
         built.wait(30)
         try:
             result = run(groups, *place)
@@ -136,7 +136,7 @@ def test_hanging_up_leaves_other_connections_alone(desk: Desk) -> None:
     first = gloo.Line(HOST)
     second = gloo.Line(HOST)
     assert first.own != second.own
-    one = Groups(desk.address, 6, (0, 0), (1, 1), HOST, threading.Event())
+    one = Groups(MeetingPlace(desk.address, 6, (0, 0), (1, 1), HOST, threading.Event()))
     first.hang_up()
     one.drop()
     with ThreadPoolExecutor(1) as pool:
@@ -169,7 +169,7 @@ def test_a_line_knows_its_address_while_others_begin_to_listen(
 
 def test_a_host_that_is_not_here_is_told(desk: Desk) -> None:
     with pytest.raises(GroupLostError, match="has failed") as caught:
-        Groups(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", threading.Event())
+        Groups(MeetingPlace(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", threading.Event()))
     assert caught.value.facts["reason"]
 
 
@@ -177,7 +177,7 @@ def test_a_desk_that_has_gone_is_told() -> None:
     gone = Desk(HOST)
     gone.close()
     with pytest.raises(GroupLostError) as caught:
-        Groups(gone.address, 8, (0, 0), (2, 1), HOST, threading.Event())
+        Groups(MeetingPlace(gone.address, 8, (0, 0), (2, 1), HOST, threading.Event()))
     assert gone.address in caught.value.facts["reason"]
 
 
@@ -194,7 +194,7 @@ def test_a_desk_closes_though_a_forked_child_has_copies_of_its_sockets() -> None
         assert child.is_alive()
         assert not closing.is_alive()
         with pytest.raises(GroupLostError, match="has failed"):
-            Groups(gone.address, 9, (0, 0), (2, 1), HOST, threading.Event())
+            Groups(MeetingPlace(gone.address, 9, (0, 0), (2, 1), HOST, threading.Event()))
     finally:
         here.send(None)
         child.join()
@@ -253,7 +253,7 @@ def _fail(desk: Desk, number: int) -> None:
         timer = threading.Timer(0.001, revoked.set)
         timer.start()
         with pytest.raises(GroupLostError):
-            Groups(desk.address, 100 + number, (0, 0), (2, 1), HOST, revoked)
+            Groups(MeetingPlace(desk.address, 100 + number, (0, 0), (2, 1), HOST, revoked))
         timer.join()
         return
 
@@ -282,7 +282,7 @@ class Stuck:
 
 def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk: Desk) -> None:
     revoked, stuck = threading.Event(), Stuck()
-    groups = Groups(desk.address, 1, (0, 0), (1, 1), HOST, revoked)
+    groups = Groups(MeetingPlace(desk.address, 1, (0, 0), (1, 1), HOST, revoked))
     pending = groups._run("a sum", lambda: stuck, None)
     groups.drop()
     with pytest.raises(GroupLostError, match="the epoch has ended"):
@@ -295,7 +295,7 @@ def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk
 def test_groups_that_end_while_an_operation_begins_are_not_released_before_it(desk: Desk) -> None:
     """Their destruction waits for what runs in them: the trainer stood still for ever in it."""
     stuck, released = Stuck(), []
-    groups = Groups(desk.address, 1, (0, 0), (1, 1), HOST, threading.Event())
+    groups = Groups(MeetingPlace(desk.address, 1, (0, 0), (1, 1), HOST, threading.Event()))
 
     def begin() -> Stuck:
         groups.drop()

@@ -23,7 +23,7 @@ from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import SecretError, Wire, connect
 from statehold.resilience import transfer
 from statehold.resilience.lost import GroupLostError
-from statehold.resilience.meeting import Desk
+from statehold.resilience.meeting import Desk, MeetingPlace
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
 from statehold.resilience.transfer import OfferServer, StateTransfer
 from support.faults import must
@@ -101,13 +101,15 @@ class Job:
         self.joined = state_of(seed=2, steps=0)
         self.joiner = StateTransfer(self.joined, HOST)
 
+    def where(self, epoch: int, rank: int, size: int = HOLDERS + 1) -> MeetingPlace:
+        return MeetingPlace(self.desk.address, epoch, (rank, 0), (size, 1), HOST, self.revoked)
+
     def serve(self) -> None:
         for rank, each in enumerate(self.holders):
-            each.serve(self.desk.address, 5, (rank, 0), (HOLDERS + 1, 1), self.revoked)
+            each.serve(self.where(5, rank))
 
     def fetch(self) -> None:
-        place, size = (HOLDERS, 0), (HOLDERS + 1, 1)
-        self.joiner.fetch(self.desk.address, 5, place, size, self.revoked)
+        self.joiner.fetch(self.where(5, HOLDERS))
 
     def close(self) -> None:
         self.revoked.set()
@@ -226,12 +228,12 @@ def test_nobody_is_served_after_the_state_may_have_changed(job: Job) -> None:
 
 def test_a_holder_that_has_become_a_joiner_gives_its_state_to_nobody(job: Job) -> None:
     """It was fenced, and takes another state. A joiner of the epoch before may not know that."""
-    job.joiner.serve(job.desk.address, 4, (0, 0), (2, 1), job.revoked)
+    job.joiner.serve(job.where(4, 0, 2))
     job.serve()
     job.fetch()
     late = StateTransfer(state_of(seed=3, steps=0), HOST)
     with pytest.raises(GroupLostError) as caught:
-        late.fetch(job.desk.address, 4, (1, 0), (2, 1), job.revoked)
+        late.fetch(job.where(4, 1, 2))
     job.joiner.close()
     assert caught.value.facts["reason"] == "no holder of the state answers"
 

@@ -57,7 +57,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
-from statehold.steps.shelf import Ranges, Shelf, ShelfFile
+from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
 from statehold.steps.store import check_newest
 from statehold.steps.target import (
     Carriers,
@@ -116,33 +116,12 @@ class HostShelf(Shelf):
         return holder is not None and holds_file(holder, name)
 
 
-class OwnShelf(HostShelf):
+class OwnShelf(HostShelf, Through):
     """Those of a store of this host."""
 
     def __init__(self, name: str, held: Held, store: Store) -> None:
-        super().__init__(name, held)
-        self._store = store
-
-    def path(self, step: int) -> str:
-        return self._store.path(step)
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._store.read(step, name, max_bytes)
-
-    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
-        return self._store.find(step, name, nbytes, ranges)
-
-    def open_file(self, step: int, name: str) -> ShelfFile:
-        return self._store.open_file(step, name)
-
-    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
-        return self._store.open_view(step, name, nbytes)
-
-    def has_file(self, step: int, name: str) -> bool:
-        return self._store.has_file(step, name)
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self._store.protect(step)
+        HostShelf.__init__(self, name, held)
+        self._shelf = store
 
 
 class FarShelf(HostShelf):
