@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from statehold import offload
 from statehold.offload.pipeline import SubgroupPipeline
 from statehold.offload.subgroups import Subgroup
+from statehold.process.worker import Task
 from support.faults import DEADLINE_S, must
 
 SUBGROUPS, CACHED = 32, 5
@@ -23,15 +23,12 @@ SUBGROUPS, CACHED = 32, 5
 class Inline:
     """An executor whose calls have ended when submit() returns."""
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        found: Future[Any] = Future()
-        try:
-            found.set_result(call(*arguments))
-        except BaseException as error:
-            found.set_exception(error)
+    def submit(self, call: Callable[..., Any], *arguments: Any, woken: Any = None) -> Task[Any]:
+        found = Task[Any](lambda: call(*arguments), woken)
+        found.make()
         return found
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         pass
 
 

@@ -30,14 +30,14 @@ Not here: the meaning of the bytes (state), files (store).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ from statehold.offload.sizes import Buffers
 from statehold.offload.store import Stored, SubgroupStore
 from statehold.offload.subgroups import Subgroup
 from statehold.planners import placement
+from statehold.process.worker import Crew, Task, Woken
 from statehold.units import format_bytes
 
 # -- the path that a subgroup goes to --------------------------------------------------------------
@@ -213,6 +214,7 @@ Use = Callable[[Subgroup, torch.Tensor, bool], Callable[[], None] | None]
 
 
 STALL_S = 60.0
+LOOK_S = 1.0
 
 
 class StallWatch:
@@ -227,7 +229,7 @@ class StallWatch:
         self._guard = threading.Lock()
         self._doing: dict[str, float] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Around one thing that is done: "reading subgroup 3 from /nvme0"."""
         with self._guard:
@@ -238,19 +240,21 @@ class StallWatch:
             with self._guard:
                 del self._doing[what]
 
-    def wait_for_one(self, moving: Collection[Future[None]]) -> set[Future[None]]:
-        """Wait until at least one of them is done; returns those that are."""
-        pause_s = STALL_S
-        while not (done := wait(moving, pause_s, FIRST_COMPLETED).done):
-            pause_s *= 2
-            self._warn()
-        return done
+    def wait_for_one(self, moving: Collection[Task[None]], woken: Woken) -> None:
+        """Wait until at least one of them has ended. woken: gets an item when one does."""
+        begin, pause_s = time.perf_counter(), STALL_S
+        while not any(each.has_ended for each in moving):
+            # An interrupted caller may have lost an item.
+            with contextlib.suppress(queue.Empty):
+                woken.get(timeout=min(STALL_S, LOOK_S))
+            if time.perf_counter() - begin > pause_s:
+                begin, pause_s = time.perf_counter(), 2 * pause_s
+                self._warn()
 
-    def wait_for_all(self, moving: Collection[Future[None]]) -> None:
-        """Wait until all of them are done."""
-        left = set(moving)
-        while left:
-            left -= self.wait_for_one(left)
+    def wait_for_all(self, moving: Collection[Task[None]], woken: Woken) -> None:
+        """Wait until all of them have ended."""
+        while left := [each for each in moving if not each.has_ended]:
+            self.wait_for_one(left, woken)
 
     def _warn(self) -> None:
         now = time.perf_counter()
@@ -275,7 +279,7 @@ class Held:
     """
 
     store: SubgroupStore
-    writes: Mapping[int, Future[Stored]]
+    writes: Mapping[int, Task[Stored]]
 
     def files(self, heads: Mapping[int, Head]) -> list[StoredFile]:
         """All files, with these headers. Raises the error of a write that has failed."""
@@ -287,7 +291,7 @@ class Held:
     def release(self) -> None:
         """Let the files go."""
         for write in self.writes.values():
-            if write.exception() is None:
+            if write.error() is None:
                 self.store.release(write.result())
 
 
@@ -315,12 +319,12 @@ class SubgroupPipeline:
         self._free = deque(range(buffers.count))
         self._owners: list[int | None] = [None] * buffers.count
         self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
-        self._threads = ThreadPoolExecutor(self._exchanges, "statehold-offload")
-        self._elsewhere = ThreadPoolExecutor(1, "statehold-elsewhere")  # begins when it is needed
+        self._threads = Crew("statehold-offload", self._exchanges)
+        self._elsewhere = Crew("statehold-elsewhere", 1)
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
         self._watch = StallWatch()
-        self._writes: dict[int, Future[Stored]] = {}  # for hold()
+        self._writes: dict[int, Task[Stored]] = {}  # for hold()
         if buffers.count < len(subgroups):
             self.targets.reserve(self._exchanges)
 
@@ -334,16 +338,18 @@ class SubgroupPipeline:
         kept = set(ready)
         idle = [buffer for buffer, owner in enumerate(self._owners) if owner not in {None, *kept}]
         spare = deque([*self._free, *idle])
-        moving: dict[Future[None], int] = {}
-        away: dict[Future[None], int] = {}  # the buffers of what is used elsewhere
+        moving: dict[Task[None], int] = {}
+        away: dict[Task[None], int] = {}  # the buffers of what is used elsewhere
+        woken: Woken = queue.SimpleQueue()
         try:
             while ready or absent or moving or away:
                 while absent and spare and len(moving) < self._exchanges:
                     index = absent.popleft()
-                    exchange = self._threads.submit(self._exchange, spare.popleft(), index)
+                    buffer = spare.popleft()
+                    exchange = self._threads.submit(self._exchange, buffer, index, woken=woken)
                     moving[exchange] = index
                     self.misses += self._places[index].stored is not None
-                ended = self._ended([*moving, *away], must_wait=not ready)
+                ended = self._ended([*moving, *away], woken, must_wait=not ready)
                 ready.extend(moving.pop(each) for each in ended if each in moving)
                 spare.extend(away.pop(each) for each in ended if each in away)
                 if ready:
@@ -351,9 +357,9 @@ class SubgroupPipeline:
                     if end is None:
                         spare.append(buffer)
                     else:
-                        away[self._elsewhere.submit(self._wait_for, end)] = buffer
+                        away[self._elsewhere.submit(self._wait_for, end, woken=woken)] = buffer
         finally:
-            self._watch.wait_for_all([*moving, *away])
+            self._watch.wait_for_all([*moving, *away], woken)
             if not changes:
                 self.targets.skip()
             self._free = deque(i for i, owner in enumerate(self._owners) if owner is None)
@@ -374,21 +380,20 @@ class SubgroupPipeline:
 
     def close(self) -> None:
         """End the threads. No visit is under way."""
-        self._threads.shutdown()
-        self._elsewhere.shutdown()
+        self._threads.close()
+        self._elsewhere.close()
 
-    def _held(self, index: int) -> Future[Stored]:
+    def _held(self, index: int) -> Task[Stored]:
         self._settle([index])
-        place, found = self._places[index], Future[Stored]()
+        place = self._places[index]
         if place.is_changed:
-            found = self._threads.submit(self._write_back, index)
-            self._writes[index] = found
-        elif place.stored is None:
+            self._writes[index] = self._threads.submit(self._write_back, index)
+            return self._writes[index]
+        stored = place.stored
+        if stored is None:
             raise AssertionError("a subgroup is held that is fresh")
-        else:
-            self._store.hold(place.stored)
-            found.set_result(place.stored)
-        return found
+        self._store.hold(stored)
+        return self._threads.submit(lambda: stored)
 
     def _write_back(self, index: int) -> Stored:
         """Write a subgroup that stays in its buffer. On a thread of the pool."""
@@ -401,7 +406,9 @@ class SubgroupPipeline:
 
     def _settle(self, subgroups: Iterable[int]) -> None:
         """Return once none of these is being written for hold(). Held raises what fails there."""
-        wait([self._writes.pop(index) for index in subgroups if index in self._writes])
+        for index in subgroups:
+            if index in self._writes:
+                self._writes.pop(index).error()
 
     def _use(self, index: int, use: Use, *, changes: bool) -> tuple[int, Callable[[], None] | None]:
         """Use a subgroup that is in memory. Returns its buffer, and what `use` has returned."""
@@ -416,13 +423,15 @@ class SubgroupPipeline:
         place.is_changed |= changes
         return place.buffer, end
 
-    def _ended(self, under_way: Collection[Future[None]], *, must_wait: bool) -> list[Future[None]]:
-        """The futures that have ended. Raises their errors. must_wait: until there is one."""
+    def _ended(
+        self, under_way: Collection[Task[None]], woken: Woken, *, must_wait: bool
+    ) -> list[Task[None]]:
+        """The tasks that have ended. Raises their errors. must_wait: until there is one."""
         if must_wait:
             begin = time.perf_counter()
-            self._watch.wait_for_one(under_way)
+            self._watch.wait_for_one(under_way, woken)
             self.waited_s += time.perf_counter() - begin
-        ended = [each for each in under_way if each.done()]
+        ended = [each for each in under_way if each.has_ended]
         for each in ended:
             each.result()
         return ended

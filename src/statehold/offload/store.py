@@ -57,6 +57,7 @@ import errno
 import itertools
 import logging
 import os
+import queue
 import re
 import socket
 import threading
@@ -191,7 +192,8 @@ class StateFiles:
             )
         self._fs, self.directory = fs, directory
         self._claim = claim_folder(fs, directory)
-        self._guard = threading.Condition()
+        self._guard = threading.RLock()
+        self._released: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._made = 0
         self._sizes: dict[str, int] = {}  # of all files
         self._spare: list[str] = []
@@ -301,18 +303,18 @@ class StateFiles:
             if self._held[path]:
                 return
             del self._held[path]
-            self._guard.notify_all()
             if path in self._retired:
                 self._retired.remove(path)
                 self._spare.append(path)
+        self._released.put(None)
 
     def close(self) -> None:
         """Remove all files, and let others use the folder. A path that fails gets a warning.
 
         Waits for the saves that hold files.
         """
-        with self._guard:
-            self._guard.wait_for(lambda: not self._held)
+        while self._held:
+            self._released.get()
         try:
             self.check()
             self._remove_all(self._claim.folder)

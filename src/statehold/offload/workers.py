@@ -10,12 +10,14 @@ other threads torch goes on as it was.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from statehold.process.worker import Crew, Task
 
 # Elements of a strip at most: 28 bytes each. Python takes about 0.1 ms for a strip, and only one
 # thread at a time runs Python. That is a tenth of the arithmetic of so many elements.
@@ -29,33 +31,37 @@ class Workers:
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
-        begun = threading.Barrier(self.count + 1)
+        begun = queue.SimpleQueue[None]()
         self._own = threading.local()
 
         def begin() -> None:
-            self._own.scratch = torch.empty(STRIP, dtype=torch.float32, device="cpu")
             torch.set_num_threads(1)  # on this thread, and on those that begin to use torch later
-            begun.wait()
+            begun.put(None)
 
-        self._pool = ThreadPoolExecutor(self.count, "statehold-update", begin)
+        self._pool = Crew("statehold-update", self.count, begin)
         for _ in range(self.count):
-            self._pool.submit(int)
-        begun.wait()
+            begun.get()
         torch.set_num_threads(self.count)
 
     def run(self, call: Callable[[T], None], items: Iterable[T]) -> None:
         """Call `call` with each item. Returns when all calls have; raises an error of theirs."""
-        futures = [self._pool.submit(call, item) for item in items]
-        errors = [future.exception() for future in futures]
+        tasks = list[Task[None]]()
+        try:
+            for item in items:
+                tasks.append(self._pool.submit(call, item))
+        finally:
+            errors = [task.error() for task in tasks]
         for error in errors:
             if error is not None:
                 raise error
 
     def scratch(self) -> torch.Tensor:
         """The memory of this thread, which is one of them: STRIP elements in float32."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = torch.empty(STRIP, dtype=torch.float32, device="cpu")
         scratch: torch.Tensor = self._own.scratch
         return scratch
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._pool.close()

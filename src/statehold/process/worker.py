@@ -1,8 +1,12 @@
-"""One thread that makes calls in order, and whose callers may be interrupted anywhere.
+"""Threads that make calls, and whose callers may be interrupted anywhere.
+
+    Worker    one thread, and its calls in order
+    Crew      several threads, and a Task for each call, which waits for its end
 
 An exception from a signal's handler can come between two instructions of a caller. An executor
 takes a threading.Condition in submit(): its lock stays taken then, and its thread waits for ever.
-A SimpleQueue is written in C: a handler runs before or after put(), never inside it.
+A SimpleQueue is written in C: a handler runs before or after put(), never inside it. The same holds
+for `with` and a Lock.
 
 Invariants: the interpreter makes the calls that are waiting before it ends. A worker that nobody
 holds any longer makes them, too, and ends. Nobody waits for a worker that was left, whose call may
@@ -16,26 +20,45 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from statehold.process.warn import let_go
 
+T = TypeVar("T")
+
 Action = Callable[[], object]
 _Actions = queue.SimpleQueue[Action | None]
+Woken = queue.SimpleQueue[None]
 
 
-class Worker:
-    """A thread that starts now: no thread can start while a program ends. Raises RuntimeError."""
+class _Threads:
+    """They start now: no thread can start while a program ends. Raises RuntimeError.
 
-    def __init__(self, name: str) -> None:
+    begin: what each calls first. It must not fail.
+    """
+
+    def __init__(self, name: str, count: int = 1, begin: Action = int) -> None:
         self._actions: _Actions = queue.SimpleQueue()
         self._is_closed = False
-        # The thread does not hold the worker, and ends if the worker is dropped.
-        self._thread = threading.Thread(target=_work, args=(self._actions,), name=name, daemon=True)
-        self._thread.start()
-        _awaited[self._thread] = self._actions
+        self._threads = [_started(f"{name}_{n}", self._actions, begin) for n in range(count)]
 
     def __del__(self) -> None:
         self._actions.put(None)
+
+    def close(self) -> None:
+        """Return once all calls are made and the threads have ended, or are left."""
+        self._is_closed = True
+        for thread in self._threads:
+            _end(thread, self._actions)
+
+
+class Worker(_Threads):
+    """One thread."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        (self._thread,) = self._threads
 
     def submit(self, action: Action) -> None:
         """Make the call after those that were submitted before. Raises RuntimeError after close."""
@@ -64,19 +87,76 @@ class Worker:
         _end(self._thread, self._actions)
 
 
+class Task(Generic[T]):
+    """A call that a pool makes. woken: gets an item when it has ended."""
+
+    def __init__(self, call: Callable[[], T], woken: Woken | None = None) -> None:
+        self._call: Callable[[], T] | None = call
+        self._woken = woken
+        self._value: T
+        self._error: BaseException | None = None
+        self.has_ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def make(self) -> None:
+        """Make the call, once."""
+        try:
+            self._value = self._call()  # type: ignore[misc]
+        except BaseException as error:
+            self._error = error
+        self._call = None  # it may keep the state alive
+        self.has_ended = True
+        self._running.release()
+        if self._woken is not None:
+            self._woken.put(None)
+
+    def error(self) -> BaseException | None:
+        """What the call has raised. Waits for its end."""
+        with self._running:
+            return self._error
+
+    def result(self) -> T:
+        """What the call has returned. Waits for its end, and raises what the call has raised."""
+        error = self.error()
+        if error is not None:
+            raise error
+        return self._value
+
+
+class Crew(_Threads):
+    """Threads that share their calls."""
+
+    def submit(self, call: Callable[..., T], *args: Any, woken: Woken | None = None) -> Task[T]:
+        """Make the call on the first thread that is free."""
+        task = Task[T](partial(call, *args), woken)
+        self._actions.put(task.make)
+        return task
+
+
 # By thread: the queue of each that was not left. A thread that runs keeps itself in here.
 _awaited: weakref.WeakKeyDictionary[threading.Thread, _Actions] = weakref.WeakKeyDictionary()
 # How often a wait for a thread looks whether the thread was left meanwhile.
 _LOOK_S = 1.0
 
 
-def _work(actions: _Actions) -> None:
+def _started(name: str, actions: _Actions, begin: Action = int) -> threading.Thread:
+    """The thread does not hold what owns it, and ends if that is dropped."""
+    thread = threading.Thread(target=_work, args=(actions, begin), name=name, daemon=True)
+    thread.start()
+    _awaited[thread] = actions
+    return thread
+
+
+def _work(actions: _Actions, begin: Action) -> None:
+    begin()
     while (action := actions.get()) is not None:
         try:
             action()
         except BaseException as error:
             let_go(error)
         del action  # it may keep the state alive
+    actions.put(None)  # other threads may take their calls from here
 
 
 def _end(thread: threading.Thread, actions: _Actions) -> None:

@@ -266,7 +266,7 @@ class Promoter:
         self._status = LevelStatus(place.name)
         self._look()
         self._cadence = self._cadence_of(spec)
-        self._thread = Worker(f"statehold-{place.name}_0")  # as its lane in a trace is called
+        self._thread = Worker(f"statehold-{place.name}")  # as its lane in a trace is called
         self._thread.submit(give_way_to_training)
         self._under_way: _Order | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure

@@ -120,8 +120,8 @@ class Pipeline:
         self._log = log
         self._publisher = publisher
         try:  # the names are those of the lanes of a trace
-            self._stager = Worker("statehold-stage_0")
-            self._committer = Worker("statehold-commit_0")
+            self._stager = Worker("statehold-stage")
+            self._committer = Worker("statehold-commit")
         except RuntimeError as error:
             raise storage_error("start a thread", errno.EAGAIN, "") from error
         self._saves: list[tuple[int, Passage]] = []
