@@ -21,7 +21,7 @@ from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
 from statehold.kv.tiers import SLOTS_MIN, FileTier, Geometry
-from statehold.units import MiB
+from statehold.units import KiB, MiB
 from support import scripts
 from support.faults import must
 from support.pages import NEW, OLD, PAGE, SLOT, get, key, made, page, put
@@ -55,6 +55,13 @@ def test_pages_come_back(store: PageStore) -> None:
     assert store.contains([key(1), key(4)]) == [True, False]
     assert get(store, 3, 4, 1) == [PageVerdict.HIT, PageVerdict.MISS, PageVerdict.HIT]
     assert put(store, 3) == [PageVerdict.THERE]
+
+
+@pytest.mark.parametrize("slots", [15, 16, 17])
+def test_any_number_of_slots_will_do(tmp_path: Path, slots: int) -> None:
+    with made(tmp_path, memory=slots * SLOT, capacity=slots * SLOT + 64 * KiB) as store:
+        assert put(store, 1, 2) == [PageVerdict.STORED] * 2
+        assert get(store, 1, 2) == [PageVerdict.HIT] * 2
 
 
 def test_pages_of_other_sizes_come_back_at_their_size(store: PageStore) -> None:

@@ -64,7 +64,7 @@ class SlotTable:
     def nbytes(slots: int) -> int:
         """The bytes of a table."""
         words = _WORDS + SPACES_MAX * _SPACE_WORDS + SEATS_MAX + _LONG_COLUMNS * slots
-        return 8 * words + 4 * (_COLUMNS * slots + _buckets(slots))
+        return 8 * (words + (_COLUMNS * slots + _buckets(slots) + 1) // 2)
 
     @property
     def is_new(self) -> bool:

@@ -1,0 +1,165 @@
+"""Pages of a KV cache: what a PageStore stores and loads, beside the raw disk of the same run.
+
+    python -m bench.pages PATH [--total 1GiB] [--repeat 5]     by page size: store, load, lookup
+    python -m bench.pages PATH --pages 1000000                 the tables of very many pages
+
+A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
+so its memory is gone, and it reads with O_DIRECT. Both are verified. The limit is that of the same
+bytes in whole blocks (limit.native), measured in turns with the store. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness import GB
+from bench.limit import native
+from statehold.kv import PageStore, PageVerdict
+from statehold.kv.table import SlotTable
+from statehold.units import format_bytes, format_seconds, parse_bytes
+
+PAGE_BYTES = ("128KiB", "360KiB", "1MiB", "8MiB")
+BATCH_BYTES = 32 << 20
+KEYS = 1024
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Pages:
+    """`count` pages of so many bytes, whose bytes come from one block of random ones."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self.nbytes, self.count = nbytes, count
+        self._noise = np.random.default_rng(1).integers(0, 256, nbytes + (1 << 20), dtype=np.uint8)
+        self.batch = max(1, BATCH_BYTES // nbytes)
+
+    def page(self, number: int) -> memoryview:
+        begin = number * 64 % (1 << 20)
+        return memoryview(self._noise[begin : begin + self.nbytes])
+
+    def batches(self) -> list[range]:
+        ends = range(0, self.count, self.batch)
+        return [range(first, min(first + self.batch, self.count)) for first in ends]
+
+    def open(self, path: Path, memory: int) -> PageStore:
+        capacity = (self.nbytes + 8192) * (self.count + 1) * 5 // 4 + (64 << 20)
+        return PageStore(path, page_bytes=self.nbytes, capacity=capacity, memory=memory)
+
+    def store(self, path: Path) -> float:
+        """Seconds until all pages are durable."""
+        with self.open(path, 4 * BATCH_BYTES) as pages:
+            begin = time.perf_counter()
+            for batch in self.batches():
+                views = [self.page(number) for number in batch]
+                put = pages.put(list(map(key, batch)), views, deadline_s=60)
+                _expect(put.wait(), PageVerdict.STORED)
+            pages.flush()
+            return time.perf_counter() - begin
+
+    def load(self, path: Path) -> float:
+        """Seconds until all pages are in memory of the caller."""
+        with self.open(path, 2 * BATCH_BYTES) as pages:
+            into = [bytearray(self.nbytes) for _ in range(2 * self.batch)]
+            begin, before = time.perf_counter(), None
+            for turn, batch in enumerate(self.batches()):
+                half = into[turn % 2 * self.batch :][: len(batch)]
+                now = pages.get(list(map(key, batch)), half, deadline_s=60)
+                if before is not None:
+                    _expect(before.wait(), PageVerdict.HIT)
+                before = now
+            if before is not None:
+                _expect(before.wait(), PageVerdict.HIT)
+            return time.perf_counter() - begin
+
+    def look_up(self, path: Path, count: int) -> float:
+        """Seconds of contains() for so many keys, half of them there."""
+        keys = [key(number * 2 * self.count // count) for number in range(count)]
+        with self.open(path, BATCH_BYTES) as pages:
+            taken = []
+            for _ in range(21):
+                begin = time.perf_counter()
+                pages.contains(keys)
+                taken.append(time.perf_counter() - begin)
+            return statistics.median(taken)
+
+
+def _expect(verdicts: list[PageVerdict], wanted: PageVerdict) -> None:
+    other = [each for each in verdicts if each is not wanted]
+    if other:
+        raise SystemExit(f"{len(other)} pages are {other[0]} instead of {wanted}")
+
+
+def compare(root: Path, page: str, total: int, repeat: int) -> str:
+    """A row of the table."""
+    pages = Pages(parse_bytes(page), max(1, total // parse_bytes(page)))
+    path, ratios = root / "store", dict[str, list[float]]()
+    look_up_s = 0.0
+    for _ in range(repeat):
+        limit = native(root, total, gently=True)
+        if limit is None:
+            raise SystemExit("statehold._core is not built")
+        shutil.rmtree(path, ignore_errors=True)
+        nbytes = pages.count * pages.nbytes
+        stored, loaded = nbytes / pages.store(path) / GB, nbytes / pages.load(path) / GB
+        look_up_s = pages.look_up(path, KEYS)
+        for name, value in {
+            "store": stored,
+            "of fresh": stored / limit["fresh"],
+            "load": loaded,
+            "of read": loaded / limit["read"],
+        }.items():
+            ratios.setdefault(name, []).append(value)
+    shutil.rmtree(path)
+    found = {name: statistics.median(values) for name, values in ratios.items()}
+    return (
+        f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['load']:7.2f}"
+        f"  {found['of read']:5.2f}  {1000 * look_up_s:6.2f}"
+    )
+
+
+def very_many(root: Path, count: int) -> None:
+    """How long a store of so many pages opens: with its table, and without it."""
+    pages, path = Pages(512, count), root / "store"
+    shutil.rmtree(path, ignore_errors=True)
+    stored = pages.store(path)
+    print(f"{count} pages stored in {format_seconds(stored)}, {1e6 * stored / count:.1f} us each")
+    print(f"lookup of 1000 keys: {1000 * pages.look_up(path, 1000):.2f} ms")
+    print(f"index: {SlotTable.nbytes(count) / count:.0f} bytes a page")
+    for name in ("with its table", "without its table"):
+        begin = time.perf_counter()
+        with pages.open(path, BATCH_BYTES) as opened:
+            taken = time.perf_counter() - begin
+            print(f"opened {name} in {format_seconds(taken)}: {opened.stats()['pages']} pages")
+        (path / "index").unlink()
+    shutil.rmtree(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__)
+    parser.add_argument("path", type=Path, help="a directory on the disk")
+    parser.add_argument("--total", type=parse_bytes, default=1 << 30, help="bytes of all pages")
+    parser.add_argument("--repeat", type=int, default=5, help="rounds; medians are shown")
+    parser.add_argument("--pages", type=int, help="measure the tables of so many pages instead")
+    given = parser.parse_args(arguments)
+    given.path.mkdir(parents=True, exist_ok=True)
+    if given.pages:
+        very_many(given.path, given.pages)
+        return 0
+    print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
+    print("    page    store  limit     load  limit  lookup of 1024, ms")
+    for page in PAGE_BYTES:
+        print(compare(given.path, page, given.total, given.repeat), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
