@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -42,14 +42,19 @@ from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import RangesJob
+    from statehold._core import File, RangesJob
 
 logger = logging.getLogger("statehold")
 
 FORMAT = 1
 BUFFER_BYTES = 1 * MiB
+# Pages that lie side by side move together, up to so many bytes.
+TRANSFER_BYTES = 2 * MiB
 # Slots whose headers are read at a time.
 HEADERS = 64
+
+# A page: its slot in memory, its slot in a file, its bytes.
+Move = tuple[int, int, int]
 
 _ABOUT = "store.json"
 _LOCK = ".lock"
@@ -120,20 +125,29 @@ class OpenStore:
                 self.path, action, error,
             )  # fmt: skip
 
-    def job(self, slot: int, there: int, nbytes: int, *, is_write: bool = False) -> RangesJob:
-        """Begin to move a page between its slots in memory and in a file. Raises StorageError."""
-        file, at = self.files.file(there, is_write=is_write)
-        address, payload = self.memory.address(slot), whole_blocks(nbytes)
+    def job(self, moves: Sequence[Move], *, is_write: bool = False) -> RangesJob:
+        """Begin to move pages between their slots in memory and in files. Raises StorageError."""
+        files: list[File] = []
+        starts, offsets, sizes, addresses = (array("Q") for _ in range(4))
+        for slot, there, nbytes in moves:
+            file, at = self.files.file(there, is_write=is_write)
+            if not files or files[-1] is not file:
+                files.append(file)
+            address = self.memory.address(slot)
+            starts.extend((len(files) - 1,) * 2)
+            offsets.extend((at, at + HEADER_BYTES))
+            sizes.extend((HEADER_BYTES, whole_blocks(nbytes)))
+            addresses.extend((address, address + HEADER_BYTES))
         return self._engine.ranges(
             write=is_write,
-            files=[file],
-            file_index=array("Q", [0, 0]),
-            offsets=array("Q", [at, at + HEADER_BYTES]),
-            sizes=array("Q", [HEADER_BYTES, payload]),
-            addresses=array("Q", [address, address + HEADER_BYTES]),
+            files=files,
+            file_index=starts,
+            offsets=offsets,
+            sizes=sizes,
+            addresses=addresses,
             owner=self.memory,
             client=Client.PAGE_WRITE if is_write else Client.PAGE_READ,
-            transfer_bytes=self.files.slot_bytes,
+            transfer_bytes=max(TRANSFER_BYTES, self.files.slot_bytes),
             verified=is_write,
         )
 

@@ -40,7 +40,7 @@ from statehold.errors import (
     shown,
 )
 from statehold.kv.batch import PageBatch, PageVerdict
-from statehold.kv.opened import OpenStore, address_of
+from statehold.kv.opened import Move, OpenStore, address_of
 from statehold.kv.page import (
     HEADER_BYTES,
     IDENTITY_BYTES,
@@ -50,15 +50,17 @@ from statehold.kv.page import (
     whole_blocks,
 )
 from statehold.process.worker import Worker
-from statehold.units import check_timeout, parse_bytes
+from statehold.units import MiB, check_timeout, parse_bytes
 
 if TYPE_CHECKING:
     from statehold._core import RangesJob
 
 logger = logging.getLogger("statehold")
 
-# Pages that one call reads, or writes, at a time.
-LOADS_MAX = 64
+# Pages that move as one: so many, or so many bytes. As many such groups are read at a time.
+GROUP_PAGES = 64
+GROUP_BYTES = 8 * MiB
+GROUPS = 3
 DEADLINE_S = 1.0
 # Pages older than this survive a loss of power.
 FLUSH_S = 1.0
@@ -76,7 +78,15 @@ class Loading:
     slot: int = -1
     there: int = -1
     generation: int = 0
-    job: RangesJob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGroup:
+    """Pages that are read as one. job: None if the storage refuses."""
+
+    batch: PageBatch
+    loads: list[Loading]
+    job: RangesJob | None
 
 
 @dataclass(slots=True)
@@ -126,12 +136,13 @@ class PageStore:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.page_bytes = _check_page_bytes(page_bytes)
+        self._group_pages = max(1, min(GROUP_PAGES, GROUP_BYTES // self.page_bytes))
         self._deadline_s = check_timeout(deadline_s)
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._is_flush_due = self._is_closed = False
-        self._leftover: deque[Loading] = deque()
+        self._leftover: deque[LoadGroup] = deque()
         self._open = OpenStore(
             os.path.abspath(os.fspath(path)),
             page_bytes=self.page_bytes,
@@ -248,10 +259,10 @@ class PageStore:
         self._is_closed = True
         for worker in (self._take_in, self._write, self._read):
             worker.close()
-        for loading in self._leftover:
-            if loading.job is not None:
-                loading.job.cancel()
-        self._open.close([loading.slot for loading in self._leftover])
+        for group in self._leftover:
+            if group.job is not None:
+                group.job.cancel()
+        self._open.close([each.slot for group in self._leftover for each in group.loads])
 
     def __enter__(self) -> PageStore:
         return self
@@ -263,7 +274,7 @@ class PageStore:
 
     def _load(self, batch: PageBatch, loads: list[Loading]) -> None:
         self._reap()
-        waiting, under_way = deque(self._absent(batch, loads)), deque[Loading]()
+        waiting, under_way = deque(self._absent(batch, loads)), deque[LoadGroup]()
         while waiting or under_way:
             self._start(batch, waiting, under_way)
             if not under_way:
@@ -315,74 +326,99 @@ class PageStore:
         verdict = PageVerdict.HIT if is_current else PageVerdict.MISS
         loading.batch.settle(loading.place, verdict)
 
-    def _start(self, batch: PageBatch, waiting: deque[Loading], under_way: deque[Loading]) -> None:
+    def _start(
+        self, batch: PageBatch, waiting: deque[Loading], under_way: deque[LoadGroup]
+    ) -> None:
         """Begin to read pages, as far as memory has slots for them."""
-        if not waiting or len(under_way) > LOADS_MAX // 2:
-            return
-        memory, files, new = self._memory.table, self._files.table, list[Loading]()
+        while waiting and len(under_way) < GROUPS:
+            loads = self._next(batch, waiting)
+            if loads:
+                under_way.append(self._group(batch, loads))
+            elif waiting:
+                return
+
+    def _next(self, batch: PageBatch, waiting: deque[Loading]) -> list[Loading]:
+        """The next pages that are in files, each with a slot in memory."""
+        memory, files, loads = self._memory.table, self._files.table, list[Loading]()
         with self._open.changing(batch.seconds_left):
-            while waiting and len(under_way) + len(new) < LOADS_MAX:
+            while waiting and len(loads) < self._group_pages:
                 loading = waiting[0]
                 loading.there = files.find(loading.index)
                 if loading.there < 0:
                     batch.settle(loading.place, PageVerdict.MISS)
                 elif (slot := memory.take(self._open.seat)) >= 0:
                     loading.slot, loading.generation = slot, files.generation(loading.there)
-                    new.append(loading)
+                    loads.append(loading)
                 else:
                     break
                 waiting.popleft()
-            files.touch(loading.there for loading in reversed(new))
-        for loading in new:
-            loading.job = self._begin_job(loading.slot, loading.there, loading.into.nbytes)
-            under_way.append(loading)
+            files.touch(loading.there for loading in reversed(loads))
+        return loads
 
-    def _finish(self, loading: Loading) -> None:
-        """Wait for a page from a file, and deliver it; if it is late, later calls let it go."""
-        is_read = self._is_done(loading.job, loading.batch.seconds_left)
+    def _group(self, batch: PageBatch, loads: list[Loading]) -> LoadGroup:
+        moves = [(each.slot, each.there, each.into.nbytes) for each in loads]
+        return LoadGroup(batch, loads, self._begin_job(moves))
+
+    def _finish(self, group: LoadGroup) -> None:
+        """Wait for pages from files, and deliver them; if late, later calls let them go."""
+        is_read = self._is_done(group.job, group.batch.seconds_left)
         if is_read is None:
-            self._leftover.append(loading)
-        else:
-            self._settle(loading, is_read=is_read)
+            self._leftover.append(group)
+        elif is_read or len(group.loads) == 1:
+            self._settle(group, is_read=is_read)
+        else:  # one of them cannot be read
+            for loading in group.loads:
+                self._finish(self._group(group.batch, [loading]))
 
     def _reap(self) -> None:
         """Let go of loads that were late and are done by now."""
         for _ in range(len(self._leftover)):
             self._finish(self._leftover.popleft())
 
-    def _settle(self, loading: Loading, *, is_read: bool) -> None:
-        """A page was read from a file into its slot in memory, or could not be read."""
-        header = Header.decode(self._memory.header(loading.slot)) if is_read else None
-        verdict = self._judged(loading, header)
-        is_hit = verdict is PageVerdict.HIT and self._copy_out(loading, loading.slot)
+    def _settle(self, group: LoadGroup, *, is_read: bool) -> None:
+        """Pages were read from files into their slots in memory, or could not be read."""
         memory, files = self._memory.table, self._files.table
+        sums = memoryview(group.job.checksums() if is_read and group.job else b"").cast("Q")
+        headers = [
+            Header.decode(self._memory.header(each.slot)) if is_read else None
+            for each in group.loads
+        ]
+        verdicts = [
+            self._judged(loading, header, sums[2 * i + 1] if is_read else 0)
+            for i, (loading, header) in enumerate(zip(group.loads, headers, strict=True))
+        ]
+        hits = [
+            loading
+            for loading, verdict in zip(group.loads, verdicts, strict=True)
+            if verdict is PageVerdict.HIT and self._copy_out(loading, loading.slot)
+        ]
         with self._open.changing(None):
-            if (
-                verdict is not PageVerdict.HIT
-                or header is None
-                or not memory.publish(
-                    loading.slot, header.index, header.before, memory.space(header.identity)
-                )
-            ):
-                memory.free(loading.slot)
-            if verdict is PageVerdict.BAD:
-                if files.generation(loading.there) == loading.generation:
-                    files.free(loading.there)
-                else:  # the slot was given to another page while it was read
-                    verdict = PageVerdict.MISS
-        if is_hit:
+            for i, (loading, header) in enumerate(zip(group.loads, headers, strict=True)):
+                if (
+                    verdicts[i] is not PageVerdict.HIT
+                    or header is None
+                    or not memory.publish(
+                        loading.slot, header.index, header.before, memory.space(header.identity)
+                    )
+                ):
+                    memory.free(loading.slot)
+                if verdicts[i] is PageVerdict.BAD:
+                    if files.generation(loading.there) == loading.generation:
+                        files.free(loading.there)
+                    else:  # the slot was given to another page while it was read
+                        verdicts[i] = PageVerdict.MISS
+        for loading in hits:
             self._hit(loading)
-        else:
+        for loading, verdict in zip(group.loads, verdicts, strict=True):
             loading.batch.settle(loading.place, verdict)
 
-    def _judged(self, loading: Loading, header: Header | None) -> PageVerdict:
+    def _judged(self, loading: Loading, header: Header | None, checksum: int) -> PageVerdict:
         """What was read, with this header: the page (HIT), another one (MISS), or damage (BAD)."""
-        if header is None or loading.job is None or header.index != loading.index:
+        if header is None or header.index != loading.index:
             return PageVerdict.BAD
         if not header.is_of(loading.batch.identity, loading.key, loading.into.nbytes):
             return PageVerdict.MISS  # it has another size, or its key has the index of this one
-        is_right = memoryview(loading.job.checksums()).cast("Q")[1] == header.checksum
-        return PageVerdict.HIT if is_right else PageVerdict.BAD
+        return PageVerdict.HIT if checksum == header.checksum else PageVerdict.BAD
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -455,8 +491,8 @@ class PageStore:
         return True
 
     def _store(self, slots: list[int]) -> None:
-        for first in range(0, len(slots), LOADS_MAX):
-            self._store_some(slots[first : first + LOADS_MAX])
+        for first in range(0, len(slots), self._group_pages):
+            self._store_some(slots[first : first + self._group_pages])
         if not self._is_flush_due:
             self._is_flush_due = True
             timer = threading.Timer(FLUSH_S, self._flush_later)
@@ -467,16 +503,15 @@ class PageStore:
         """Write pages from memory to files. What cannot be written stays in memory."""
         memory, files = self._memory.table, self._files.table
         headers = {slot: Header.decode(self._memory.header(slot)) for slot in slots}
-        jobs: dict[int, tuple[int, RangesJob | None]] = {}
+        moves = list[Move]()
         with self._open.changing(None):
             for slot, header in headers.items():
                 there = files.take(self._open.seat, self._files.below)
                 if there >= 0 and header is not None:
-                    job = self._begin_job(slot, there, header.nbytes, is_write=True)
-                    jobs[slot] = there, job
-        done = {slot for slot, (_, job) in jobs.items() if self._is_done(job, None)}
+                    moves.append((slot, there, header.nbytes))
+        done = self._written(moves)
         with self._open.changing(None):
-            for slot, (there, _) in jobs.items():
+            for slot, there, _ in moves:
                 header = headers[slot]
                 if (
                     slot not in done
@@ -491,6 +526,12 @@ class PageStore:
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
 
+    def _written(self, moves: list[Move]) -> set[int]:
+        """Write pages as one; the slots in memory of those that were written."""
+        if moves and self._is_done(self._begin_job(moves, is_write=True), None):
+            return {slot for slot, _, _ in moves}
+        return set().union(*(self._written([each]) for each in moves)) if len(moves) > 1 else set()
+
     def _flush_later(self) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile, and flushed
             self._write.submit(self._flush_now)
@@ -504,18 +545,16 @@ class PageStore:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _begin_job(
-        self, slot: int, there: int, nbytes: int, *, is_write: bool = False
-    ) -> RangesJob | None:
+    def _begin_job(self, moves: list[Move], *, is_write: bool = False) -> RangesJob | None:
         """None if the storage refuses, which is logged."""
         try:
-            return self._open.job(slot, there, nbytes, is_write=is_write)
+            return self._open.job(moves, is_write=is_write)
         except StateholdError as error:
             self._open.warn("write" if is_write else "read", error)
             return None
 
     def _is_done(self, job: RangesJob | None, timeout_s: float | None) -> bool | None:
-        """Whether a page was moved; None if that takes longer."""
+        """Whether pages were moved; None if that takes longer."""
         try:
             return job is not None and (job.wait(timeout_s) or None)
         except StateholdError as error:
