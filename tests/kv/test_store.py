@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from observe.exposition import samples_of
 from statehold.cli import main
 from statehold.errors import ClosedError, FormatVersionError, NoSpaceError, StorageError, UsageError
 from statehold.kv import PageStore, PageVerdict, opened
@@ -21,6 +22,7 @@ from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
 from statehold.kv.tiers import SLOTS_MIN, FileTier, Geometry
+from statehold.observe.counters import exposition
 from statehold.units import KiB, MiB
 from support import scripts
 from support.faults import must
@@ -488,3 +490,19 @@ def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:
         made(Path(store.path), page_bytes=0)
     found = store.get([key(1)], [bytearray(1)], deadline_s=math.inf).wait()
     assert found == [PageVerdict.MISS]
+
+
+def test_prometheus_sees_the_verdicts(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    with made(tmp_path / "pages") as store:
+        put(store, 1, 2)
+        get(store, 1, 2, 3)
+        label = (("store", os.fspath(tmp_path / "pages")),)
+        samples = samples_of(exposition())
+        found = {
+            name: samples[f"statehold_pages_{name}", label]
+            for name in ("hit_total", "miss_total", "stored_total", "bad_total", "in_files")
+        }
+    assert found == {
+        "hit_total": 2, "miss_total": 1, "stored_total": 2, "bad_total": 0, "in_files": 2,
+    }  # fmt: skip

@@ -108,7 +108,7 @@ def test_the_figures_of_many_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_histogram_counts_into_the_right_buckets() -> None:
-    figures = Figures("x", 0)
+    figures = Figures({"run": "x", "rank": 0})
     for seconds in (0.001, 0.0011, 0.5, 2000.0):
         figures.observe("save_seconds", seconds)
     text = "\n".join(figures.samples("save_seconds"))

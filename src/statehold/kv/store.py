@@ -49,6 +49,7 @@ from statehold.kv.page import (
     index_of,
     whole_blocks,
 )
+from statehold.observe.counters import figures_of
 from statehold.process.worker import Worker
 from statehold.units import MiB, check_timeout, parse_bytes
 
@@ -151,6 +152,7 @@ class PageStore:
         )
         self._memory, self._files = self._open.memory, self._open.files
         self._open.use(self._identity)
+        self._figures = figures_of(self._open.path, None)
         self._take_in, self._write, self._read = (
             Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
         )
@@ -525,6 +527,10 @@ class PageStore:
                 memory.release(slot)
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
+        self._figures.add("pages_unwritten_total", len(slots) - len(done))
+        self._figures.set("pages_evicted", files.evicted)
+        self._figures.set("pages_in_files", files.pages())
+        self._figures.set("pages_in_memory", memory.pages())
 
     def _written(self, moves: list[Move]) -> set[int]:
         """Write pages as one; the slots in memory of those that were written."""
@@ -587,6 +593,7 @@ class PageStore:
     def _count(self, verdict: PageVerdict) -> None:
         with self._counting:
             self._counts[verdict.value] += 1
+        self._figures.add(f"pages_{verdict.value}_total")
 
     def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""

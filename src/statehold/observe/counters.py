@@ -1,8 +1,8 @@
-"""Figures of this process's saves and restores, and their text for Prometheus.
+"""Figures of this process's saves, restores and stores of pages, and their text for Prometheus.
 
 Owns: the names (`statehold_*`), their meanings, and the text exposition format 0.0.4.
-Invariants: thread-safe. Keeps the figures of the newest RUNS_MAX runs. A run that is opened again
-continues its counters, because a counter never falls.
+Invariants: thread-safe. Keeps the figures of the newest RUNS_MAX runs and stores. What is opened
+again continues its counters, because a counter never falls.
 Not here: when something counts (checkpoint/telemetry), the port that shows it (metrics).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 RUNS_MAX = 64
@@ -37,18 +37,26 @@ _KNOWN: dict[str, tuple[str, str]] = {
 }
 # The same for each level that gets copies; the level is one more label.
 _OF_LEVEL: dict[str, tuple[str, str]] = {
-    "level_copied_bytes_total": (
-        "counter",
-        "Bytes that this rank copied for steps committed at the level.",
-    ),
+    "level_copied_bytes_total": ("counter", "Bytes of committed steps that this rank copied."),
     "level_copies_failed_total": ("counter", "Copies to the level that began and failed."),
     "level_newest_step": ("gauge", "The newest step that is at the level."),
     "level_interval_seconds": ("gauge", "The interval that was chosen for the level."),
-    "level_committed_timestamp_seconds": (
-        "gauge",
-        "When the level last committed a step, Unix time.",
-    ),
+    "level_committed_timestamp_seconds": ("gauge", "When the level last committed, Unix time."),
     "level_copy_seconds": ("histogram", "From the start of a copy to its commit at the level."),
+}
+# The same for each store of pages of a KV cache.
+_OF_PAGES: dict[str, tuple[str, str]] = {
+    "pages_hit_total": ("counter", "Pages that were asked for and delivered."),
+    "pages_miss_total": ("counter", "Pages that were asked for and are not there."),
+    "pages_bad_total": ("counter", "Pages that are damaged on storage."),
+    "pages_late_total": ("counter", "Pages that were not there, or not stored, in time."),
+    "pages_stored_total": ("counter", "Pages that were stored."),
+    "pages_there_total": ("counter", "Pages that were put and were there already."),
+    "pages_dropped_total": ("counter", "Pages that were put and had no room."),
+    "pages_unwritten_total": ("counter", "Pages that the storage refused."),
+    "pages_evicted": ("gauge", "Pages that went from the files, of all processes."),
+    "pages_in_files": ("gauge", "Pages that the files hold."),
+    "pages_in_memory": ("gauge", "Pages that the memory holds."),
 }
 
 
@@ -63,17 +71,16 @@ class _Histogram:
 
 
 class Figures:
-    """The figures of one rank of one run, or of one level of it."""
+    """The figures of one rank of one run, of one level of it, or of one store of pages."""
 
-    def __init__(self, run: str, rank: int, level: str | None = None) -> None:
-        self._run, self._rank = run, rank
-        self._labels = f'run="{_escaped(run)}",rank="{rank}"'
-        if level is not None:
-            self._labels += f',level="{_escaped(level)}"'
+    def __init__(
+        self, labels: Mapping[str, object], known: Mapping[str, tuple[str, str]] = _KNOWN
+    ) -> None:
+        self._given = labels
+        self._labels = ",".join(f'{name}="{_escaped(str(of))}"' for name, of in labels.items())
         self._guard = threading.Lock()
-        known = _KNOWN if level is None else _OF_LEVEL
         self._values = {name: 0.0 for name, (kind, _) in known.items() if kind == "counter"}
-        if level is None:
+        if "saves_in_flight" in known:
             self._values["saves_in_flight"] = 0.0
         self._histograms = {
             name: _Histogram() for name, (kind, _) in known.items() if kind == "histogram"
@@ -83,7 +90,7 @@ class Figures:
     def of_level(self, name: str) -> Figures:
         """The figures of a level."""
         with self._guard:
-            return self._levels.setdefault(name, Figures(self._run, self._rank, name))
+            return self._levels.setdefault(name, Figures({**self._given, "level": name}, _OF_LEVEL))
 
     def levels(self) -> list[Figures]:
         """The figures of all levels so far."""
@@ -121,28 +128,29 @@ class Figures:
         yield f"statehold_{name}_count{{{self._labels}}} {counts[-1]}"
 
 
-_runs: dict[tuple[str, int], Figures] = {}
+_runs: dict[tuple[str, int | None], Figures] = {}
 _runs_guard = threading.Lock()
 
 
-def figures_of(run: str, rank: int) -> Figures:
-    """The figures of a rank of a run, in this process."""
+def figures_of(path: str, rank: int | None) -> Figures:
+    """The figures of a rank of a run, or (None) of a store of pages, in this process."""
     with _runs_guard:
-        found = _runs.pop((run, rank), None) or Figures(run, rank)
-        _runs[run, rank] = found  # now the newest
+        found = _runs.pop((path, rank), None)
+        if found is None and rank is None:
+            found = Figures({"store": path}, _OF_PAGES)
+        _runs[path, rank] = found = found or Figures({"run": path, "rank": rank})  # now the newest
         while len(_runs) > RUNS_MAX:
             del _runs[next(iter(_runs))]
         return found
 
 
 def exposition() -> str:
-    """The figures of all runs of this process, in the text format 0.0.4 of Prometheus."""
+    """All figures of this process, in the text format 0.0.4 of Prometheus."""
     with _runs_guard:
         runs = list(_runs.values())
-    levels = [level for figures in runs for level in figures.levels()]
-    of_runs = [line for name in _KNOWN for line in _metric(name, _KNOWN[name], runs)]
-    of_levels = [line for name in _OF_LEVEL for line in _metric(name, _OF_LEVEL[name], levels)]
-    return "".join(f"{line}\n" for line in of_runs + of_levels)
+    each = [*runs, *(level for figures in runs for level in figures.levels())]
+    known = {**_KNOWN, **_OF_LEVEL, **_OF_PAGES}
+    return "".join(f"{line}\n" for name in known for line in _metric(name, known[name], each))
 
 
 def _metric(name: str, known: tuple[str, str], all_figures: Iterable[Figures]) -> Iterator[str]:

@@ -32,7 +32,6 @@ from statehold.errors import UsageError, shown
 
 COLUMNS = ("time_s", "replica", "repair_s")
 EXPONENTIAL = 1.0
-WEIBULL = 0.78  # the shape of failures of nodes on Titan, which SPARe uses
 
 
 @dataclass(frozen=True, slots=True)

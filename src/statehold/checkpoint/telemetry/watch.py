@@ -278,7 +278,7 @@ class Watch:
         recorded: Trace | None = None,
     ) -> None:
         self._log = log or BackgroundLog()
-        self._figures = Figures("", 0) if run is None else figures_of(run, rank)
+        self._figures = Figures({}) if run is None else figures_of(run, rank)
         self._rank, self._ranks = rank, ranks
         self._trace = None if trace is None else recorded or Trace(rank, ranks)
         self._path = None if trace is None else os.path.abspath(self._named(trace))
