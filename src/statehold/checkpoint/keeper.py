@@ -12,16 +12,6 @@ because that can happen inside any allocation, on any thread. A later Checkpoint
 this process waits for a dropped one. It also gets the run from one that only a reference cycle, or
 the traceback of an old error, keeps alive.
 
-Whether only tracebacks of old errors still hold an object.
-
-After a failed cell, a notebook keeps the error. Its traceback keeps the variables of every function
-that the error has left. An object that nothing else holds is not in use.
-
-This counts references as the cyclic collector does. An object, and everything that leads to it, is
-unused if its references come only from each other and from tracebacks. An object that a running
-function, a module or native code holds is in use. If the question cannot be decided soon, the
-object counts as in use.
-
 Not here: what is released, and in which order (opening).
 """
 
@@ -44,6 +34,13 @@ from statehold.process.ending import forget, remember
 from statehold.ranks.preemption import Preemption
 
 # -- what only old errors hold ---------------------------------------------------------------------
+# After a failed cell, a notebook keeps the error. Its traceback keeps the variables of every
+# function that the error has left. An object that nothing else holds is not in use.
+#
+# This counts references as the cyclic collector does. An object, and everything that leads to it,
+# is unused if its references come only from each other and from tracebacks. An object that a
+# running function, a module or native code holds is in use. If the question cannot be decided soon,
+# the object counts as in use.
 
 
 HOLDERS_MAX = 300

@@ -3,8 +3,6 @@
 Invariants: after any error, `owned` closes everything in the opposite order of opening: the
 pipeline, the copies, the agent, the hosts, the places, the trace, the runtime, the other ranks.
 
-Builds the saving side of a session: claims of the ranks, cadence, level choice, pipeline.
-
 Not here: the work of a session (session), how levels are opened (levels/levels).
 """
 

@@ -1,5 +1,6 @@
 """Session: the work of a Checkpointer while its ranks stay the same, and its end.
 
+    Parts      what a session has open
     save       Saver         one call of save(); the pipeline commits in the background
     restore    RestoreCalls  one call of restore()
     rewind, flush, status    work of the levels, on all ranks together
@@ -7,8 +8,6 @@
 Invariants: nothing on the storage changes before prepare_saving(), and only one job changes it.
 After any error, everything is closed in the opposite order of opening. The runtime outlives a
 session: another membership gets another session on the same staging memory.
-
-The parts of a session, and those that save() and restore() use.
 
 Not here: how a session is opened (opening).
 """

@@ -1,28 +1,14 @@
-"""The agent's own process: waits for the end of its trainer, acts once, and ends.
+"""The agent's own process: waits until its trainer ends, copies the newest step, and ends.
 
     wait      until the trainer says goodbye (nothing to do), or has died, however it did
-    persist   until that is done, SIGTERM comes, or a trainer wants the run
+    persist   copy the newest step in memory to the other levels, until that is done, SIGTERM comes,
+              or a trainer wants the run
     end       at once, or STOP_S after a request
 
-The trainer is watched through a pidfd that the trainer itself made. So no other process is taken
-for the trainer, and its forks do not hide its death. The end of the pipe says nothing: a fork may
-hold it, and the trainer may have closed it without a goodbye.
-
-Invariants: the log is RUN/.agent.log, or lies in the level in memory if that cannot be written. The
-agent ends in bounded time whatever storage does, except during a call that the kernel does not
-interrupt. Unfinished work is invisible, and the next trainer continues or clears it.
-
-The work of an agent after its trainer's death: copy the newest step in memory to other levels.
-
-It uses the trainer's own means: places, promotions and their limits. It goes through the levels one
-after the other, the nearest first, whatever their cadence. A failing level does not delay the next
-one. It is tried again every `retry_s`, until `give_up_s` after the death. If nothing moves for that
-long, the agent ends. If a step turns out to be damaged, the step before it is copied, unless the
-level has that already.
-
-Invariants: nothing is touched without the locks of the run, and another process that asks gets
-them. Copies are verified, and published by the level's own commit. Whenever this ends, by whatever
-means, a level has the step or not.
+Invariants: the agent ends in bounded time whatever storage does, except during a call that the
+kernel does not interrupt. Nothing is touched without the locks of the run, and another process that
+asks gets them. Whenever and however the agent ends, a level has the step or not. Unfinished work is
+invisible, and the next trainer continues or clears it.
 
 Not here: who starts the agent (starting).
 """
@@ -69,7 +55,14 @@ _FINAL = (ClosedError, CorruptionError, RunBusyError, StepOrderError)
 
 
 class Persisting:
-    """One agent's work; run() once, the rest from any thread."""
+    """One agent's work; run() once, the rest from any thread.
+
+    It uses the trainer's own means: places, promotions and their limits. It goes through the levels
+    one after the other, the nearest first, whatever their cadence. A failing level does not delay
+    the next one. It is tried again every `retry_s`, until `give_up_s` after the death. If nothing
+    moves for that long, the agent ends. If a step turns out to be damaged, the step before it is
+    copied, unless the level has that already.
+    """
 
     def __init__(self, orders: Orders, log: BackgroundLog) -> None:
         self._orders = orders
@@ -169,6 +162,11 @@ class Persisting:
 
 
 # -- the process -----------------------------------------------------------------------------------
+# The trainer is watched through a pidfd that the trainer itself made. So no other process is taken
+# for the trainer, and its forks do not hide its death. The end of the pipe says nothing: a fork may
+# hold it, and the trainer may have closed it without a goodbye.
+#
+# The log is RUN/.agent.log, or lies in the level in memory if that cannot be written.
 
 
 LOG_BYTES_MAX = 1 << 20  # beyond that the next agent begins a new log

@@ -1,20 +1,11 @@
 """The trainer's side of its agent: start it, check that it is alive, and say goodbye.
 
-    Agent(options) -> start(), on a background thread -> [the run] -> goodbye()
+    Companion    the agent of a session, for as long as the run is saved
+    Agent        start(), on a background thread -> [the run] -> goodbye()
 
-The agent is a program of its own, started with vfork, so it copies nothing of this process except
-its orders. It has a session of its own, so signals for this process's group or terminal do not
-reach it. It is no child of this process: this process need not wait for it, and a supervisor that
-ends this process with all its children does not end it. Its standard streams lead nowhere,
-because a reader of this process's output waits for the end of that output.
-
-Invariants: the orders go through a pipe, not through arguments or the environment. Without an agent
-training continues, and the reason is logged once.
-
-The agent of a session: it is started when the run is saved, and ended with the run.
-
-Invariants: an agent that gets a goodbye has nothing left to copy. A session has an agent only
-while that could copy a whole step, so not if each host has only a part of one.
+Invariants: without an agent training continues, and the reason is logged once. An agent that gets a
+goodbye has nothing left to copy. A session has an agent only while that could copy a whole step, so
+not if each host has only a part of one.
 
 Not here: its work (process).
 """
@@ -43,6 +34,12 @@ from statehold.options import Options
 from statehold.options.io import settled
 
 # -- one agent -------------------------------------------------------------------------------------
+# The agent is a program of its own, started with vfork, so it copies nothing of this process except
+# its orders. These go through a pipe, not through arguments or the environment. It has a session of
+# its own, so signals for this process's group or terminal do not reach it. It is no child of this
+# process: this process need not wait for it, and a supervisor that ends this process with all its
+# children does not end it. Its standard streams lead nowhere, because a reader of this process's
+# output waits for the end of that output.
 
 
 _GOODBYE = b"goodbye\n"

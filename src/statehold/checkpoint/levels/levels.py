@@ -5,15 +5,8 @@
     promotions   the copies from the first level to the others
     notes        the run's notes about itself, for people and commands
 
-Invariants: nothing on the storage changes before prepare(), and only one job changes it.
-
-Opens the levels of a run: their places, their hosts, and the copies between them.
-
-Invariants: everything is closed in the opposite order of opening, even after an error.
-
-The notes of a run in its directory: its levels, and its id. Only rank 0 writes them, and only if
-the run is on a real file system. No save and no restore depends on a note, and none fails because
-of one.
+Invariants: nothing on the storage changes before prepare(), and only one job changes it. Everything
+is closed in the opposite order of opening, even after an error.
 
 Not here: what a user says of a level (specs), the work of a level (steps/target), the copies
 (promoting), the files of the notes (remembered, steps/owners).
@@ -53,7 +46,10 @@ if TYPE_CHECKING:
 
 
 class RunNotes:
-    """The notes of a run.
+    """The notes of a run in its directory: its levels, and its id.
+
+    Only rank 0 writes them, and only if the run is on a real file system. No save and no restore
+    depends on a note, and none fails because of one.
 
     is_alone: no level can be on several hosts. writes: whether this rank writes the notes.
     """

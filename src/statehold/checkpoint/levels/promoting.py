@@ -5,23 +5,9 @@
     meet     all parts are there, or one rank failed: commit at the level, or give up
 
 Invariants: at most one step is under way to a level. A busy level gets the next step that is
-committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
-announces. So a rank that missed a copy fails that copy and no other. A rank that starts a copy does
-not wait for an earlier one: the copy is queued. A level that fails costs a warning: training
-continues, the step stays at its source, and the next one is tried again. An older step is never
-put next to a newer one. Copies on other hosts go with a step to its level, and are complete
-only when the level has the step. All ranks share out a copy by what they know when it begins.
-
-The messages of ranks about their parts of a copy, and the end of a failed copy.
-
-Invariants: a copy is committed only if all ranks have copied their parts of the same save. A step
-that is saved again meanwhile has two manifests, and ranks may have read either. Copied files are
-kept for the next attempt, unless the level is full or the source damaged.
-
-The speed of copies to a level: a limit in bytes a second, and the priority of the training.
-
-Invariants: a copy never exceeds the limit, even if earlier time was unused. It makes up for short
-delays. A waiting thread is woken at once when the copy is to stop.
+committed once it is free. A rank that starts a copy does not wait for an earlier one: the copy is
+queued. A level that fails costs a warning: training continues, the step stays at its source, and
+the next one is tried again. An older step is never put next to a newer one.
 
 Not here: when a level wants a step (cadence), the bytes (steps/copying), a level's commit
 (steps/target).
@@ -90,6 +76,9 @@ class Throttle:
 
     give_way: returns when no save needs the processors and the memory more; may be replaced at any
         time. Raises ClosedError after stop().
+
+    Copies never exceed the limit, even if earlier time was unused. They make up for short delays. A
+    waiting thread is woken at once when the copy is to stop.
     """
 
     def __init__(
@@ -125,6 +114,9 @@ class Throttle:
 
 
 # -- the parts of all ranks ------------------------------------------------------------------------
+# A copy is committed only if all ranks have copied their parts of the same save. A step that is
+# saved again meanwhile has two manifests, and ranks may have read either. Copied files are kept for
+# the next attempt, unless the level is full or the source damaged.
 
 
 def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
@@ -182,6 +174,10 @@ def is_resumable(error: Exception) -> bool:
 
 
 # -- the copies to a level -------------------------------------------------------------------------
+# Ranks meet under the number of the copy, which rank 0 counts and announces. So a rank that missed
+# a copy fails that copy and no other. All ranks share out a copy by what they know when it begins.
+# Copies on other hosts go with a step to its level, and are complete only when the level has the
+# step.
 
 
 # The suffix of a level's name for its copies on other hosts.

@@ -11,8 +11,6 @@
 Invariants: another run is only read. No lock is taken there and nothing changes, because its job
 may go on. A step that it retires, or saves again, is noticed as in a run of one's own.
 
-What one call of restore() asks for, checked.
-
 Not here: how one step gets into the state (restoring); a run that begins with a step of another as
 its own (checkpoint/levels/forking).
 """

@@ -11,11 +11,6 @@ Invariants: a call that fails has begun nothing, and the other ranks get its err
 interrupts the call, even Ctrl-C, the native job ends before the memory that it copies from is
 released.
 
-What the caller of save() says about a step: metrics and tags, checked.
-
-Invariants: what is accepted here can be written into a manifest, and read back the same. NaN and
-infinity are values: a run may well have them. Nothing waits for a device.
-
 Not here: the background work (pipeline), copies from devices (tensors/devices).
 """
 
@@ -57,6 +52,8 @@ if TYPE_CHECKING:
 
 
 # -- what the caller says of a step ----------------------------------------------------------------
+# What is accepted here can be written into a manifest, and read back the same. NaN and infinity are
+# values: a run may well have them. Nothing here waits for a device.
 
 
 def labels(metrics: Mapping[str, float] | None, tags: Sequence[str]) -> About:

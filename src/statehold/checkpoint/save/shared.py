@@ -11,24 +11,8 @@
                       finish_first, finish D2 of them, and of files instead of refuted ones
                       files                the files of the step other than the rank's own
 
-A linked file is compared where the bytes lie, if that is host memory that stays as it is until the
-next update. Bytes of a device, and those that are copied before save() returns, are copied to
-staging memory as for a write. There they are hashed, and the buffer is given back. If some are not
-as in the file, they stay in their buffer, and the rest comes from the file (native/write_job.h).
-
 Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
-anything fails, the save fails, and no tensor is in two files of it or in none. Jobs get their files
-in the order in which they were started (native/lending.h). What is copied before save() returns is
-started first: nothing there waits for a write that could be later.
-
-The proof that tensors have the bytes of a file, where they lie: reads memory, and no storage.
-
-Version counters say what has probably not changed, and never that it has not: an extension, NumPy
-or `.data` may write without counting. So the bytes are hashed, piece by piece as those of the file
-were, and compared with its checksums (decision S2).
-
-Invariants: the bytes of the header are not compared; nobody but the file has them. The threads are
-those of one proof, and leave the processor to training.
+anything fails, the save fails, and no tensor is in two files of it or in none.
 
 Not here: which parts go where (sharing), second names (taking), the files' names (steps/pool).
 """
@@ -60,6 +44,11 @@ if TYPE_CHECKING:
 
 
 # -- the proof -------------------------------------------------------------------------------------
+# Reads memory, and no storage. Version counters say what has probably not changed, and never that
+# it has not: an extension, NumPy or `.data` may write without counting. So the bytes are hashed,
+# piece by piece as those of the file were, and compared with its checksums (decision S2). The bytes
+# of the header are not compared; nobody but the file has them. The threads are those of one proof,
+# and leave the processor to training.
 
 
 _NICENESS = 5  # like the threads that copy
@@ -143,6 +132,14 @@ def _yield() -> None:
 
 
 # -- the files of a save ---------------------------------------------------------------------------
+# A linked file is compared where the bytes lie, if that is host memory that stays as it is until
+# the next update. Bytes of a device, and those that are copied before save() returns, are copied to
+# staging memory as for a write. There they are hashed, and the buffer is given back. If some are
+# not as in the file, they stay in their buffer, and the rest comes from the file
+# (native/write_job.h).
+#
+# Jobs get their files in the order in which they were started (native/lending.h). What is copied
+# before save() returns is started first: nothing there waits for a write that could be later.
 
 
 @dataclass(eq=False, slots=True)

@@ -8,32 +8,11 @@
     ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
     goes_on     the job has restored a step: the next save links its shared files, if it can
 
-A part is expected to stay the same if it did so in the last saves, or at first if it is a parameter
-that needs no gradient. Whether it did is proven in each save (shared).
-
 Invariants: at most one file that may be linked has a part. A part is in a shared file, or in the
 one that the rank writes, and never in both. While nothing stays the same, a save does nothing here
 but compare checksums after its commit.
 
-The shared files of the step that a job goes on from: its first save links them, too.
-
-Without this, a job that is started again, or a child that has just begun from a step of its parent,
-would write all that never changes once more.
-
-The step that wrote such a file is in its header, and in no document. So the header is read, too:
-the file is compared with a plan of that step.
-
-Invariants: this only reads. What a file holds is compared with memory by the save that links it
-(shared), so a state that was changed since the restore is no danger.
-
-Which parts of a state go to files that steps share: pure arithmetic on sizes and on history.
-
-Owns: what has to be true of a part before it goes to such a file, how parts are put together into
-files, and how long a part that changed after all stays out of them.
-Invariants: no file is made smaller than FILE_BYTES_MIN, and a rank has few of them however large
-its state is. A part that keeps changing is written to shared files ever more rarely.
-
-Not here: which sizes make a file (checkpoint/save/sharing).
+Not here: the proof that a part is as in its file, and the files of one save (shared).
 """
 
 from __future__ import annotations
@@ -74,6 +53,9 @@ if TYPE_CHECKING:
 
 
 # -- how parts become files ------------------------------------------------------------------------
+# Pure arithmetic on sizes and on history. No file is made smaller than FILE_BYTES_MIN, and a rank
+# has few of them however large its state is. A part that keeps changing is written to shared files
+# ever more rarely.
 
 
 # A smaller tensor is written with what changes: a checksum, a name and a place cost as much.
@@ -153,6 +135,13 @@ class History:
 
 
 # -- the step that the job goes on from ------------------------------------------------------------
+# The first save of a job links the shared files of the step that it goes on from. Without this, a
+# job that is started again, or a child that has just begun from a step of its parent, would write
+# all that never changes once more.
+#
+# The step that wrote such a file is in its header, and in no document. So the header is read, too:
+# the file is compared with a plan of that step. This only reads. The save that links a file
+# compares it with memory, so a state that was changed since the restore is no danger.
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +227,8 @@ def _header(fs: Fs, path: str, nbytes: int, file_bytes: int) -> bytes | None:
 
 
 # -- from save to save -----------------------------------------------------------------------------
+# A part is expected to stay the same if it did so in the last saves, or at first if it is a
+# parameter that needs no gradient. Whether it did is proven in each save.
 
 
 logger = logging.getLogger("statehold")

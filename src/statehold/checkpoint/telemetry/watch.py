@@ -3,25 +3,15 @@
     save     save() (wait, capture, plan) on the trainer's thread; stage; open, write,
              commit (of several ranks: seal, arrive, gather, publish), retain
     restore  discover, plan (open), read (verify: each piece is checked and placed), values
+    promote  prepare, plan (which files), write or upload (a span for each data file, with the
+             seconds spent on reading the source and on waiting for the limit), meet (with the
+             other ranks), commit
 
-Each save and each restore that has ended well is one INFO line of the logger "statehold": a
+Each save, restore and copy that has ended well is one INFO line of the logger "statehold": a
 sentence for people, and its figures as `record.statehold` for programs.
 
-Invariants: no report of a saved step comes before its commit. An error here (a filter of a user's
-logging, a full disk under a trace) never fails a save or a restore.
-
-Telemetry of the copies to one level: stages, figures, progress, and a log line.
-
-    promote   prepare, plan (which files), write or upload (a span for each data file, with the
-              seconds spent on reading the source and on waiting for the limit), meet (with the
-              other ranks), commit
-
-A file is copied block by block. Reading, verifying and writing take turns, thousands of times in a
-long copy, so their times are facts of the file's span and not spans of their own.
-
-Invariants: no report of a step at a level comes before its commit there. Nothing here fails a copy.
-
-The figures of one save, and the events that it reaches.
+Invariants: no report of a step comes before its commit, at whichever level. An error here (a filter
+of a user's logging, a full disk under a trace) never fails a save, a restore or a copy.
 
 Not here: the work of the stages; the spans (tracing), names of figures (counters), progress.
 """
@@ -104,6 +94,8 @@ class SaveStats:
 
 
 # -- copies to a level -----------------------------------------------------------------------------
+# A file is copied block by block. Reading, verifying and writing take turns, thousands of times in
+# a long copy, so their times are facts of the file's span and not spans of their own.
 
 
 Stage = contextlib.AbstractContextManager[None]

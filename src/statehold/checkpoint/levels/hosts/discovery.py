@@ -6,21 +6,10 @@
 A host is a set of ranks that see the same files of a level. The lowest rank there leads: it
 commits, retires and clears for all of them, and serves their files to other hosts. Host i has its
 copies on hosts i+1, i+2, ... around.
+
 Invariants: no rank asks another one about its files. Each leader tells rank 0, which tells all. The
 meeting waits for all ranks, so no call of save() does it: it runs on the commit thread, or in calls
 that all ranks make together. Its decision is the same on all, also for a rank that comes again.
-
-How the ranks of a job come to one secret over a board that everybody may read.
-
-    keys = KeyPair()                              each rank, which posts keys.public
-    hidden = keys.hidden(secret, public)          rank 0, for the rank that has posted `public`
-    secret = keys.opened(hidden, public)          that rank, with what rank 0 has posted
-
-The store of torch answers everybody who connects, and lists its keys. So the secret itself is never
-there: it is hidden under a key that only two ranks can compute (Diffie-Hellman in group 14 of
-RFC 3526). A file of the run directory would need no arithmetic, but hosts may share none.
-Invariants: what is on the board does not tell the secret. Who writes to the board may pass for a
-rank, as everywhere in torch.distributed.
 
 Not here: the use of the decision (place), the transfer of files (serving, remote).
 """
@@ -49,6 +38,12 @@ from statehold.ranks.rounds import Round
 from statehold.steps.near_files import NearFiles
 
 # -- one secret for all ranks ----------------------------------------------------------------------
+# The store of torch answers everybody who connects, and lists its keys. So the secret itself is
+# never there: it is hidden under a key that only two ranks can compute (Diffie-Hellman in group 14
+# of RFC 3526). A file of the run directory would need no arithmetic, but hosts may share none.
+#
+# What is on the board does not tell the secret. Who writes to the board may pass for a rank, as
+# everywhere in torch.distributed.
 
 
 _PRIME = int(
@@ -70,7 +65,14 @@ def drawn() -> str:
 
 
 class KeyPair:
-    """The keys of one rank, for as long as it meets the others."""
+    """The keys of one rank:
+
+        keys = KeyPair()                        each rank, which posts keys.public
+        hidden = keys.hidden(secret, public)    rank 0, for the rank that has posted `public`
+        secret = keys.opened(hidden, public)    that rank, with what rank 0 has posted
+
+    A rank has them for as long as it meets the others.
+    """
 
     def __init__(self) -> None:
         self._private = int(secrets.token_hex(_KEY_BYTES), 16)

@@ -2,6 +2,7 @@
 
     HostPlace     files that the ranks of a host have saved, or copied from a nearer level
     CopiesPlace   files that a host holds for other hosts, so that the run survives the loss of one
+    Scattered     the steps of all hosts, read from the shelves of the single hosts
 
 Owns: for one level, this rank's knowledge of the hosts and the places of files; which rank copies
 which files from here, or to here. Until the ranks have met (discovery), it knows only its own host.
@@ -10,16 +11,8 @@ all hosts have published does not count: no reader sees it, and it is removed wh
 there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
 younger one does.
 
-One shelf for each host, to read from, and the steps of all of them as one.
-
-    OwnShelf     the steps of a store of this host that it has a part of
-    FarShelf     the same of another host
-    Scattered    the steps of all of them: each file from the first shelf that has it
-
-Invariants: readers see only steps that are whole over all hosts, under one manifest. The name of a
-shelf says which host it is. Far files are fetched before they are read.
-Not here: the meeting (discovery), which steps are whole (census), commits in two rounds, how bytes
-come from another host (remote).
+Not here: the meeting (discovery), which steps are whole (census), commits in two rounds
+(commit_rounds, save/publishing), how bytes come from another host (remote).
 """
 
 from __future__ import annotations
@@ -79,6 +72,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("statehold")
 
 # -- the shelves of the hosts ----------------------------------------------------------------------
+# Readers see only steps that are whole over all hosts, under one manifest. The name of a shelf says
+# which host it is. Far files are fetched before they are read.
 
 
 T = TypeVar("T")
