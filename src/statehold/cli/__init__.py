@@ -1,15 +1,11 @@
 """The command `statehold`: inspects, verifies, compares and prunes runs (docs/cli.md).
 
 Owns: arguments, the choice of a command, and the handling of errors: a message on stderr and an
-exit code.
+exit code; the form of `--help`, and of errors about arguments.
 Invariants: nothing here imports torch. Only code that needs numbers imports NumPy. A command's
-module is imported only when the command runs.
+module is imported only when the command runs. Help goes to stdout and exits with 0. An error goes
+to stderr; one about arguments exits with 2.
 Not here: what a command does (one module each), the form of output (output).
-
-Parsers whose help leads: commands by what people want, examples, and near names for typos.
-
-Owns: the form of `--help` and of errors about arguments.
-Invariants: help goes to stdout and exits with 0. An error goes to stderr, and exits with 2.
 """
 
 from __future__ import annotations
@@ -26,6 +22,9 @@ from typing import Any, NoReturn
 from statehold._version import __version__
 from statehold.cli import codes, output, terminal
 from statehold.errors import StateholdError, UsageError
+
+# -- arguments -------------------------------------------------------------------------------------
+# The help of a parser leads: commands by what people want, examples, and near names for typos.
 
 _NAME_COLUMNS = 16
 

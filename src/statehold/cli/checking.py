@@ -1,18 +1,11 @@
 """A whole step compared with its manifest: documents, files, headers, pieces, and completeness.
 
-Owns: which findings count as damage, and their place: file, bytes, tensor, rank.
-Invariants: the check never stops at a finding. Of several ranks, one record is in memory at a time,
-so memory grows with tensors, and with boxes only if a planner cut freely. Adjacent damage of one
-tensor is one finding, so a file full of damage is still a short list.
-
-Every byte of many spans, read at the speed of the device, and the bad pieces.
-
-Owns: batches of spans for the engine, a few of them in flight; the second look at a batch that
-failed, piece by piece.
-Invariants: memory is the engine's buffers and a few batches, however large the step is. Reading
-continues after a bad piece. The page cache of a file is dropped first, so the bytes come from the
-device.
-
+Owns: which findings count as damage, and their place: file, bytes, tensor, rank; the reading of
+every byte of a step at the speed of the device.
+Invariants: the check never stops at a finding, and reading continues after a bad piece. Of several
+ranks, one record is in memory at a time, so memory grows with tensors, and with boxes only if a
+planner cut freely. Adjacent damage of one tensor is one finding, so a file full of damage is still
+a short list.
 Not here: which step (places), the output (verify).
 """
 
@@ -44,6 +37,9 @@ if TYPE_CHECKING:
 
 
 # -- reading at the speed of the device ------------------------------------------------------------
+# The engine reads batches of spans, a few of them in flight. A batch that failed gets a second
+# look, piece by piece. Memory is the engine's buffers and a few batches, however large the step is.
+# The page cache of a file is dropped first, so the bytes come from the device.
 
 
 BUFFER_BYTES = 16 * MiB

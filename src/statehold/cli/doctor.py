@@ -1,14 +1,9 @@
 """`statehold doctor [PATH]`: what statehold can do on this machine and in PATH.
 
-It also lists the leftovers of dead jobs.
+It also lists the leftovers of dead jobs: memory, fetched files, half copies.
+
 Invariants: reports only what was tried or read just now, through the same file system layer that
 saves use. All trials happen in a temporary directory in PATH, which is removed again.
-
-The leftovers of dead jobs: memory, fetched files, half copies.
-
-Invariants: reads, and changes nothing. Ignores files of other users, and follows no link. Says what
-a live job uses, as far as the kernel knows.
-
 Not here: how fast it is (bench).
 """
 
@@ -51,6 +46,8 @@ if TYPE_CHECKING:
 
 
 # -- leftovers of dead jobs ------------------------------------------------------------------------
+# The search for them changes nothing. It ignores files of other users, and follows no link. A line
+# says what a live job uses, as far as the kernel knows.
 
 
 _LINE_BYTES_MAX = 4096

@@ -1,11 +1,10 @@
 """The page of a report: one HTML file that needs no other, and loads no other.
 
 Invariants: the page has no address of another file or site. A policy forbids all scripts except the
-page's own, by its hash, and all loading. The page has the same content without the script.
+page's own, by its hash, and all loading. The page has the same content without the script. What
+went wrong in a run is at the top.
 
-What went wrong in a run, at the top of its report: failed saves and copies, and damage.
-
-Not here: the data (report), escaping (blocks), the timeline.
+Not here: the data (report), escaping and the timeline (blocks).
 """
 
 from __future__ import annotations

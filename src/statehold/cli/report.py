@@ -4,13 +4,6 @@ Owns: the data of the page: steps at all levels. With traces also the saves, res
 with all ranks of a save together.
 Invariants: reads manifests, traces and, with --verify, everything else. Changes nothing in the run,
 and writes the page whole or not at all.
-
-What the saves of a report cost, in a few figures.
-
-Invariants: pure. A save counts with its slowest rank, because the other ranks wait for it. A
-percentile is one of the values (nearest rank), so with fewer than a hundred saves the 99th is the
-longest.
-
 Not here: the look (page), the content of a trace (traces), what counts as damage (checking).
 """
 
@@ -43,6 +36,8 @@ if TYPE_CHECKING:
 
 
 # -- what saving costs -----------------------------------------------------------------------------
+# Pure. A save counts with its slowest rank, because the other ranks wait for it. A percentile is
+# one of the values (nearest rank), so with fewer than a hundred saves the 99th is the longest.
 
 
 # The times of a save that have percentiles.

@@ -1,9 +1,6 @@
-"""What a step says of itself, for people and for --json: its metrics and tags.
+"""What a step says, for people and for --json: metrics, tags, and the plain values of its tree.
 
-The plain values of a state, flat: the place of each, and its value. Works on encoded nodes.
-
-Invariants: equal states have equal leaves, and different ones do not. A container that is not a
-plain dict or list has an entry at its own place, and an empty one, too.
+Invariants: equal states have equal leaves, and different ones do not.
 
 Not here: what save() accepts (checkpoint/save/call), where it is written (format/entries).
 """
@@ -19,6 +16,8 @@ from statehold.format.entries import About
 from statehold.format.trees import Differs, members_of
 
 # -- the values of a tree --------------------------------------------------------------------------
+# The values are flat: the place of each, and its value. This works on encoded nodes. A container
+# that is not a plain dict or list has an entry at its own place, and an empty one, too.
 
 
 _TENSORS = ("$tensor", "$ndarray", "$complex128")

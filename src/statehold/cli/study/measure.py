@@ -1,15 +1,9 @@
 """Times one strategy: makes its files, overwrites them, reads them cold and warm, deletes them.
 
+Owns: the cases on storage, and the two kinds of sessions that move their bytes.
 Invariants: no file of a case ever stays. A write ends when the bytes are durable. Before a cold
 read the kernel is asked to drop these files from its cache. It is asked file by file, and not for
 the whole machine, which needs no privilege and leaves other jobs their cache.
-
-Strategies of the native core: bytes that only move, and whole saves by the engine.
-
-Owns: one session for each kind, with one interface; `open_session`.
-Invariants: an engine reads its saves back with the checksums that it took, so a timed restore has
-been verified, as statehold's own are.
-
 Not here: what is timed and how often (sweep, study).
 """
 
@@ -33,6 +27,8 @@ if TYPE_CHECKING:
 
 
 # -- one strategy ----------------------------------------------------------------------------------
+# The native core moves bytes only, or its engine saves and restores. An engine reads its saves back
+# with the checksums that it took, so a timed restore has been verified, as statehold's own are.
 
 
 STAGING_BYTES = 512 * MiB

@@ -1,14 +1,9 @@
 """The measurements: one factor at a time around a centre, then the best of each together.
 
-Owns: the strategies of a study, the comparisons behind its findings, the order of rounds.
-Invariants: pure. A full factorial of the factors would have thousands of cases, so `full` only
-takes more values of each. Every comparison differs in one thing, so a finding has one cause.
-
-The memory that a study saves from and restores into.
-
-Invariants: the kept memory is touched. It has huge pages if the kernel gives them, and bytes that
-no storage can take for zeros. Restoring writes the same bytes into it again, so it never changes.
-
+Owns: the strategies of a study, the comparisons behind its findings, the order of rounds; the
+memory that a study saves from and restores into.
+Invariants: every comparison differs in one thing, so a finding has one cause. A full factorial of
+the factors would have thousands of cases, so `full` only takes more values of each.
 Not here: how a case is run (measure), the conclusions from the figures (choose).
 """
 
@@ -47,6 +42,11 @@ class MappedMemory:
 
 
 def kept(nbytes: int) -> MappedMemory:
+    """Memory that stays: its pages are touched, and huge if the kernel gives such.
+
+    It has bytes that no storage can take for zeros. Restoring writes the same bytes into it again,
+    so it never changes.
+    """
     memory = MappedMemory(nbytes)
     with contextlib.suppress(OSError):  # a kernel without them: slower, for all strategies alike
         memory.prefer_huge_pages()
