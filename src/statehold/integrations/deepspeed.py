@@ -1,59 +1,14 @@
-"""Engines of DeepSpeed with steps of statehold.
+"""Engines of DeepSpeed with steps of statehold (docs/integrations.md).
 
     state = engine_state(engine)              # after deepspeed.initialize()
     step = ckpt.restore(state) or 0           # for engine.load_checkpoint()
     ckpt.save(step, state)                    # for engine.save_checkpoint()
 
-A step of ZeRO restores on any number of ranks as it is. See docs/integrations.md.
-
-The state of a DeepSpeed engine with ZeRO, for a Checkpointer.
-
-    model       the weights that the model computes with: whole in stages 1 and 2, runs in stage 3
-    fp32        the master weights, as runs of the flattened parameters
-    optimizer   the moments by parameter, and the options of the groups
-    scheduler   if the engine has one
-    deepspeed   counts, the scale of the loss, the shapes of the parameters
-    rng         random generators
-
-Invariants: the names do not depend on the number of ranks, and the runs are those of one flattened
-tensor, so a step restores on any number of ranks. Weights, masters and moments change only in the
-step() of the base optimizer, an optimizer of torch, which waits at the gate; so they are copied
-lazily. Buffers are copied before save() returns.
-
-What an engine counts itself, the scale of its loss, and the shapes of its parameters.
-
-Invariants: a state is taken between two updates only, since a step holds no gradients.
-
-The state of the optimizer under ZeRO: moments by parameter, and the options of its groups.
-
-In a step it has the form of an optimizer of torch: `state` by "model.NAME", `param_groups` with
-names. A moment is a run of the flattened parameter; what is one number, such as `step`, is the same
-on all ranks.
-Invariants: what the optimizer already has in memory is filled there. What it has not made yet is
-made for the restore, and put in once all bytes have arrived.
-
-How ZeRO cuts the parameters over the ranks, as runs of flat tensors.
-
-Facts about DeepSpeed (0.19.8):
-- In stages 1 and 2 the parameters of a group are views of one flat buffer, which is padded at its
-  end. It is cut into equal partitions, so the cuts lie anywhere in a parameter. Each rank has a
-  flat master of its partition. The order in the buffer may depend on the number of ranks.
-- In stage 3 each parameter is flattened and cut into equal parts, the last one padded. That is how
-  torch.chunk cuts. A rank has the parts of several parameters one after the other in a flat master.
-  How many of them share one depends on the number of ranks.
-- If the master weights have the dtype of the model, stage 3 has them once.
-
-Invariants: the runs of all ranks cover each parameter once, and no padding is in a run. Every rank
-lists every parameter, with an empty run where it has nothing. A run says where the memory is only
-when it is asked, since DeepSpeed may move it.
-
-save_checkpoint() and load_checkpoint() of an engine, with steps of statehold.
-
-    engine = save_into_steps(engine)      # one line; the rest of the script stays
-
-Invariants: the directory is a run. A checkpoint counts once it is committed on all ranks, so no
-file `latest` is needed: the newest step is the latest. What DeepSpeed itself has saved there loads
-as before, until the first step is committed.
+Invariants: a step of ZeRO restores on any number of ranks as it is: the names do not depend on that
+number, and the runs are those of one flattened tensor. Weights, masters and moments change only in
+the step() of the base optimizer, an optimizer of torch, which waits at the gate; so they are copied
+lazily. Buffers are copied before save() returns. A state is taken between two updates only, since a
+step holds no gradients.
 """
 
 from __future__ import annotations
@@ -86,6 +41,11 @@ from statehold.tensors.marks import Volatile
 from statehold.tensors.placements import Piece
 
 # -- moments ---------------------------------------------------------------------------------------
+# In a step the state of the optimizer has the form of an optimizer of torch: `state` by
+# "model.NAME", `param_groups` with names. A moment is a run of the flattened parameter. What is one
+# number, such as `step`, is the same on all ranks. What the optimizer already has in memory is
+# filled there. What it has not made yet is made for the restore, and put in once all bytes have
+# arrived.
 
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -208,7 +168,10 @@ _OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
 
 
 class EngineProgress:
-    """shapes: those of the parameters, by name."""
+    """What an engine counts itself, the scale of its loss, and the shapes of its parameters.
+
+    shapes: those of the parameters, by name.
+    """
 
     def __init__(self, engine: Any, shapes: Mapping[str, list[int]]) -> None:
         self._engine = engine
@@ -267,6 +230,13 @@ def engine_state(engine: Any) -> dict[str, Any]:
 
     Save it after an update. It does not hold the position in the data: put your loader into the
     state, or count batches. Add what else you save: {**engine_state(engine), "data": loader}.
+
+        model       the weights that the model computes with: runs in stage 3, else whole
+        fp32        the master weights, as runs of the flattened parameters
+        optimizer   the moments by parameter, and the options of the groups
+        scheduler   if the engine has one
+        deepspeed   counts, the scale of the loss, the shapes of the parameters
+        rng         random generators
 
     Args:
         engine: what deepspeed.initialize() returns, with ZeRO 1, 2 or 3.
@@ -409,6 +379,18 @@ def _refusals(engine: Any) -> Any:
 
 
 # -- how ZeRO cuts the parameters ------------------------------------------------------------------
+# Facts about DeepSpeed (0.19.8):
+# - In stages 1 and 2 the parameters of a group are views of one flat buffer, which is padded at its
+#   end. It is cut into equal partitions, so the cuts lie anywhere in a parameter. Each rank has a
+#   flat master of its partition. The order in the buffer may depend on the number of ranks.
+# - In stage 3 each parameter is flattened and cut into equal parts, the last one padded. That is
+#   how torch.chunk cuts. A rank has the parts of several parameters one after the other in a flat
+#   master. How many of them share one depends on the number of ranks.
+# - If the master weights have the dtype of the model, stage 3 has them once.
+#
+# The runs of all ranks cover each parameter once, and no padding is in a run. Every rank lists
+# every parameter, with an empty run where it has nothing. A run says where the memory is only when
+# it is asked, since DeepSpeed may move it.
 
 
 @dataclass(frozen=True)
@@ -559,6 +541,9 @@ def _split(mesh: Mesh) -> Layout:
 
 
 # -- save_checkpoint() and load_checkpoint() -------------------------------------------------------
+# The directory is a run. A checkpoint counts once it is committed on all ranks, so no file `latest`
+# is needed: the newest step is the latest. What DeepSpeed itself has saved there loads as before,
+# until the first step is committed.
 
 
 log = logging.getLogger("statehold")

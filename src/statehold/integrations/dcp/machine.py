@@ -7,10 +7,6 @@ and thrown away without close(). The staging memory is never larger than the mov
 directory is absolute as soon as it is given. Without one, the error says how to give it. Telemetry
 fails no save and no load.
 Not here: what is moved (writing, reader), the reports (checkpoint/telemetry).
-
-Telemetry is as for a Checkpointer. A run is here the directory of the checkpoints. The ranks that
-publish a save report it, because torch does not announce its end to the others. The events of a
-trace belong to the process, and its file is written again at the end of each call.
 """
 
 from __future__ import annotations
@@ -45,6 +41,12 @@ TRACES_MAX = 16
 
 _traces: dict[str, Trace] = {}
 _guard = threading.Lock()
+
+
+# -- telemetry -------------------------------------------------------------------------------------
+# Telemetry is as for a Checkpointer. A run is here the directory of the checkpoints. The ranks that
+# publish a save report it, because torch does not announce its end to the others. The events of a
+# trace belong to the process, and its file is written again at the end of each call.
 
 
 def watch_of(directory: str, trace: str | os.PathLike[str] | None) -> Watch:

@@ -1,25 +1,12 @@
 """StorageReader: dcp.load from a step directory of a Checkpointer or a StorageWriter.
 
-Invariants: names are those that torch's planners give to the saved state. A subtree can be loaded
-as one object, too. Every byte that is used was verified. read_metadata() reads the records of a
-step, read_data() its data. One load reads one save: if the step is saved again or retired between
-the two, or if two ranks opened different saves, the load raises an error.
+Owns: a step in the terms of torch: items by name, chunks as a planner needs them, objects; which
+bytes are read straight into their place, and which go through separate memory.
+Invariants: names are those that torch's planners give to the saved state. Every byte that is used
+was verified. read_metadata() reads the records of a step, read_data() its data. One load reads one
+save: if the step is saved again or retired between the two, or if two ranks opened different saves,
+the load raises an error.
 Not here: which items are loaded (the planner), the engine (machine).
-
-A step in the terms of torch: items by name, chunks as a planner needs them, objects.
-
-Invariants: entries that each rank saved for itself are never put together in a tensor that ranks
-share now. An item that is not available is an error only for a caller that asks for it.
-
-Boxes of chunks -> the tensors that a planner shows, read and verified by the engine.
-
-Owns: which bytes are read straight into their place, and which go through separate memory.
-Invariants: nothing is reported as read before its checksum was verified. A box costs the pieces
-that hold it, not its chunk. Memory in addition to the targets is the staging memory, a buffer on
-each device, and at most WAVE_BYTES and one item. One engine reads all of a load.
-
-Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes, too.
-Other host tensors (torch's readers convert, too) are first read into separate memory, in waves.
 """
 
 from __future__ import annotations
@@ -86,6 +73,15 @@ if TYPE_CHECKING:
     from statehold._core import Engine
     from statehold.checkpoint.telemetry.watch import RestoreWatch
     from statehold.format.saved import PlacedChunk, SavedStep
+
+# -- reading ---------------------------------------------------------------------------------------
+# Boxes of chunks go to the tensors that a planner shows. Host tensors of the saved dtype are read
+# straight, and tensors on a device, which take other dtypes, too. Other host tensors (torch's
+# readers convert, too) are first read into separate memory, in waves.
+#
+# Nothing is reported as read before its checksum was verified. A box costs the pieces that hold it,
+# not its chunk. Memory in addition to the targets is the staging memory, a buffer on each device,
+# and at most WAVE_BYTES and one item. One engine reads all of a load.
 
 WAVE_BYTES = 256 * MiB
 _HINT = "load an older checkpoint; the state that was being loaded is incomplete"
@@ -190,6 +186,9 @@ def _host_memory(wanted: WantedBox) -> torch.Tensor:
 
 
 # -- a step in the terms of torch ------------------------------------------------------------------
+# A subtree can be loaded as one object, too. Entries that each rank saved for itself are never put
+# together in a tensor that ranks share now. An item that is not available is an error only for a
+# caller that asks for it.
 
 
 _Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it

@@ -1,16 +1,16 @@
 """Checkpoints of other libraries -> a live state.
 
-Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
-Invariants: everything is matched before anything changes. A restore that would load nothing, and a
-prefix in `rename` that matches nothing, are errors.
-Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
-StorageReader); the meaning of `rename` (selection).
-
 If a part can have several names, they are tried in this order, for a module "model" and an
 optimizer "optim":
     model.layers.0.weight         layers.0.weight
     optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
     optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
+
+Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
+Invariants: everything is matched before anything changes. A restore that would load nothing, and a
+prefix in `rename` that matches nothing, are errors.
+Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
+StorageReader); the meaning of `rename` (selection).
 """
 
 from __future__ import annotations

@@ -1,35 +1,16 @@
 """StorageWriter: dcp.save and dcp.async_save into one committed step directory.
 
-The path of a save: when the coordinator has every plan, it makes the directory
-`<checkpoint_id>.<attempt>.partial` (prepare_global_plan). The name travels to the ranks in their
-plans. Every rank writes its files there (write_data). The coordinator writes the manifest and
-renames the directory (finish). If a save fails or dies on any rank, the checkpoint at checkpoint_id
-stays as it was. A rank that fails removes the directory with the files of all ranks at once: then
-nobody publishes it. What other ranks write from then on fails, or goes when they close it.
+    prepare_global_plan    the coordinator makes `<checkpoint_id>.<attempt>.partial`; the name
+                           travels to the ranks in their plans
+    write_data             every rank writes its files there
+    finish                 the coordinator writes the manifest and renames the directory
 
-Invariants: an error on any rank reaches the caller of save through torch. Nothing is pickled. A
-writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
-runs each save on one thread. A writer may run several saves at once, each into its own directory.
+Invariants: if a save fails or dies on any rank, the checkpoint at checkpoint_id stays as it was. An
+error on any rank reaches the caller of save through torch. Nothing is pickled. A writer holds no
+memory, file or thread between two calls, so it can be pickled at any time. torch runs each save on
+one thread. A writer may run several saves at once, each into its own directory.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
 renames (publish).
-
-Saves with use_collectives=False: the ranks meet in the store of the process group instead.
-
-torch then runs the whole save on each rank by itself. Every planner makes a "global" plan of its
-own rank, and every rank calls finish(). The ranks have not shared out the writing. So a plain
-tensor or a value belongs to the rank that saved it, as with the stock writer, and a box of a
-DTensor to the lowest rank that wrote it.
-
-Invariants: there is one attempt, made by rank 0 before any rank writes. The step is published once
-every rank has written all of its part, or not at all. If a rank fails, or does not come within
-`timeout_s`, the save fails on all ranks, with the number of that rank.
-
-Copies of a state for dcp.async_save, in host memory that is reused.
-
-torch's default makes a new copy for every save, whose pages have to be faulted in each time. Here a
-copy goes back to a pool once torch has dropped its state dict. A save that begins earlier gets
-memory of its own. So memory is never written while a save still reads it, and nothing depends on
-the order in which saves end, or on whether they fail.
 """
 
 from __future__ import annotations
@@ -86,6 +67,13 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- copies for dcp.async_save ---------------------------------------------------------------------
+# torch's default makes a new copy in host memory for every save, whose pages have to be faulted in
+# each time. Here a copy goes back to a pool once torch has dropped its state dict. A save that
+# begins earlier gets memory of its own. So memory is never written while a save still reads it, and
+# nothing depends on the order in which saves end, or on whether they fail.
+
+
 class Staged(dict[str, Any]):
     """A state dict in staging memory; a subclass, because a dict cannot be watched."""
 
@@ -140,6 +128,15 @@ def _new_stager() -> DefaultStager:
 
 
 # -- ranks without collectives ---------------------------------------------------------------------
+# With use_collectives=False torch runs the whole save on each rank by itself. Every planner makes a
+# "global" plan of its own rank, and every rank calls finish(). The ranks have not shared out the
+# writing. So a plain tensor or a value belongs to the rank that saved it, as with the stock writer,
+# and a box of a DTensor to the lowest rank that wrote it.
+#
+# The ranks meet in the store of the process group. There is one attempt, made by rank 0 before any
+# rank writes. The step is published once every rank has written all of its part, or not at all. If
+# a rank fails, or does not come within `timeout_s`, the save fails on all ranks, with the number of
+# that rank.
 
 
 _SAVE = 1  # the only round of its Peers
@@ -236,6 +233,8 @@ def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
 
 
 # -- the writer ------------------------------------------------------------------------------------
+# A rank that fails removes the directory with the files of all ranks at once: then nobody publishes
+# it. What other ranks write from then on fails, or goes when they close it.
 
 
 logger = logging.getLogger("statehold")

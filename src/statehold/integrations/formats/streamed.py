@@ -1,16 +1,12 @@
 """A tensor that is not in memory: its dtype, its shape, and its bytes part by part.
 
-Owns: tensors that lie in files of others, whole, as views, or in boxes; the same of values.
+Owns: tensors that lie in files of others, whole, as views, or in boxes; the same of values; trees
+of both, and the dotted names of their leaves.
 Invariants: parts are bytes in C order, at most PART_BYTES each, and valid until the next one is
 asked for. A tensor of a file takes no memory but one part: what was mapped is forgotten after each.
-A chunk is verified when its bytes are used for the first time.
-Two places of a tree that hold one object hold one tensor.
+A chunk is verified when its bytes are used for the first time. Two places of a tree that hold one
+object hold one tensor.
 Not here: tensors of steps (convert), who writes the bytes (partial).
-
-Trees of dicts and lists: their leaves by dotted names, and what names make.
-
-Invariants: dicts are entered, and lists and tuples that hold tensors or dicts. Names are joined
-with dots, as those of a step are.
 """
 
 from __future__ import annotations
@@ -32,6 +28,10 @@ from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.units import MiB
+
+# -- trees -----------------------------------------------------------------------------------------
+# Dicts are entered, and lists and tuples that hold tensors or dicts. Names are joined with dots, as
+# those of a step are.
 
 
 def leaves(
@@ -121,7 +121,7 @@ def storable(value: Any, path: str) -> Any:
     return value
 
 
-# -- trees -----------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 PART_BYTES = 16 * MiB

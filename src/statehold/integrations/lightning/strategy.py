@@ -1,52 +1,17 @@
 """The strategy of a Trainer, while it fits: its checkpoints are steps of statehold.
 
-Lightning has three seams, and none is enough alone. A CheckpointIO is called on rank 0 only, with
-state dicts; and ModelParallelStrategy, which gathers or copies all weights first, has none. A
-subclass of a strategy would be needed for each of them. A callback sees neither the path
-of a save nor that of a restore. So a callback puts this layer over the public methods of the
-strategy that the Trainer has, and takes it away at the end.
-
-Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What
-the layer does not know is left to the strategy: checkpoints that Lightning has written, and every
-method without a run that is open.
-
-What happens to a checkpoint after save() has returned, in a thread of rank 0.
-
-Owns: the thread. For each save, in order, it waits until the step is committed and gives it to its
-paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
-It also writes the files for load_from_checkpoint(). The newest is next, and after each the
-thread rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
-Invariants: at most one save waits for its turn when another one begins, so the run still has every
-step that is not held yet. After a save that failed nothing is removed any more.
-A file that cannot be written is logged, and fails no training: the step has everything.
-
-What a Trainer gets back from a step: everything, before the first batch.
-
-Lightning asks for the checkpoint, then for the optimizers, and makes the iterators of the loaders
-last. So the generators of random numbers are put back after each of them. When the training begins,
-the loops go on from the moment of the save (moments).
-
-Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
-that rank 0 has found. With another number of ranks, a warning names what is not restored.
-
-Where a loader of the training goes on, and what is known to go wrong.
-
-A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
-the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch in
-its turn (moments), with the generators of the step.
-
-What a step holds of a Lightning Trainer, made from the checkpoint that Lightning has dumped.
-
     model, optimizer, optimizer_1, ...   the objects themselves, so that they are copied lazily
     lightning                            everything else of the checkpoint, by rank 0
     logged                               what was logged in the epoch, by each rank
     data                                 positions of the loaders, and the rest of each rank
     rng                                  the generators of each rank
 
-So the hooks on_save_checkpoint decide what is saved, as ever. Weights or optimizer states that a
-hook has replaced are saved as it left them.
+Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What the
+layer does not know is left to the strategy: checkpoints that Lightning has written, and every
+method without a run that is open. The names are those of a state written by hand, so a step
+restores without Lightning.
 
-Invariants: the names are those of a state written by hand, so a step restores without Lightning.
+Not here: the moment of a save in its batch (moments).
 """
 
 from __future__ import annotations
@@ -90,6 +55,11 @@ from statehold.reading.load import load
 from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
+
+# -- what a step holds -----------------------------------------------------------------------------
+# A step is made from the checkpoint that Lightning has dumped. So the hooks on_save_checkpoint
+# decide what is saved, as ever. Weights or optimizer states that a hook has replaced are saved as
+# it left them.
 
 
 class LiveOptimizers(list[Any]):
@@ -178,10 +148,14 @@ def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], 
     return checkpoint, known
 
 
-# -- the strategy ----------------------------------------------------------------------------------
-
-
 # -- what comes back from a step -------------------------------------------------------------------
+# Everything comes back before the first batch. Lightning asks for the checkpoint, then for the
+# optimizers, and makes the iterators of the loaders last. So the generators of random numbers are
+# put back after each of them. When the training begins, the loops go on from the moment of the
+# save.
+#
+# All ranks take the step that rank 0 has found. With another number of ranks, a warning names what
+# is not restored.
 
 
 log = logging.getLogger("statehold")
@@ -318,6 +292,14 @@ class Restoring:
 
 
 # -- what happens after a save ---------------------------------------------------------------------
+# A thread of rank 0 waits for each save, in order, until the step is committed, and gives it to its
+# paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
+# It also writes the files for load_from_checkpoint(). The newest is next, and after each the thread
+# rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
+#
+# At most one save waits for its turn when another one begins, so the run still has every step that
+# is not held yet. After a save that failed nothing is removed any more. A file that cannot be
+# written is logged, and fails no training: the step has everything.
 
 
 _OTHER_RANKS = (
@@ -431,6 +413,11 @@ class Finisher:
 
 
 # -- the strategy ----------------------------------------------------------------------------------
+# Lightning has three seams, and none is enough alone. A CheckpointIO is called on rank 0 only, with
+# state dicts; and ModelParallelStrategy, which gathers or copies all weights first, has none. A
+# subclass of a strategy would be needed for each of them. A callback sees neither the path of a
+# save nor that of a restore. So a callback puts this layer over the public methods of the strategy
+# that the Trainer has, and takes it away at the end.
 
 
 # A step is given to its paths at the latest when the save after next begins.
@@ -654,6 +641,9 @@ def _export(checkpoint: Checkpoint) -> None:
 
 
 # -- where a loader goes on ------------------------------------------------------------------------
+# A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
+# the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch
+# in its turn (moments), with the generators of the step.
 
 
 _IS_USED_UP = "_iterator_finished"

@@ -5,35 +5,10 @@
 
     class MyTrainer(SFTTrainer, StateholdTrainer): ...    # for a trainer of your own, or of TRL
 
-See docs/integrations.md.
-
-StateholdTrainer: the Trainer of transformers, whose checkpoints are steps of statehold.
-
-A step holds the model, the optimizer, the scheduler, the scaler, the random generators, the loss
-that is not logged yet, and the TrainerState with the callbacks. The Trainer itself finds the
-position in the data, from the TrainerState, before it makes the loader. So this comes out of the
-step first, the rest after `prepare`, and the generators after the first batches, where the Trainer
-restores them.
-
+Owns: what of a Trainer is in a step, and when it comes out (docs/integrations.md).
 Invariants: save_total_limit, the best model and the rotation are decided by the Trainer's own rules
-over the folders checkpoint-N (folders). Without a run that is open, each method is the Trainer's.
-
-Why a training may not go on with the same bits after all, and what to do, in words for the log.
-
-In each of these cases the Trainer's own resume differs, too, and says nothing.
-
-Weights for from_pretrained, written in the background from committed steps.
-
-Owns: the thread that writes them, and that removes the folders which are too many. The newest step
-is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth of the
-disk at most. finish() writes what is missing.
-Invariants: weights are read from the committed step, never from the model that trains. An export
-that fails is logged, and fails no training: the step has everything.
-
-The metrics of a step of the Trainer: the numbers that it has logged at this step.
-
-Invariants: whatever a compute_metrics returns, no save fails because of it. What cannot be a metric
-is left out.
+over the folders checkpoint-N. Without a run that is open, each method is the Trainer's.
+Not here: the folders, and models beside the one that trains (folders).
 """
 
 from __future__ import annotations
@@ -73,6 +48,8 @@ __all__ = ["StateholdTrainer"]
 
 
 # -- what was logged -------------------------------------------------------------------------------
+# The metrics of a step are the numbers that the Trainer has logged at this step. Whatever a
+# compute_metrics returns, no save fails because of it. What cannot be a metric is left out.
 
 
 _FLOAT_BITS = 1024  # greater numbers are not floats
@@ -91,6 +68,12 @@ def _is_number(value: Any) -> bool:
 
 
 # -- weights for from_pretrained -------------------------------------------------------------------
+# A thread writes them in the background, and removes the folders which are too many. The newest
+# step is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth
+# of the disk at most. finish() writes what is missing.
+#
+# Weights are read from the committed step, never from the model that trains. An export that fails
+# is logged, and fails no training: the step has everything.
 
 
 log = logging.getLogger("statehold")
@@ -171,6 +154,8 @@ class Exporter:
 
 
 # -- doubts ----------------------------------------------------------------------------------------
+# Why a training may not go on with the same bits after all, and what to do, in words for the log.
+# In each of these cases the Trainer's own resume differs, too, and says nothing.
 
 
 _PERSISTENT = (
@@ -219,6 +204,11 @@ def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
 
 
 # -- the trainer -----------------------------------------------------------------------------------
+# A step holds the model, the optimizer, the scheduler, the scaler, the random generators, the loss
+# that is not logged yet, and the TrainerState with the callbacks. The Trainer itself finds the
+# position in the data, from the TrainerState, before it makes the loader. So this comes out of the
+# step first, the rest after `prepare`, and the generators after the first batches, where the
+# Trainer restores them.
 
 
 # The best step is given second names at the save after next, when it is certainly committed.
