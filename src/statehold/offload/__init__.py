@@ -1,27 +1,19 @@
 """Optimizers whose state is larger than memory: it lies on tiers, and passes through memory.
 
-from statehold import offload
+    from statehold import offload
 
-optimizer = offload.AdamW(
-    model.parameters(), lr=3e-4, tiers=[offload.Host("4GiB"), offload.Path("/nvme0/opt")]
-)
+    optimizer = offload.AdamW(
+        model.parameters(), lr=3e-4, tiers=[offload.Host("4GiB"), offload.Path("/nvme0/opt")]
+    )
 
-Optimizers of torch whose state lies on tiers: `AdamW`, `Adam` and `SGD`.
-
-Each has the parameter groups, the arguments and the bits of its namesake in torch with `fused=True`
-on float32 masters. Schedulers, closures, clipping and torch.amp.GradScaler work as with that.
+`AdamW`, `Adam` and `SGD` have the parameter groups, the arguments and the bits of their namesakes
+in torch with `fused=True` on float32 masters. Schedulers, closures, clipping and
+torch.amp.GradScaler work as with those.
 
 Invariants: `optimizer.state` is empty, because the state is on tiers. state_dict() makes all of it
 in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
 
-Ends the state of an optimizer: at close(), when the optimizer is dropped, or with the program.
-
-The collector may drop an optimizer inside any allocation, on any thread, while that thread holds
-any lock. To wait for other threads there can be a deadlock. So dropping only leaves a word, and a
-thread that waits for it ends the state.
-
-Invariants: a state is ended once. A later optimizer of this process waits for dropped ones, so it
-finds their memory and their folders free. A forked child ends nothing of its parent.
+Not here: the state as a whole (state), the subgroups on their way (pipeline).
 """
 
 from __future__ import annotations
@@ -54,6 +46,13 @@ __all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"
 
 
 # -- the end of a state ----------------------------------------------------------------------------
+# A state ends at close(), when the optimizer is dropped, or with the program. It is ended once. The
+# collector may drop an optimizer inside any allocation, on any thread, while that thread holds any
+# lock. To wait for other threads there can be a deadlock. So dropping only leaves a word, and a
+# thread that waits for it ends the state.
+#
+# A later optimizer of this process waits for dropped ones, so it finds their memory and their
+# folders free. A forked child ends nothing of its parent.
 
 
 _dropped: list[OptimizerKeeper] = []  # one operation at a time is atomic

@@ -1,40 +1,16 @@
 """Updates of subgroups on a device, while the host updates others.
 
-A subgroup has a **lane**: a side stream, and memory on the device. The stream brings the state from
-the buffer of the host, runs the kernel of the rule on it and on the parameters there, and takes the
-state back. A device has two lanes, so one brings state while the other one takes it back.
+    Lanes       side streams of devices, and the events of what they were given last
+    Mirror      parameters on devices, as the host has them: pinned weights and gradients
+    OnDevice    subgroups that devices update, each on a stream with memory of its own
+    alternate   which subgroups a device updates, and which the host
 
-Invariants:
-- All work on a subgroup is that of one stream. So the memory of a lane has one subgroup at a time.
-- A buffer of the host belongs to the device until the function that use() returns has ended.
-- The host waits for nothing in use(), and whatever has been given to a stream, wait() waits for.
-- Memory on devices is taken at construction, and nothing grows.
+Invariants: memory on devices is taken at construction, and nothing grows. The host reads what a
+device copies only after the event of the copy. It writes what a device copies only after the event
+of that copy. wait() waits for whatever has been given to a stream.
 
-Which subgroups a device updates, and which the host.
-
-A device may update the subgroups whose parameters are all there. It updates every k-th of these,
-always the same ones, so training with a given k is repeatable. With "auto" k comes from the model
-of planners/interleaving and from rates that are measured here.
-
-Parameters on devices, as the host has them: pinned copies of their weights and gradients.
-
-Gradients of what the host updates go there on a stream of their own: in step(), or with `drains` as
-backward makes them, and then the device gets their memory back. New weights go to the device on
-another stream, and the current stream waits for them.
-
-Invariants:
-- The host reads what a device copies only after the event of the copy (arrive). It writes what a
-  device copies only after the event of that copy: collect() waits for weights on their way back.
-- The host never waits for the new weights of an update, unless a next update begins.
-- A gradient that was taken from its parameter is kept until its copy has completed. At most
-  DRAINING_BYTES_MAX wait for that: then backward waits for the oldest.
-- Gradients of several backwards are added on the device, in the order of one stream. So the sum has
-  the bits that torch would have left in `.grad`.
-
-Work on side streams of devices, by lane, and the events of what was given last.
-
-Invariants: work of a lane follows what the current stream of its device has been given before.
-What a lane has been given before an error has an event, too, because it may be under way.
+Not here: the update on the host (update, workers), how many subgroups a device should update
+(planners/interleaving).
 """
 
 from __future__ import annotations
@@ -69,6 +45,10 @@ from statehold.tensors.devices.pinning import Pinning, mapped
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB, format_bytes
+
+# -- side streams ----------------------------------------------------------------------------------
+# Work of a lane follows what the current stream of its device has been given before. What a lane
+# has been given before an error has an event, too, because it may be under way.
 
 
 class Lanes:
@@ -124,6 +104,15 @@ def _entered(device: torch.device) -> Iterator[StreamBackend]:
 
 
 # -- weights and gradients on the host -------------------------------------------------------------
+# Gradients of what the host updates go there on a stream of their own: in step(), or with `drains`
+# as backward makes them, and then the device gets their memory back. New weights go to the device
+# on another stream, and the current stream waits for them. The host never waits for the new weights
+# of an update, unless a next update begins: collect() waits for weights on their way back.
+#
+# A gradient that was taken from its parameter is kept until its copy has completed. At most
+# DRAINING_BYTES_MAX wait for that: then backward waits for the oldest. Gradients of several
+# backwards are added on the device, in the order of one stream. So the sum has the bits that torch
+# would have left in `.grad`.
 
 
 DRAINING_BYTES_MAX = 512 * MiB
@@ -411,6 +400,13 @@ def _check_alone(parameter: Parameter) -> None:
 
 
 # -- updates on a device ---------------------------------------------------------------------------
+# The stream of a lane brings the state from the buffer of the host, runs the kernel of the rule on
+# it and on the parameters there, and takes the state back. A device has two lanes, so one brings
+# state while the other one takes it back. All work on a subgroup is that of one stream. So the
+# memory of a lane has one subgroup at a time.
+#
+# A buffer of the host belongs to the device until the function that use() returns has ended. The
+# host waits for nothing in use(), and for the rest in wait().
 
 
 LANES = 2
@@ -592,6 +588,9 @@ class _Device:
 
 
 # -- alternation -----------------------------------------------------------------------------------
+# A device may update the subgroups whose parameters are all there. It updates every k-th of these,
+# always the same ones, so training with a given k is repeatable. With "auto" k comes from the model
+# of planners/interleaving and from rates that are measured here.
 
 
 logger = logging.getLogger("statehold")

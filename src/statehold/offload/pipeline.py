@@ -1,13 +1,7 @@
 """Takes every subgroup through memory: read, use, write, on all paths at once.
 
-A visit uses what is in memory first, and then the rest in the order in which it arrives. The buffer
-of a subgroup that was used goes to the next one that is still to be read: what is in it is written,
-if it has changed, and then the other one is read into it. This is an **exchange**. Some exchanges
-are under way while another subgroup is used. What was used last stays in memory, and the next visit
-begins with it. So with B buffers each visit of N subgroups reads N - B of them and writes N - B,
-which is the least that any order can do. A subgroup may also be used elsewhere, by a device, while
-this thread goes on with others. Its buffer is free again when that has ended.
-
+Owns: which subgroup is read, used and written when; the path that each goes to when it is written
+next.
 Invariants:
 - A subgroup is fresh (nothing has been kept of it yet), in a buffer, or on a path. If it has
   changed in its buffer, the generation on the path is old. It is kept until a newer one is written.
@@ -15,15 +9,6 @@ Invariants:
 - When visit() returns or raises, no exchange is under way, and no subgroup is used elsewhere.
 - A subgroup that is being written for hold() is not used, moved or forgotten before that has ended.
 - After an error, some subgroups have changed and others have not. Only reset() goes on from there.
-
-The path that each subgroup goes to when it is written next.
-
-It follows the measured bandwidths. A path that has no subgroups is measured again after a while,
-with one subgroup. A path that fails is given up: it gets no more writes until the optimizer ends.
-
-Invariants: a subgroup always has a target that is not given up, so the last path never is. A new
-placement is taken only when its space is there, because a path that is full would be given up.
-Thread-safe.
 
 Not here: the meaning of the bytes (state), files (store).
 """
@@ -59,6 +44,12 @@ from statehold.process.worker import Crew, Task, Woken
 from statehold.units import format_bytes
 
 # -- the path that a subgroup goes to --------------------------------------------------------------
+# The choice follows the measured bandwidths. A path that has no subgroups is measured again after a
+# while, with one subgroup. A path that fails is given up: it gets no more writes until the
+# optimizer ends.
+#
+# A subgroup always has a target that is not given up, so the last path never is. A new placement is
+# taken only when its space is there, because a path that is full would be given up.
 
 
 logger = logging.getLogger("statehold")
@@ -71,6 +62,8 @@ class Targets:
     """Of subgroups with these `sizes`, on the paths of `store`.
 
     bandwidths: of each path, in any unit; they decide the first placement.
+
+    Thread-safe.
     """
 
     def __init__(
@@ -206,6 +199,13 @@ def _in_short(error: StateholdError) -> str:
 
 
 # -- the pipeline ----------------------------------------------------------------------------------
+# A visit uses what is in memory first, and then the rest in the order in which it arrives. The
+# buffer of a subgroup that was used goes to the next one that is still to be read: what is in it is
+# written, if it has changed, and then the other one is read into it. This is an **exchange**. Some
+# exchanges are under way while another subgroup is used. What was used last stays in memory, and
+# the next visit begins with it. So with B buffers each visit of N subgroups reads N - B of them and
+# writes N - B, which is the least that any order can do. A subgroup may also be used elsewhere, by
+# a device, while this thread goes on with others. Its buffer is free again when that has ended.
 
 
 # Of a subgroup, its buffer, and whether it is fresh: then the buffer has any content. Returns what

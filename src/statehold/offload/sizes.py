@@ -1,12 +1,8 @@
 """How large subgroups are, how many buffers there are, and what does not fit.
 
 Invariants: what an optimizer needs is known at its construction, in bytes, and what cannot work is
-refused there. Nothing grows later. Pure, but for the look at the memory of the host.
-
-Buffers of host memory, each for one subgroup, as float32 tensors.
-
-Invariants: the memory is mapped once, at construction, and nothing grows. Each buffer begins on a
-page, so that transfers go straight between it and a file. The size is exact.
+refused there. Nothing grows later. Pure, but for the look at the memory of the host, and the
+mapping of buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +24,11 @@ from statehold.units import format_bytes
 
 
 class Buffers:
-    """`count` buffers of `nbytes` each."""
+    """`count` buffers of host memory, of `nbytes` each, as float32 tensors.
+
+    The memory is mapped once, at construction. Each buffer begins on a page, so that transfers go
+    straight between it and a file. The size is exact.
+    """
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.count = count

@@ -1,19 +1,11 @@
 """The state of an offloaded optimizer: updated, gathered, loaded and closed as a whole.
 
-Invariants:
-- The first update of a subgroup makes its state: masters from the parameters, all else zero. So
-  weights may be loaded between the construction of an optimizer and its first update.
-- After an update that has failed, some subgroups are one update ahead of others. No update and no
-  reading goes on from there. load() makes the state whole again.
-
-Which parameters a save takes from the files on the paths, and what it calls what they hold.
-
-A parameter is taken from files if its spans are boxes, as a step wants them, and if its place says
-which ranks hold it, too. The rest is gathered into memory, as state_dict() does.
-
-Invariants: the first save decides the names, because a file that a step has keeps its header. A
-file may hold parts of parameters that the step has elsewhere, or not at all, because they were
-never updated. They are nobody's there.
+Owns: the fields of all parameters; which of them a save takes from the files on the paths, and what
+it calls what they hold.
+Invariants: the first update of a subgroup makes its state: masters from the parameters, all else
+zero. So weights may be loaded between the construction of an optimizer and its first update. After
+an update that has failed, some subgroups are one update ahead of others. No update and no reading
+goes on from there. load() makes the state whole again.
 
 Not here: torch's surface (offload), one update (update), where subgroups are (pipeline).
 """
@@ -77,6 +69,12 @@ if TYPE_CHECKING:
 
 
 # -- what a save takes from files ------------------------------------------------------------------
+# A parameter is taken from files if its spans are boxes, as a step wants them, and if its place
+# says which ranks hold it, too. The rest is gathered into memory, as state_dict() does.
+#
+# The first save decides the names, because a file that a step has keeps its header. A file may hold
+# parts of parameters that the step has elsewhere, or not at all, because they were never updated.
+# They are nobody's there.
 
 
 DTYPE = "F32"

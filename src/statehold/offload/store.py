@@ -1,53 +1,15 @@
 """Subgroups on paths: one call writes or reads a subgroup, and returns when it is done.
 
+    FolderClaim      each optimizer has a folder of its own on a path
+    StateFiles       its files: each holds one generation of one subgroup
+    Turn             the optimizers of a node move bytes on a path one at a time, in each direction
+    SubgroupStore    all paths of an optimizer
+
 Invariants: every byte that is written is hashed, and every byte that is read is verified before the
-call returns. Transfers go straight between a file and the caller's memory, but for the last bytes
-of a part, which fill no page. A limit of a path holds for its reads and writes together. A transfer
-has the turn of its path and direction. Its seconds
-include the wait for that, so other optimizers on a path make it slower for the placement, too.
-
-The optimizers of a node move bytes on a path one at a time, in each direction.
-
-Several writers on one device make each other slower than they would be one after another
-(MLP-Offload, arXiv 2509.02480). So a transfer takes the turn of its path and direction. Threads
-that want the turn while it is being taken share it. Later ones join them, unless another optimizer
-waits. Then the turn ends with the transfers that are under way.
-
-Who waits holds NEXT, and then takes TURN. So the last owner, who has to take NEXT first, cannot
-overtake: nobody starves. A turn is held only around a transfer, and with no other turn, so there is
-no deadlock. The kernel drops the lock of an owner that dies. An owner that was stopped keeps it:
-who has waited WAIT_S goes on without the turn, and waits no more until the turn is free again.
-
-The locks are bytes of one file of this user in the memory of the node (process/file_locks): other
-nodes that use a parallel file system have turns of their own, and taking a turn is no I/O.
-
-Invariants: with turns that cannot be taken, transfers go on without. They are only for speed.
+call returns. The files are working memory. Nothing reads them after their process has ended: a
+restart begins from a committed step, and open() removes what a dead job has left.
 
 Not here: when which subgroup moves (pipeline), which path it goes to (planners/placement).
-
-The files of an optimizer on one path: each holds one generation of one subgroup.
-
-Invariants:
-- The files are in a folder of the optimizer, and only the owner of the claim on it makes, writes or
-  removes them.
-- A file that holds the newest state of a subgroup is never written. take() gives a file that holds
-  no state any more, or a new one. A file that a save holds is neither written nor removed.
-- A file with a second name is never written, because the other name may be part of a checkpoint. It
-  waits, and takes no space of its own, until it has one name again. To write into a file that has
-  its blocks is faster than to make a new one.
-- The files are working memory. Nothing reads them after their process has ended: a restart begins
-  from a committed step, and open() removes what a dead job has left.
-
-Each optimizer has a folder of its own on a path: `PATH/optimizer-0`, `PATH/optimizer-1`, ...
-
-So the ranks of a node, and the optimizers of a process, can share a path. An optimizer has the
-first folder whose `.lock` no living optimizer has locked. The kernel drops that lock when its
-owner dies. Folders and their locks stay when an optimizer goes, and are used again: to remove them
-would race with the next owner.
-
-Invariants: no two living optimizers have one folder, as far as the locks of the file system reach.
-Nobody else may look into a folder, and one that another user has made, or may write, is passed
-over.
 """
 
 from __future__ import annotations
@@ -97,6 +59,14 @@ if TYPE_CHECKING:
     from statehold.offload.subgroups import Subgroup
 
 # -- the folder of an optimizer --------------------------------------------------------------------
+# The folders are `PATH/optimizer-0`, `PATH/optimizer-1`, ... So the ranks of a node, and the
+# optimizers of a process, can share a path. An optimizer has the first folder whose `.lock` no
+# living optimizer has locked. The kernel drops that lock when its owner dies. Folders and their
+# locks stay when an optimizer goes, and are used again: to remove them would race with the next
+# owner.
+#
+# No two living optimizers have one folder, as far as the locks of the file system reach. Nobody
+# else may look into a folder, and one that another user has made, or may write, is passed over.
 
 
 FOLDER = re.compile(r"optimizer-[0-9]+")
@@ -171,6 +141,14 @@ def _is_usable(fs: Fs, folder: str) -> bool:
 
 
 # -- its files -------------------------------------------------------------------------------------
+# Only the owner of the claim on the folder makes, writes or removes its files.
+#
+# A file that holds the newest state of a subgroup is never written. take() gives a file that holds
+# no state any more, or a new one. A file that a save holds is neither written nor removed.
+#
+# A file with a second name is never written, because the other name may be part of a checkpoint. It
+# waits, and takes no space of its own, until it has one name again. To write into a file that has
+# its blocks is faster than to make a new one.
 
 
 logger = logging.getLogger("statehold")
@@ -345,6 +323,20 @@ class StateFiles:
 
 
 # -- turns -----------------------------------------------------------------------------------------
+# Several writers on one device make each other slower than they would be one after another
+# (MLP-Offload, arXiv 2509.02480). So a transfer takes the turn of its path and direction. Threads
+# that want the turn while it is being taken share it. Later ones join them, unless another
+# optimizer waits. Then the turn ends with the transfers that are under way.
+#
+# Who waits holds NEXT, and then takes TURN. So the last owner, who has to take NEXT first, cannot
+# overtake: nobody starves. A turn is held only around a transfer, and with no other turn, so there
+# is no deadlock. The kernel drops the lock of an owner that dies. An owner that was stopped keeps
+# it: who has waited WAIT_S goes on without the turn, and waits no more until the turn is free
+# again.
+#
+# The locks are bytes of one file of this user in the memory of the node (process/file_locks): other
+# nodes that use a parallel file system have turns of their own, and taking a turn is no I/O. Where
+# turns cannot be taken, transfers go on without. They are only for speed.
 
 
 WAIT_S = 5.0
@@ -435,6 +427,10 @@ def _open(directory: str) -> LockFile | None:
 
 
 # -- the store -------------------------------------------------------------------------------------
+# Transfers go straight between a file and the caller's memory, but for the last bytes of a part,
+# which fill no page. A limit of a path holds for its reads and writes together. The seconds of a
+# transfer include the wait for its turn, so other optimizers on a path make it slower for the
+# placement, too.
 
 
 # Of requests under way on each path. With more, a read that ends an exchange waits for all that was
