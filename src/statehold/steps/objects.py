@@ -1,50 +1,16 @@
 """The steps of one run in an object store: the commit protocol on a store without rename.
 
-    PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
-    PREFIX/step-000000000100.commit             committed: this object alone makes it so
-    PREFIX/shared/...                           files that several steps have (references)
+    PREFIX/step-000000000100.5f3a09c1-7/...     one attempt at a step, manifest.json included
+    PREFIX/step-000000000100.commit             names the attempt that counts: this object alone
+                                                makes the step committed
+    PREFIX/shared/0123456789abcdef....safetensors    a data file that several steps have
     PREFIX/run.json                             the run that owns the steps (owners)
 
-A step is uploaded file by file into the directory of its attempt. Every object there is whole or
-missing. `publish` puts the manifest, then the commit object. One request creates the commit object,
-or replaces that of an earlier attempt. Afterwards the directory that it no longer names is deleted.
-`retire` deletes the commit object first. So a listing always shows whole steps, and a commit object
-never names files that are being deleted or uploaded. If a step is replaced while it is read, the
-reader gets MissingFileError, and the new step when it asks again.
-
-A death leaves directories that no commit object names; `clear` deletes them. It also leaves parts
-of an upload that were never put together, which no listing shows. The store's own lifecycle rule
-removes those (docs/format.md).
-
-Invariants: thread-safe. One job writes, any number may read. Names never lead out of PREFIX.
-
-The names of the objects of a run, and the content of a commit object.
-
-    step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
-    step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
-    step-000000000100.5f3a09c1-7/rank-00000-of-00001.shared.json
-                                                   which data files of a rank are shared objects
-    step-000000000100.commit                       names the attempt that counts
-    shared/0123456789abcdef....safetensors         a data file that several steps have
-
-Owns: these names, and the JSON of commit objects and references, sealed like a manifest.
-Invariants: parsing is strict, and no name, given or read, leads out of the run's prefix.
-
-Data files that several steps in an object store have: one object, and references to it.
-
-    1. A rank puts the reference object of its files into the directory of the attempt.
-    2. It uploads those of the shared objects that are not there. Their names follow from their
-       content, and an object is whole or missing.
-    3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
-    4. The commit object makes the step (objects).
-    5. If steps were deleted since the last commit, it deletes the objects to which no directory
-       refers (`sweep`).
-
-Invariants: an object goes only after the reference objects of all steps that had it, so a
-committed step never refers to an object that is being deleted. One thread does 3 and 5, one after
-the other: an object that another rank found in 2, and that a sweep deleted since, is missing in 3.
-Then the copy fails, and the next one uploads it. If a reference object cannot be read, nothing is
-deleted.
+Owns: these names, and the JSON of commit objects and references, sealed like a manifest; which
+shared objects stay.
+Invariants: a listing always shows whole steps, and a commit object never names files that are being
+deleted or uploaded. Every object is whole or missing. No name, given or read, leads out of PREFIX.
+Thread-safe. One job writes, any number may read.
 
 Not here: which steps are kept, what is uploaded when (levels); transfers (io/objects/client).
 """
@@ -84,6 +50,9 @@ from statehold.steps.near_files import NearFiles
 from statehold.steps.shelf import Ranges, Shelf
 
 # -- names, and the commit object ------------------------------------------------------------------
+# Parsing is strict. A directory of an attempt has the objects manifest.json,
+# rank-00000-of-00001.safetensors and rank-00000-of-00001.shared.json. The last of these says which
+# data files of a rank are shared objects.
 
 
 FORMAT = "statehold.commit"
@@ -204,6 +173,15 @@ class CommitObject:
 
 
 # -- the steps -------------------------------------------------------------------------------------
+# A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,
+# then the commit object. One request creates the commit object, or replaces that of an earlier
+# attempt. Afterwards the directory that it no longer names is deleted. `retire` deletes the commit
+# object first. If a step is replaced while it is read, the reader gets MissingFileError, and the
+# new step when it asks again.
+#
+# A death leaves directories that no commit object names; `clear` deletes them. It also leaves parts
+# of an upload that were never put together, which no listing shows. The store's own lifecycle rule
+# removes those (docs/format.md).
 
 
 logger = logging.getLogger("statehold")
@@ -588,6 +566,20 @@ class ObjectSteps(Shelf):
 
 
 # -- files that several steps have -----------------------------------------------------------------
+# Such a file is one object, and references to it:
+#
+# 1. A rank puts the reference object of its files into the directory of the attempt.
+# 2. It uploads those of the shared objects that are not there. Their names follow from their
+#    content.
+# 3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
+# 4. The commit object makes the step.
+# 5. If steps were deleted since the last commit, it deletes the objects to which no directory
+#    refers (`sweep`).
+#
+# An object goes only after the reference objects of all steps that had it, so a committed step
+# never refers to an object that is being deleted. One thread does 3 and 5, one after the other: an
+# object that another rank found in 2, and that a sweep deleted since, is missing in 3. Then the
+# copy fails, and the next one uploads it. If a reference object cannot be read, nothing is deleted.
 
 
 _REFERENCES_BYTES_MAX = 1 << 20

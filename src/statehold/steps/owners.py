@@ -4,21 +4,11 @@
     LEVEL/run.json    the run that saves at a level, and where its directory was then. LEVEL is a
                       directory, memory, or the URL of an object store
 
-    restore   a run that has no id yet (its directory is new, or old) may take steps of the level,
-              with a warning that names both runs. It continues as the run it found, unless it has
-              steps of its own, or the directory of that run still exists: then it is another run.
-              A run with an id does not see the steps of another one.
-    save      a save to a level of another run is refused. It is also refused after a copy of this
-              directory, or a restart elsewhere, has taken the level over.
-    look      subscriptions and commands pass over a level of another run.
-
-Invariants: steps and levels from before there were ids have no owner. Only the leading rank writes,
-when it saves. A path in a note is looked at, and never created.
-
-Notes: small files in a run directory that are no step, written whole or not at all, read with care.
-
-Invariants: what is read is a regular file and bounded; no link is followed. One job saves into a
-run, so nobody else writes.
+Owns: the decision of a run about the steps of a level; notes, which are small files in a run
+directory that are no step.
+Invariants: a run with an id does not see the steps of another one, and does not save to its level.
+Steps and levels from before there were ids have no owner. Only the leading rank writes, when it
+saves. A path in a note is looked at, and never created.
 
 Not here: when this is called (target, checkpoint/levels), requests (objects), the note of the
 levels (checkpoint/levels/remembered).
@@ -44,6 +34,8 @@ from statehold.errors import CorruptionError, RunBusyError, storage_error
 logger = logging.getLogger("statehold")
 
 # -- notes -----------------------------------------------------------------------------------------
+# A note is written whole or not at all. What is read is a regular file and bounded; no link is
+# followed. One job saves into a run, so nobody else writes.
 
 NOTE_BYTES_MAX = 64 * 1024
 
@@ -233,6 +225,14 @@ class DirectoryNotes:
 
 class OwnedSteps:
     """The owner of the steps at a level, as the run `identity` sees it.
+
+        restore   a run that has no id yet (its directory is new, or old) may take steps of the
+                  level, with a warning that names both runs. It continues as the run it found,
+                  unless it has steps of its own, or the directory of that run still exists: then
+                  it is another run
+        save      a save to a level of another run is refused. It is also refused after a copy of
+                  this directory, or a restart elsewhere, has taken the level over
+        look      subscriptions and commands pass over a level of another run
 
     leads: this rank asks, and writes, for all. yields: an agent asks; it takes nothing from a newer
         trainer.

@@ -6,16 +6,10 @@ A step holds such a file as one of its own, by a second name. The next step gets
 one here, because the step before may be retired, by this rank or by another, while the next save
 needs the file. These names count for nothing in a restore.
 
+Owns: the names, and D1 and D2 of files that are on storage already.
 Invariants: a file here is that of a committed step, or is written once, before any step names it.
 Each rank has its own files, and drops them. Names that a dead job has left are cleared with its
 other leftovers.
-
-Second names for files that are on storage already: D1 and D2 of files that a step shares.
-
-Invariants: a file of another user, or one that everybody may write, gets no second name. A file
-that has a second name is never written again: the file system holds that (native/fs.h), and
-`Fs.can_reuse` says so to all who write over old files.
-
 Not here: which tensors such a file has (save/sharing).
 """
 
@@ -39,6 +33,9 @@ if TYPE_CHECKING:
 
 
 # -- second names ----------------------------------------------------------------------------------
+# A file of another user, or one that everybody may write, gets no second name. A file that has a
+# second name is never written again: the file system holds that (native/fs.h), and `Fs.can_reuse`
+# says so to all who write over old files.
 
 
 # ENOSYS: FUSE file systems that have no links.

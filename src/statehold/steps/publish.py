@@ -1,27 +1,11 @@
 """How a directory of finished files becomes visible: the second half of the commit protocol.
 
-Owns: D3 and D5 to D7 of docs/durability.md. The caller has written the files (D1, D2) and knows the
-content of the manifest (D4). Callers are the steps of a run (store) and one checkpoint (dcp).
+Owns: D3 and D5 to D7 of docs/durability.md; E1 to E4, which replace a directory where two names
+cannot be exchanged; where a reader looks meanwhile. The caller has written the files (D1, D2) and
+knows the content of the manifest (D4). Callers are the steps of a run (store) and one checkpoint
+(dcp).
 Invariants: a crash at any point leaves `final` as it was, or whole and new; one rename decides. The
-old directory is exchanged in one operation, or keeps a name that counts (E1 to E4).
-
-Replacing a directory on a file system that cannot exchange two names in one operation.
-
-Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
-(docs/durability.md has the same numbers):
-    E1 rename final to final.replaced        E2 fsync the parent
-    D6 rename the partial to final           D7 fsync the parent
-    E3 rename final.replaced to the partial  E4 fsync the parent
-
-Owns: E1 to E4, what becomes of them after an error or a crash, and where a reader looks.
-Invariants: final.replaced counts as `final` while `final` is missing, and at no other time. Its
-files are whole whenever it may count. They are overwritten or deleted after E4 only; and before
-`final` goes away for any other reason, settle() makes sure that final.replaced does not come back.
-A job saves a step again by exchanging two directories, and retires steps by renaming them. Readers
-take no lock. A name that was listed may be gone when it is opened, and two files that were read one
-after the other may be of two saves. So a failure counts only where what was looked at is still the
-same; if it was replaced, the look begins again (look_beside_a_writer).
-
+old directory is exchanged in one operation, or keeps a name that counts.
 Not here: which directories exist, and when they are deleted.
 """
 
@@ -51,6 +35,14 @@ if TYPE_CHECKING:
 
 
 # -- where two names cannot be exchanged -----------------------------------------------------------
+# Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
+# (docs/durability.md has the same numbers). E1 renames final to final.replaced, and E2 syncs the
+# parent. D6 renames the partial to final, and D7 syncs the parent. E3 renames final.replaced to the
+# partial, and E4 syncs the parent.
+#
+# final.replaced counts as `final` while `final` is missing, and at no other time. Its files are
+# whole whenever it may count. They are overwritten or deleted after E4 only. Before `final` goes
+# away for any other reason, settle() makes sure that final.replaced does not come back.
 
 
 T = TypeVar("T")
@@ -182,6 +174,10 @@ def missing_path(error: Exception) -> str | None:
 
 
 # -- beside a writer -------------------------------------------------------------------------------
+# A job saves a step again by exchanging two directories, and retires steps by renaming them.
+# Readers take no lock. A name that was listed may be gone when it is opened, and two files that
+# were read one after the other may be of two saves. So a failure counts only where what was looked
+# at is still the same; if it was replaced, the look begins again.
 
 
 def look_beside_a_writer(

@@ -1,23 +1,11 @@
-"""A file in memory, allocated and mapped before the next save asks for it.
+"""Memory for the next save: a file that is made before it asks, and the files that are mapped.
 
     RUN/.ready/rank-00000-of-00001.safetensors
 
-Making the pages of a new file takes longer than copying into them. The first saves of a run have no
-retired file to overwrite. So a background thread makes a file, and the next save takes it as it
-would take a retired one.
-Invariants: there is one such file at a time. All ranks that make one take at most half of the free
-memory. A save waits for the file that is being made, and never makes a second one. If the file
-cannot be made, a line is logged, and the save makes its own. Each rank has its own file.
-
-The files of a store in memory that this process has mapped, by step.
-
-A mapping is worth keeping, because setting one up costs as much as filling it. It moves with its
-file: from a step in the making to a committed one, to a retired one, and to the save that
-overwrites it.
-Invariants: if a file is deleted, its mapping is closed, too, or its memory would not come back. Not
-synchronised: the caller holds the store's guard. Empty if the store is not in memory, or if several
-ranks write, because then no rank knows which file another rank has retired.
-
+Owns: the one file that is made ahead; the mappings of a store in memory, by step.
+Invariants: there is one such file at a time, and each rank has its own. All ranks that make one
+take at most half of the free memory. If a file is deleted, its mapping is closed, too, or its
+memory would not come back.
 Not here: whether the level may keep one more file (store).
 """
 
@@ -40,13 +28,20 @@ if TYPE_CHECKING:
 
 
 # -- files that are mapped -------------------------------------------------------------------------
+# A mapping is worth keeping, because setting one up costs as much as filling it. It moves with its
+# file: from a step in the making to a committed one, to a retired one, and to the save that
+# overwrites it.
 
 
 Files = dict[str, "File"]
 
 
 class Mappings:
-    """name -> mapped file, of each step."""
+    """name -> mapped file, of each step. Not synchronised: the caller holds the store's guard.
+
+    Empty if the store is not in memory, or if several ranks write, because then no rank knows which
+    file another rank has retired.
+    """
 
     def __init__(self) -> None:
         self._making: dict[int, Files] = {}
@@ -102,6 +97,10 @@ def _close(files: Iterable[File]) -> None:
 
 
 # -- the next file ---------------------------------------------------------------------------------
+# Making the pages of a new file takes longer than copying into them. The first saves of a run have
+# no retired file to overwrite. So a background thread makes a file, and the next save takes it as
+# it would take a retired one. A save waits for the file that is being made, and never makes a
+# second one. If the file cannot be made, a line is logged, and the save makes its own.
 
 
 READY_NAME = ".ready"

@@ -8,14 +8,6 @@ Invariants: the target's own commit publishes a copy, and not before all of it i
 reader sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares,
 commits, abandons and retires: rank 0, or the first on each host.
 
-A word in time where steps may fill a storage: any number of them stay, and few more have room.
-
-No step is deleted that a user has not asked to delete, so by default all stay. Then the storage
-must not be full before anybody has heard of it.
-Invariants: it costs one question to the file system for each commit. The files of a step are looked
-at when the first step is there, and again before a warning. A warning comes again only if there was
-room in between. A file system that cannot be asked gives no warning.
-
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).
 """
 
@@ -55,6 +47,12 @@ if TYPE_CHECKING:
 
 
 # -- the warning before a storage is full ----------------------------------------------------------
+# No step is deleted that a user has not asked to delete, so by default all stay. Then the storage
+# must not be full before anybody has heard of it: a warning comes when few more steps have room.
+#
+# It costs one question to the file system for each commit. The files of a step are looked at when
+# the first step is there, and again before a warning. A warning comes again only if there was room
+# in between. A file system that cannot be asked gives no warning.
 
 
 # A warning comes if fewer steps than this have room.

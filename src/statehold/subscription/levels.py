@@ -1,18 +1,10 @@
 """The levels of a run that a process beside its job can read, the nearest first.
 
+Owns: which levels count, and the wait until the names in their directories may have changed.
 Invariants: nothing is created, changed or locked. A level counts if it is a directory that exists
 now: the run directory, another directory, or the memory of this host. A level of several hosts, of
 which each has a part, an object store, and a level of another run do not count.
-
-Waits until the names in some directories may have changed: told by the kernel, or by looking.
-
-Owns: one inotify descriptor, and a pipe that ends a wait from another thread.
-Invariants: a change after watch() ends the next wait(), or wait() returns within `POLL_S`. The
-kernel tells about changes by processes of this host only, so a directory that other hosts can
-change is looked at every `POLL_S`. Nobody who changes a directory waits for this.
-
-Not here: which levels a run has (checkpoint/levels/remembered), which copy is read
-(steps/nearest).
+Not here: which levels a run has (checkpoint/levels/remembered), which copy is read (steps/nearest).
 """
 
 from __future__ import annotations
@@ -41,6 +33,8 @@ if TYPE_CHECKING:
 
 
 # -- waiting for a change --------------------------------------------------------------------------
+# The kernel tells about changes by processes of this host only, so a directory that other hosts can
+# change is looked at every `POLL_S`. Nobody who changes a directory waits for this.
 
 
 POLL_S = 0.25
@@ -56,7 +50,11 @@ _EVENT_BYTES = 64 << 10
 
 
 class Watching:
-    """One thread waits; any thread may call wake()."""
+    """One thread waits; any thread may call wake().
+
+    It has one inotify descriptor, and a pipe that ends a wait from another thread. A change after
+    watch() ends the next wait(), or wait() returns within `POLL_S`.
+    """
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)

@@ -1,23 +1,10 @@
 """Matches a step with the tensors of a consumer: which pieces differ, and where each belongs.
 
-Owns: which kinds of state a consumer may have; what is known to be in each tensor.
+Owns: which kinds of state a consumer may have; what is known to be in each tensor; what the
+consumer changes itself.
 Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
 that got the same bytes from the step in place, and its version counter has not moved since. So a
 tensor that was replaced, or changed in place, is read as a whole.
-
-Which pieces of a tensor differ between two steps, by their checksums. Pure.
-
-Invariants: a piece that is left out has the same bytes, at the same place of the tensor, in both
-steps. Pieces are compared only if both steps cut the chunk at the same elements: the same box, and
-the same distance to the grid of the file. Otherwise all pieces of the chunk count as different.
-
-What the consumer of a subscription changes itself: the parameters that its optimizers update.
-
-A fused optimizer changes parameters and moves no version counter, so only its step() tells.
-
-Invariants: what an optimizer may have changed since forget() is known to have nothing of a step.
-After an update that nobody sees (updates.why_unseen), that is every tensor.
-
 Not here: the bytes (spare), when they are put into place (subscribe).
 """
 
@@ -50,6 +37,9 @@ if TYPE_CHECKING:
 
 
 # -- pieces that differ ----------------------------------------------------------------------------
+# Pure. A piece that is left out has the same bytes, at the same place of the tensor, in both steps.
+# Pieces are compared only if both steps cut the chunk at the same elements: the same box, and the
+# same distance to the grid of the file. Otherwise all pieces of the chunk count as different.
 
 
 class ChangedPiece(NamedTuple):
@@ -221,6 +211,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 # -- what the consumer changes ---------------------------------------------------------------------
+# The optimizers of a consumer update its parameters. A fused optimizer changes parameters and moves
+# no version counter, so only its step() tells. What an optimizer may have changed since forget() is
+# known to have nothing of a step. After an update that nobody sees (updates.why_unseen), that is
+# every tensor.
 
 
 class Changes:

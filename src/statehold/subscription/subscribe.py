@@ -6,16 +6,13 @@
     apply     the consumer's call: copy them into the tensors (copying)
 
 Invariants: nothing is changed on storage, and no lock is taken, so the job of the run need not
-know. The tensors have one whole step at any time but during apply(). A step that is retired, saved
-again or damaged meanwhile changes nothing in them. The newest step counts: steps that came in
-between are skipped. If the run goes back, because it was rewound, so do the tensors.
+know. The tensors have one whole step at any time but during apply(): no live tensor changes before
+it, and when it returns, all of them have the step. A step that is retired, saved again or damaged
+meanwhile changes nothing in them. The newest step counts: steps that came in between are skipped.
+If the run goes back, because it was rewound, so do the tensors.
 
-Update: a newer step, verified in spare memory, that waits to be put into place.
-
-Invariants: no live tensor changes before apply(). If that returns, all of them have the step.
-
-Not here: which copy of a file is read (steps/nearest), who tells that something has
-changed (levels).
+Not here: which copy of a file is read (steps/nearest), who tells that something has changed
+(levels).
 """
 
 from __future__ import annotations
