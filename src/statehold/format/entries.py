@@ -1,16 +1,9 @@
-"""The common parts of manifests and records: files, chunks, checksums, and the seal.
+"""The common parts of manifests and records: files, chunks, checksums, labels, and the seal.
 
 Owns: the JSON of these parts, their validation, and the seal of a document by its sha256.
-Invariants: a decoded document contradicts nothing. Every range lies in its file, the chunks of a
-file tile its data, sizes follow from dtypes and shapes, and every piece has a checksum. The seal is
+Invariants: a decoded part contradicts nothing. Every range lies in its file, the chunks of a file
+tile its data, sizes follow from dtypes and shapes, and every piece has a checksum. The seal is
 checked first, so a flipped bit always counts as damage, and never as "a newer version".
-
-What a manifest says about a step: metrics, tags, and the step that its run began from.
-
-Owns: the member `about` of version 5 (docs/format.md, "About").
-Invariants: a decoded About contradicts nothing. An empty one is not written, so a step that says
-nothing of itself keeps the version that it would have without.
-
 Not here: which members a document has (manifest, record), the disk.
 """
 
@@ -34,6 +27,9 @@ from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
 
 # -- what a step says of itself --------------------------------------------------------------------
+# Metrics, tags, and the step that its run began from: the member `about` of version 5
+# (docs/format.md, "About"). An empty one is not written, so a step that says nothing of itself
+# keeps the version that it would have without.
 
 
 _MEMBERS = ("metrics", "tags", "parent")

@@ -1,14 +1,7 @@
 """Log lines of background threads, written by a thread of their own.
 
-A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
-that logs then waits, and the thread that commits steps must not. So this module only queues the
-lines, in order. A thread writes them, and ends when there are no more. The thread is not a daemon,
-so the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
-wait, the oldest are dropped.
-
-Notes that are logged once a process, such as why something is slower than it could be.
-
-Code that only reports something must never make it fail: a committed save stays committed.
+Invariants: only flush() blocks. Code that only reports something never makes it fail: a committed
+save stays committed.
 
 Not here: lines of the trainer's own thread, which writes them itself.
 """
@@ -46,6 +39,7 @@ def harmless(report: Callable[P, None]) -> Callable[P, None]:
 
 
 # -- once a process --------------------------------------------------------------------------------
+# A note says, for example, why something is slower than it could be.
 
 
 _logged: set[str] = set()
@@ -59,6 +53,11 @@ def log_once(note: str, level: int = logging.WARNING) -> None:
 
 
 # -- the log ---------------------------------------------------------------------------------------
+# A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
+# that logs then waits, and the thread that commits steps must not. So this only queues the lines,
+# in order. A thread writes them, and ends when there are no more. The thread is not a daemon, so
+# the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
+# wait, the oldest are dropped.
 
 
 LINES_MAX = 1000

@@ -1,23 +1,9 @@
 """How much memory this process may still take, how many ranks share it, and what it may write.
 
-Owns: reading /proc, the control groups and the limits of the process.
+Owns: reading /proc, the control groups and the limits of the process; the directory of this user in
+the memory of the host, `/dev/shm/statehold-UID`.
 Invariants: the smallest of all limits counts. A limit that cannot be read does not count.
-
-The directory of this user in the memory of the host: `/dev/shm/statehold-UID`.
-
-Invariants: it belongs to this user, and no other user may look into it. Anything else with that
-name is refused, and neither followed nor changed.
-
 Not here: the use of the memory (staging, steps/ready).
-
-Facts about Linux behind this module:
-- MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.
-- The usage of a group counts page cache, too; the kernel can drop `active_file` and
-  `inactive_file`.
-- A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a process
-  from the root of the hierarchy. A container may not see that path. Then its group is the one that
-  it sees as the root.
-- With vm.overcommit_memory = 2, and for ulimit -v, mapped memory counts, whether it is used or not.
 """
 
 from __future__ import annotations
@@ -36,6 +22,8 @@ from pathlib import Path, PurePosixPath
 from statehold.errors import StorageError, storage_error
 
 # -- the directory of this user --------------------------------------------------------------------
+# The directory belongs to this user, and no other user may look into it. Anything else with that
+# name is refused, and neither followed nor changed.
 
 
 SHARED_MEMORY = "/dev/shm"
@@ -78,6 +66,15 @@ def check_home(base: str = SHARED_MEMORY) -> None:
 
 
 # -- the memory of the host ------------------------------------------------------------------------
+# Facts about Linux:
+# - MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.
+# - The usage of a group counts page cache, too; the kernel can drop `active_file` and
+#   `inactive_file`.
+# - A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a
+#   process from the root of the hierarchy. A container may not see that path. Then its group is the
+#   one that it sees as the root.
+# - With vm.overcommit_memory = 2, and for ulimit -v, mapped memory counts, whether it is used or
+#   not.
 
 
 _PROC = Path("/proc")

@@ -1,21 +1,11 @@
 """load(): tensors and values of one step, without a live state to put them into.
 
+Owns: which part of a step's tree a dotted name means; what is mapped and what is copied.
 Invariants: every byte that is returned was verified, unless verify=False says not to. Only the
 files that hold what was asked for are read. Tensors that were tied in the state are one tensor.
 Nothing is changed on disk, and no lock is taken: a job may save meanwhile.
-
-The part of a step's tree that a dotted name means.
-
-Invariants: a name means an entry of the tree, or all entries whose names begin with it: modules
-have flat names, dicts and lists nested ones. The longest key that fits is entered first.
-
-Not here: which step a name means (places), restores into a live
-state (Checkpointer.restore), levels other than the run directory.
-
-mapped: a tensor that one file holds as a whole is mapped privately, so that a change of it does not
-reach the file. The kernel loads its pages when they are used. statehold does not overwrite files
-that a process of this host has mapped. A tensor that is cut over several files, or that begins at
-an address that its elements cannot have, is copied.
+Not here: which step a name means (places), restores into a live state (Checkpointer.restore),
+levels other than the run directory.
 """
 
 from __future__ import annotations
@@ -59,6 +49,8 @@ if TYPE_CHECKING:
 
 
 # -- the part that a name means --------------------------------------------------------------------
+# A name means an entry of the tree, or all entries whose names begin with it: modules have flat
+# names, dicts and lists nested ones. The longest key that fits is entered first.
 
 
 def part_of(tree: Any, name: str, where: str) -> Any:
@@ -105,6 +97,10 @@ def _names(node: Any, path: str) -> Iterator[str]:
 
 
 # -- loading it ------------------------------------------------------------------------------------
+# With `mapped`, a tensor that one file holds as a whole is mapped privately, so that a change of it
+# does not reach the file. The kernel loads its pages when they are used. statehold does not
+# overwrite files that a process of this host has mapped. A tensor that is cut over several files,
+# or that begins at an address that its elements cannot have, is copied.
 
 
 BUFFER_BYTES = 16 * MiB

@@ -1,30 +1,13 @@
 """Objects below one prefix of an object store: whole or missing, moved in parallel parts.
 
-Owns: the requests to `obstore`, the parts of a transfer, and how many are under way.
+Owns: the accepted URLs and options of stores; the requests to `obstore`, the parts of a transfer,
+and how many are under way; the names of failures.
 Invariants: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two
 parts) in memory, whatever its size. A request, with its retries, ends within `deadline_s`. A
 transfer consists of many requests, so it ends when the store stops answering, and not because it is
 large. A signal, or stop(), ends the waiting for a request. The request goes on alone, and changes
-nothing that the caller still uses. The first upload is read back. A writable block is copied, so
-its owner may use its memory again at once. A read-only block is sent from its place, and stays
-alive until then.
-
-Errors of an object store, by name and without secrets.
-
-Owns: the names of `obstore` failures, and the shown parts of their texts.
-Invariants: no text of obstore is passed on, because it quotes URLs with signatures, tokens and
-passwords. A message consists of recognised parts: an HTTP status, the code of the store, an errno,
-the kind of transport failure. The original error is not chained.
-
+nothing that the caller still uses. No secret is in a message, a log or a file of ours.
 Not here: which objects make a step (steps/objects).
-
-The address of an object store and how it is opened: a URL, a few options, and no secrets.
-
-Owns: the accepted URLs and options; the first use of `obstore`, with its deadlines and retries.
-Invariants: credentials come only from the environment, where obstore finds them (AWS_*, GOOGLE_*,
-AZURE_*, or the role of the machine). URLs and options with credentials are refused, so no file,
-message or log of ours has them. There is a list of accepted options, not of refused ones, so a
-secret under an unexpected name is refused, too.
 """
 
 from __future__ import annotations
@@ -63,6 +46,11 @@ from statehold.units import MiB
 if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
+
+# -- the address of a store ------------------------------------------------------------------------
+# Credentials come only from the environment, where obstore finds them (AWS_*, GOOGLE_*, AZURE_*, or
+# the role of the machine). URLs and options with credentials are refused. There is a list of
+# accepted options, not of refused ones, so a secret under an unexpected name is refused, too.
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 STORE_OPTIONS = {
@@ -187,10 +175,10 @@ def _shown(parts: SplitResult) -> str:
     return f"{parts.scheme}://{host}{parts.path}"[:200]
 
 
-# -- the client ------------------------------------------------------------------------------------
-
-
 # -- failures --------------------------------------------------------------------------------------
+# No text of obstore is passed on, because it quotes URLs with signatures, tokens and passwords. A
+# message consists of recognised parts: an HTTP status, the code of the store, an errno, the kind of
+# transport failure. The original error is not chained.
 
 
 T = TypeVar("T")
@@ -352,6 +340,9 @@ class ObjectClient:
 
     part_bytes: of uploads and downloads; S3 takes 5 MiB or more.
     late: called again and again while a request takes longer than LATE_S.
+
+    The first upload is read back. A writable block is copied, so its owner may use its memory again
+    at once. A read-only block is sent from its place, and stays alive until then.
     """
 
     def __init__(
