@@ -16,41 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
-# -- reports that fail nothing ---------------------------------------------------------------------
-
-
 logger = logging.getLogger("statehold")
-
-P = ParamSpec("P")
-
-
-def harmless(report: Callable[P, None]) -> Callable[P, None]:
-    """The same function, which raises nothing."""
-
-    @functools.wraps(report)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            report(*args, **kwargs)
-        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
-            with contextlib.suppress(Exception):
-                logger.debug("a report failed", exc_info=True)
-
-    return guarded
-
-
-# -- once a process --------------------------------------------------------------------------------
-# A note says, for example, why something is slower than it could be.
-
-
-_logged: set[str] = set()
-
-
-def log_once(note: str, level: int = logging.WARNING) -> None:
-    """Log `note`, unless it is empty or was logged before."""
-    if note and note not in _logged:
-        _logged.add(note)
-        logger.log(level, "%s", note)
-
 
 # -- the log ---------------------------------------------------------------------------------------
 # A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
@@ -125,3 +91,37 @@ class BackgroundLog:
                 level, text, values, extra = self._waiting.popleft()
             with contextlib.suppress(Exception):  # a filter failed: other lines still count
                 logger.log(level, text, *values, extra=extra)
+
+
+# -- once a process --------------------------------------------------------------------------------
+# A note says, for example, why something is slower than it could be.
+
+
+_logged: set[str] = set()
+
+
+def log_once(note: str, level: int = logging.WARNING) -> None:
+    """Log `note`, unless it is empty or was logged before."""
+    if note and note not in _logged:
+        _logged.add(note)
+        logger.log(level, "%s", note)
+
+
+# -- reports that fail nothing ---------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+
+
+def harmless(report: Callable[P, None]) -> Callable[P, None]:
+    """The same function, which raises nothing."""
+
+    @functools.wraps(report)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            report(*args, **kwargs)
+        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
+            with contextlib.suppress(Exception):
+                logger.debug("a report failed", exc_info=True)
+
+    return guarded

@@ -49,128 +49,7 @@ from statehold.steps.directories import ATTEMPT
 from statehold.steps.near_files import NearFiles
 from statehold.steps.shelf import Ranges, Shelf
 
-# -- names, and the commit object ------------------------------------------------------------------
-# Parsing is strict. A directory of an attempt has the objects manifest.json,
-# rank-00000-of-00001.safetensors and rank-00000-of-00001.shared.json. The last of these says which
-# data files of a rank are shared objects.
-
-
-FORMAT = "statehold.commit"
-VERSION = 1
-COMMIT_BYTES_MAX = 4096
-
-_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
-_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-SHARED = "shared"
-_SHARED_FORMAT = "statehold.shared"
-_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
-_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
-_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
-
-
-def commit_name(step: int) -> str:
-    return f"step-{step:012d}.commit"
-
-
-def step_of_commit(name: str) -> int | None:
-    """The step whose commit object has this name; None for any other name."""
-    match = _COMMIT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def directory_name(step: int, attempt: str) -> str:
-    name = f"step-{step:012d}.{attempt}"
-    if _DIRECTORY.fullmatch(name) is None:
-        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
-    return name
-
-
-def attempt_of(name: str) -> tuple[int, str] | None:
-    """(step, attempt) of a directory with this name; None for any other name."""
-    match = _DIRECTORY.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
-
-
-def is_file_name(name: str) -> bool:
-    """Whether a file of a step may have this name."""
-    return _FILE.fullmatch(name) is not None
-
-
-def check_file(name: str) -> str:
-    """`name`, checked as the name of a file of a step."""
-    if not is_file_name(name):
-        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
-    return name
-
-
-def reference_name(rank: int, world_size: int) -> str:
-    """The object that says which data files of a rank are shared objects."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
-
-
-def is_reference_name(name: str) -> bool:
-    return name.endswith(".shared.json")
-
-
-def shared_name(digest: str) -> str:
-    """The shared object for the file with the content of this sha256."""
-    return f"{digest}.safetensors"
-
-
-def encode_references(files: Mapping[str, str]) -> bytes:
-    """The content of a reference object. files: data file -> shared object."""
-    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
-    return seal(document, "shared")
-
-
-def decode_references(raw: bytes, path: str) -> dict[str, str]:
-    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
-    check = Checker(ManifestError, "a reference object is not valid", path)
-    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
-    check.members(document, "shared", _SHARED_MEMBERS)
-    files = check.object(document["files"], "files")
-    for file, name in files.items():
-        check.text(file, "files", _FILE, "names of files of a step")
-        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
-    return files
-
-
-@dataclass(frozen=True, slots=True)
-class CommitObject:
-    """The directory of the step, and the sha256 of its manifest."""
-
-    step: int
-    directory: str
-    manifest_sha256: str
-
-    def encode(self) -> bytes:
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "directory": self.directory,
-            "manifest_sha256": self.manifest_sha256,
-        }
-        return seal(document, "commit")
-
-    @staticmethod
-    def decode(raw: bytes, step: int, path: str) -> CommitObject:
-        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
-        check = Checker(ManifestError, "a commit object is not valid", path)
-        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
-        check.members(document, "commit", _MEMBERS)
-        check.integer(document["step"], "step", low=step, high=step)
-        expected = f"the directory of an attempt at step {step}"
-        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
-        if not directory.startswith(f"step-{step:012d}."):
-            check.fail("directory", expected, repr(directory))
-        digest = check.text(
-            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
-        )
-        return CommitObject(step, directory, digest)
-
+logger = logging.getLogger("statehold")
 
 # -- the steps -------------------------------------------------------------------------------------
 # A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,
@@ -183,8 +62,6 @@ class CommitObject:
 # of an upload that were never put together, which no listing shows. The store's own lifecycle rule
 # removes those (docs/format.md).
 
-
-logger = logging.getLogger("statehold")
 
 AT_ONCE = 16
 ANSWER_S = 10.0  # for a question that a restart waits for, with all its retries
@@ -681,3 +558,126 @@ def _references_of(file: str) -> str:
     found = file_of(file)
     assert found is not None
     return reference_name(found[0], found[1])
+
+
+# -- names, and the commit object ------------------------------------------------------------------
+# Parsing is strict. A directory of an attempt has the objects manifest.json,
+# rank-00000-of-00001.safetensors and rank-00000-of-00001.shared.json. The last of these says which
+# data files of a rank are shared objects.
+
+
+FORMAT = "statehold.commit"
+VERSION = 1
+COMMIT_BYTES_MAX = 4096
+
+_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
+_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+SHARED = "shared"
+_SHARED_FORMAT = "statehold.shared"
+_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
+_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
+
+
+def commit_name(step: int) -> str:
+    return f"step-{step:012d}.commit"
+
+
+def step_of_commit(name: str) -> int | None:
+    """The step whose commit object has this name; None for any other name."""
+    match = _COMMIT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def directory_name(step: int, attempt: str) -> str:
+    name = f"step-{step:012d}.{attempt}"
+    if _DIRECTORY.fullmatch(name) is None:
+        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
+    return name
+
+
+def attempt_of(name: str) -> tuple[int, str] | None:
+    """(step, attempt) of a directory with this name; None for any other name."""
+    match = _DIRECTORY.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a step may have this name."""
+    return _FILE.fullmatch(name) is not None
+
+
+def check_file(name: str) -> str:
+    """`name`, checked as the name of a file of a step."""
+    if not is_file_name(name):
+        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
+    return name
+
+
+def reference_name(rank: int, world_size: int) -> str:
+    """The object that says which data files of a rank are shared objects."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
+
+
+def is_reference_name(name: str) -> bool:
+    return name.endswith(".shared.json")
+
+
+def shared_name(digest: str) -> str:
+    """The shared object for the file with the content of this sha256."""
+    return f"{digest}.safetensors"
+
+
+def encode_references(files: Mapping[str, str]) -> bytes:
+    """The content of a reference object. files: data file -> shared object."""
+    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
+    return seal(document, "shared")
+
+
+def decode_references(raw: bytes, path: str) -> dict[str, str]:
+    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
+    check = Checker(ManifestError, "a reference object is not valid", path)
+    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
+    check.members(document, "shared", _SHARED_MEMBERS)
+    files = check.object(document["files"], "files")
+    for file, name in files.items():
+        check.text(file, "files", _FILE, "names of files of a step")
+        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """The directory of the step, and the sha256 of its manifest."""
+
+    step: int
+    directory: str
+    manifest_sha256: str
+
+    def encode(self) -> bytes:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "directory": self.directory,
+            "manifest_sha256": self.manifest_sha256,
+        }
+        return seal(document, "commit")
+
+    @staticmethod
+    def decode(raw: bytes, step: int, path: str) -> CommitObject:
+        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
+        check = Checker(ManifestError, "a commit object is not valid", path)
+        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
+        check.members(document, "commit", _MEMBERS)
+        check.integer(document["step"], "step", low=step, high=step)
+        expected = f"the directory of an attempt at step {step}"
+        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
+        if not directory.startswith(f"step-{step:012d}."):
+            check.fail("directory", expected, repr(directory))
+        digest = check.text(
+            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
+        )
+        return CommitObject(step, directory, digest)

@@ -34,6 +34,36 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- D3 and D5 to D7 -------------------------------------------------------------------------------
+
+
+def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
+    """D3 and D5 to D7. Returns what became of the old directory `final`."""
+    fs.sync_dir(partial)  # D3
+    fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
+    fs.sync_dir(partial)  # D5: the manifest's name as well
+    is_there = fs.is_dir(final)
+    if is_there and exchanged(fs, partial, final):  # D6: both names change at once
+        make_durable(fs, parent_of(final))  # D7
+        # A file system that ignores the flag may have renamed over the old directory.
+        return Replaced.HIDDEN if fs.is_dir(partial) else Replaced.NOTHING
+    with came_back(fs, final):
+        is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
+        fs.rename(partial, final)  # D6
+    make_durable(fs, parent_of(final))  # D7
+    return hidden(fs, final, partial) if is_aside else Replaced.NOTHING  # E3, E4
+
+
+def make_durable(fs: Fs, directory: str) -> None:
+    """D7: sync the directory that has the name of a published step. An error has the fact
+    PUBLISHED."""
+    try:
+        fs.sync_dir(directory)
+    except Exception as error:
+        failed = named(error, "while the name of a published step was made durable")
+        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None
+
+
 # -- where two names cannot be exchanged -----------------------------------------------------------
 # Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
 # (docs/durability.md has the same numbers). E1 renames final to final.replaced, and E2 syncs the
@@ -231,33 +261,3 @@ def is_directory(path: str, is_dir: Callable[[str], bool] = os.path.isdir) -> bo
     if not is_dir(path):
         ask_server(path)
     return is_dir(path)
-
-
-# -- D3 and D5 to D7 -------------------------------------------------------------------------------
-
-
-def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
-    """D3 and D5 to D7. Returns what became of the old directory `final`."""
-    fs.sync_dir(partial)  # D3
-    fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
-    fs.sync_dir(partial)  # D5: the manifest's name as well
-    is_there = fs.is_dir(final)
-    if is_there and exchanged(fs, partial, final):  # D6: both names change at once
-        make_durable(fs, parent_of(final))  # D7
-        # A file system that ignores the flag may have renamed over the old directory.
-        return Replaced.HIDDEN if fs.is_dir(partial) else Replaced.NOTHING
-    with came_back(fs, final):
-        is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
-        fs.rename(partial, final)  # D6
-    make_durable(fs, parent_of(final))  # D7
-    return hidden(fs, final, partial) if is_aside else Replaced.NOTHING  # E3, E4
-
-
-def make_durable(fs: Fs, directory: str) -> None:
-    """D7: sync the directory that has the name of a published step. An error has the fact
-    PUBLISHED."""
-    try:
-        fs.sync_dir(directory)
-    except Exception as error:
-        failed = named(error, "while the name of a published step was made durable")
-        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None

@@ -33,6 +33,49 @@ from statehold.observe.background_log import BackgroundLog, log_once
 from statehold.options import Options
 from statehold.options.io import settled
 
+# -- the agent of a session ------------------------------------------------------------------------
+
+
+def companion_of(
+    specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
+) -> Companion:
+    """The agent of the run, not started yet. A run has no agent if another rank leads, or if its
+    disk is handed in."""
+    agent = None
+    if runtime.has_own_fs and levels.store.leads:
+        agent = agent_for(levels.run, specs, runtime.options, log)
+    return Companion(agent, levels)
+
+
+class Companion:
+    """`agent`: None if the run has none."""
+
+    def __init__(self, agent: Agent | None, levels: Levels) -> None:
+        self._agent = agent
+        self._levels = levels
+
+    def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
+        """See that the agent is there. `ahead` runs an action in the background, before the next
+        commit."""
+        if self._agent is None:
+            return
+        hosts = self._levels.hosts
+        if hosts is not None and hosts.are_apart:
+            ahead(self._agent.goodbye)
+            self._agent = None
+        elif self._agent.is_missing:
+            ahead(self._agent.start)
+
+    def end(self) -> None:
+        """The agent is no longer needed, unless a level lacks the newest step."""
+        if self._agent is None:
+            return
+        if self._levels.lacks_newest():
+            self._agent.leave()
+        else:
+            self._agent.goodbye()
+
+
 # -- one agent -------------------------------------------------------------------------------------
 # The agent is a program of its own, started with vfork, so it copies nothing of this process except
 # its orders. These go through a pipe, not through arguments or the environment. It has a session of
@@ -216,46 +259,3 @@ def _own_pidfd() -> int:
     if found < 0:
         raise OSError(ctypes.get_errno(), "pidfd_open")
     return found
-
-
-# -- the agent of a session ------------------------------------------------------------------------
-
-
-def companion_of(
-    specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
-) -> Companion:
-    """The agent of the run, not started yet. A run has no agent if another rank leads, or if its
-    disk is handed in."""
-    agent = None
-    if runtime.has_own_fs and levels.store.leads:
-        agent = agent_for(levels.run, specs, runtime.options, log)
-    return Companion(agent, levels)
-
-
-class Companion:
-    """`agent`: None if the run has none."""
-
-    def __init__(self, agent: Agent | None, levels: Levels) -> None:
-        self._agent = agent
-        self._levels = levels
-
-    def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
-        """See that the agent is there. `ahead` runs an action in the background, before the next
-        commit."""
-        if self._agent is None:
-            return
-        hosts = self._levels.hosts
-        if hosts is not None and hosts.are_apart:
-            ahead(self._agent.goodbye)
-            self._agent = None
-        elif self._agent.is_missing:
-            ahead(self._agent.start)
-
-    def end(self) -> None:
-        """The agent is no longer needed, unless a level lacks the newest step."""
-        if self._agent is None:
-            return
-        if self._levels.lacks_newest():
-            self._agent.leave()
-        else:
-            self._agent.goodbye()

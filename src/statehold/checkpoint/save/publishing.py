@@ -61,70 +61,6 @@ if TYPE_CHECKING:
     from statehold.steps.target import DirectoryPlace
 
 
-# -- the step that the run began from --------------------------------------------------------------
-# Each step of a run says from which step of another run the run began. A run keeps its newest steps
-# only, so the first one cannot be the only one that knows.
-#
-# The rank that commits asks once, before its first commit. It asks no levels that are not
-# directories, because a save would wait for them. A manifest that cannot be read is no reason to
-# fail a save: an older step knows the same.
-
-
-class Descent:
-    """near: the levels of the run that are directories, the nearest first. restored: the step that
-    a run without steps began from by restore(source=...), if any."""
-
-    def __init__(
-        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
-    ) -> None:
-        self._near = near
-        self._restored = restored
-        self._parent: Origin | None = None
-        self._is_known = False
-
-    @property
-    def parent(self) -> Origin | None:
-        """None if the run began with nothing."""
-        if not self._is_known:
-            said = next(self._said(), None)
-            self._parent = self._restored() if said is None else said.parent
-            self._is_known = True
-        return self._parent
-
-    def _said(self) -> Iterator[About]:
-        """What the steps of the run say, the newest step of the nearest level first."""
-        for place in self._near:
-            with contextlib.suppress(StateholdError):
-                for step in reversed(place.steps()):
-                    with contextlib.suppress(StateholdError):
-                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-                        yield Manifest.decode(raw, f"{place.name}: step {step}").about
-
-
-# -- work after a commit ---------------------------------------------------------------------------
-# This work may fail, and the step stays committed. The error is logged, together with what is safe,
-# and the rest of the work continues. Rank 0 announces the commit in any case.
-
-
-@contextlib.contextmanager
-def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
-    """Run work that follows the commit of `step`; log its error instead of raising it.
-
-    doing: completes "could not ..." in the log.
-    """
-    try:
-        yield
-    except BaseException as error:
-        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
-
-
-def _text(error: BaseException) -> str:
-    """The error, with its traceback if it is not one of statehold's own."""
-    if isinstance(error, StateholdError):
-        return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
 # -- one rank alone, or all together ---------------------------------------------------------------
 
 
@@ -528,3 +464,67 @@ class Across(Together):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):
             place.landed(step, manifest.raw, range(self._peers.world_size))
+
+
+# -- work after a commit ---------------------------------------------------------------------------
+# This work may fail, and the step stays committed. The error is logged, together with what is safe,
+# and the rest of the work continues. Rank 0 announces the commit in any case.
+
+
+@contextlib.contextmanager
+def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
+    """Run work that follows the commit of `step`; log its error instead of raising it.
+
+    doing: completes "could not ..." in the log.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    """The error, with its traceback if it is not one of statehold's own."""
+    if isinstance(error, StateholdError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+# -- the step that the run began from --------------------------------------------------------------
+# Each step of a run says from which step of another run the run began. A run keeps its newest steps
+# only, so the first one cannot be the only one that knows.
+#
+# The rank that commits asks once, before its first commit. It asks no levels that are not
+# directories, because a save would wait for them. A manifest that cannot be read is no reason to
+# fail a save: an older step knows the same.
+
+
+class Descent:
+    """near: the levels of the run that are directories, the nearest first. restored: the step that
+    a run without steps began from by restore(source=...), if any."""
+
+    def __init__(
+        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
+    ) -> None:
+        self._near = near
+        self._restored = restored
+        self._parent: Origin | None = None
+        self._is_known = False
+
+    @property
+    def parent(self) -> Origin | None:
+        """None if the run began with nothing."""
+        if not self._is_known:
+            said = next(self._said(), None)
+            self._parent = self._restored() if said is None else said.parent
+            self._is_known = True
+        return self._parent
+
+    def _said(self) -> Iterator[About]:
+        """What the steps of the run say, the newest step of the nearest level first."""
+        for place in self._near:
+            with contextlib.suppress(StateholdError):
+                for step in reversed(place.steps()):
+                    with contextlib.suppress(StateholdError):
+                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                        yield Manifest.decode(raw, f"{place.name}: step {step}").about

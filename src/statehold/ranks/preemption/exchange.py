@@ -26,74 +26,6 @@ from statehold.errors import StateholdError, StorageError
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 
-# -- which step is the last ------------------------------------------------------------------------
-# A rank has answered no for the steps that it had seen, which are at most the maximum. A newer step
-# waits for the maximum. So nothing is answered before it is decided, and on all ranks the answer is
-# no for all steps up to the maximum. Restoring and rewinding go back in steps, so places are
-# counted again after them.
-
-
-# How often the run was restored or rewound, and the step.
-Position = tuple[int, int]
-
-
-class LastStep:
-    """The knowledge of one rank about the last step. Thread-safe.
-
-        at each step                  is_last(step)     no, at once; noted as seen
-        once a rank is asked to leave freeze()          the newest step it has seen; from now on a
-                                                        newer one waits
-        then, max over ranks          decide(newest)    newer steps than that are the last
-
-    An exception may come between any two instructions of the trainer, as after Ctrl-C. So its locks
-    are written in C: those of a Condition would stay taken, and the thread of Hearing would hang.
-    """
-
-    def __init__(self) -> None:
-        self._guard = threading.RLock()  # a signal's handler may save inside
-        self._decided = threading.Lock()  # free once that is decided
-        self._decided.acquire()
-        self._era = 0
-        self._seen: Position = (0, -1)
-        self._is_frozen = False
-        self._passed: Position | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether is_last() was called."""
-        return self._seen[1] >= 0
-
-    def begin_again(self) -> None:
-        """The run is restored or rewound, on all ranks."""
-        with self._guard:
-            self._era += 1
-
-    def is_last(self, step: int) -> bool:
-        """Whether the save of `step` is the last one; waits while that is being decided."""
-        with self._guard:
-            here = self._era, step
-            if not self._is_frozen:
-                self._seen = max(self._seen, here)
-                return False
-            if here <= self._seen:
-                return False
-        with self._decided:
-            pass
-        return self._passed is not None and here > self._passed
-
-    def freeze(self) -> Position:
-        """The newest step that was asked for here; newer ones wait from now on."""
-        with self._guard:
-            self._is_frozen = True
-            return self._seen
-
-    def decide(self, passed: Position) -> None:
-        """The newest step that was asked for on any rank; the first decision counts."""
-        if self._passed is None:
-            self._passed = passed
-            self._decided.release()
-
-
 # -- the messages ----------------------------------------------------------------------------------
 # A rank that waits for the decision (in is_last) waits only for threads of this kind. Each posts
 # without its training thread. So a decision comes as soon as all ranks live and their stores
@@ -256,3 +188,71 @@ def _left_s(note: bytes, unseen_s: float) -> float:
     """
     left_s, at_s = json.loads(note)
     return float(left_s - min(max(0.0, time.time() - at_s), unseen_s))
+
+
+# -- which step is the last ------------------------------------------------------------------------
+# A rank has answered no for the steps that it had seen, which are at most the maximum. A newer step
+# waits for the maximum. So nothing is answered before it is decided, and on all ranks the answer is
+# no for all steps up to the maximum. Restoring and rewinding go back in steps, so places are
+# counted again after them.
+
+
+# How often the run was restored or rewound, and the step.
+Position = tuple[int, int]
+
+
+class LastStep:
+    """The knowledge of one rank about the last step. Thread-safe.
+
+        at each step                  is_last(step)     no, at once; noted as seen
+        once a rank is asked to leave freeze()          the newest step it has seen; from now on a
+                                                        newer one waits
+        then, max over ranks          decide(newest)    newer steps than that are the last
+
+    An exception may come between any two instructions of the trainer, as after Ctrl-C. So its locks
+    are written in C: those of a Condition would stay taken, and the thread of Hearing would hang.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()  # a signal's handler may save inside
+        self._decided = threading.Lock()  # free once that is decided
+        self._decided.acquire()
+        self._era = 0
+        self._seen: Position = (0, -1)
+        self._is_frozen = False
+        self._passed: Position | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether is_last() was called."""
+        return self._seen[1] >= 0
+
+    def begin_again(self) -> None:
+        """The run is restored or rewound, on all ranks."""
+        with self._guard:
+            self._era += 1
+
+    def is_last(self, step: int) -> bool:
+        """Whether the save of `step` is the last one; waits while that is being decided."""
+        with self._guard:
+            here = self._era, step
+            if not self._is_frozen:
+                self._seen = max(self._seen, here)
+                return False
+            if here <= self._seen:
+                return False
+        with self._decided:
+            pass
+        return self._passed is not None and here > self._passed
+
+    def freeze(self) -> Position:
+        """The newest step that was asked for here; newer ones wait from now on."""
+        with self._guard:
+            self._is_frozen = True
+            return self._seen
+
+    def decide(self, passed: Position) -> None:
+        """The newest step that was asked for on any rank; the first decision counts."""
+        if self._passed is None:
+            self._passed = passed
+            self._decided.release()
