@@ -2,11 +2,10 @@
 
     checkpointer   the public face: a handful of calls of a session
     opening        opens a session: the other ranks, the runtime, the parts
-    session        what one membership has open; parts: what it is made of
+    session        what one membership has open, and its end
     keeper         ends a session, whatever becomes of the Checkpointer
-    flushing       the newest step goes to every level
     save, restore  the two ways (docs/architecture.md)
-    levels, store  what a level is, and the run directory itself
+    levels         what a level is, and how steps get there
     cadence        when a step is saved, and when it goes on to which level
     agent          the process that outlives the trainer
     telemetry      what is traced, counted and logged

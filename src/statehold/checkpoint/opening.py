@@ -3,8 +3,6 @@
 Invariants: after any error, `owned` closes everything in the opposite order of opening: the
 pipeline, the copies, the agent, the hosts, the places, the trace, the runtime, the other ranks.
 
-Builds the saving side of a session: claims of the ranks, cadence, level choice, pipeline.
-
 Not here: the work of a session (session), how levels are opened (levels/levels).
 """
 
@@ -41,42 +39,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.levels.hosts.discovery import Exchange
     from statehold.checkpoint.save.gate import Trainer
     from statehold.ranks.peers import Peers
-
-
-# -- the saving side -------------------------------------------------------------------------------
-
-
-class Saving(NamedTuple):
-    """The parts that take a save from the call to the committed step."""
-
-    claims: Claims
-    schedule: Schedule
-    level_choice: LevelChoice
-    pipeline: Pipeline
-
-
-def open_saving(
-    specs: Sequence[Level],
-    options: Options,
-    levels: Levels,
-    watch: Watch,
-    log: BackgroundLog,
-    clock: Callable[[], float],
-    callbacks: Callbacks,
-) -> Saving:
-    """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
-    peers, promotions = levels.peers, levels.promotions
-    membership = peers.membership if peers else ALONE
-    claims = Claims(membership)
-    watches = [watch_of(spec, watch) for spec in specs]
-    saved_s = partial(last_saved_s, levels.near[0])
-    schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
-    publisher = publisher_of(peers, levels, claims, schedule, log)
-    choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
-    # A collective that waits longer than that for a rank fails the save anyway, as does its commit.
-    device_s = options.peer_timeout_s
-    pipeline = Pipeline(choice, publisher, promotions, log, callbacks, device_s)
-    return Saving(claims, schedule, choice, pipeline)
 
 
 # -- the session -----------------------------------------------------------------------------------
@@ -157,3 +119,39 @@ def _parts(
     saving = open_saving(specs, runtime.options, levels, watch, log, clock, callbacks)
     owned.callback(saving.pipeline.close)
     return Parts(run, specs, opening.trainer, runtime, peers, watch, levels, companion, *saving)
+
+
+# -- the saving side -------------------------------------------------------------------------------
+
+
+class Saving(NamedTuple):
+    """The parts that take a save from the call to the committed step."""
+
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+
+def open_saving(
+    specs: Sequence[Level],
+    options: Options,
+    levels: Levels,
+    watch: Watch,
+    log: BackgroundLog,
+    clock: Callable[[], float],
+    callbacks: Callbacks,
+) -> Saving:
+    """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
+    peers, promotions = levels.peers, levels.promotions
+    membership = peers.membership if peers else ALONE
+    claims = Claims(membership)
+    watches = [watch_of(spec, watch) for spec in specs]
+    saved_s = partial(last_saved_s, levels.near[0])
+    schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
+    publisher = publisher_of(peers, levels, claims, schedule, log)
+    choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
+    # A collective that waits longer than that for a rank fails the save anyway, as does its commit.
+    device_s = options.peer_timeout_s
+    pipeline = Pipeline(choice, publisher, promotions, log, callbacks, device_s)
+    return Saving(claims, schedule, choice, pipeline)

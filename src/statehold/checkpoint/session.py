@@ -1,5 +1,6 @@
 """Session: the work of a Checkpointer while its ranks stay the same, and its end.
 
+    Parts      what a session has open
     save       Saver         one call of save(); the pipeline commits in the background
     restore    RestoreCalls  one call of restore()
     rewind, flush, status    work of the levels, on all ranks together
@@ -7,8 +8,6 @@
 Invariants: nothing on the storage changes before prepare_saving(), and only one job changes it.
 After any error, everything is closed in the opposite order of opening. The runtime outlives a
 session: another membership gets another session on the same staging memory.
-
-The parts of a session, and those that save() and restore() use.
 
 Not here: how a session is opened (opening).
 """
@@ -48,78 +47,6 @@ from statehold.ranks.membership import ALONE, Membership
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, everyone, led, together
-
-# -- the parts -------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, frozen=True)
-class Parts:
-    """The result of opening.
-
-    peers: None for a process that is alone. trainer: of the Checkpointer, which may have had other
-        sessions. All parts except `runtime` and `trainer` end with the session.
-    """
-
-    run: str
-    specs: Sequence[Level]
-    trainer: Trainer
-    runtime: Runtime
-    peers: Peers | None
-    watch: Watch
-    levels: Levels
-    companion: Companion
-    claims: Claims
-    schedule: Schedule
-    level_choice: LevelChoice
-    pipeline: Pipeline
-
-    @property
-    def membership(self) -> Membership:
-        return self.peers.membership if self.peers else ALONE
-
-    @property
-    def rank(self) -> int | None:
-        """None for a process that is alone."""
-        return self.peers.rank if self.peers else None
-
-    @cached_property
-    def sharing(self) -> Sharing:
-        return Sharing(self.levels.near[0], self.runtime, self.peers)
-
-    def saver(self, prepare: Callable[[], None]) -> Saver:
-        """The parts that a call of save() uses. prepare: makes the run directory ready."""
-        return Saver(
-            rank=self.rank,
-            world=self.membership.world,
-            runtime=self.runtime,
-            levels=self.levels,
-            claims=self.claims,
-            plans=PlanCache(self.membership),
-            schedule=self.schedule,
-            pipeline=self.pipeline,
-            watch=self.watch,
-            trainer=self.trainer,
-            prepare=prepare,
-            sharing=self.sharing,
-        )
-
-    def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
-        """The parts that a call of restore() uses. claim: makes sure that nobody else changes a
-        step."""
-        return RestoreCalls(
-            specs=self.specs,
-            runtime=self.runtime,
-            levels=self.levels,
-            peers=self.peers,
-            schedule=self.schedule,
-            watch=self.watch,
-            trainer=self.trainer,
-            drain=self.pipeline.drain,
-            claim=claim,
-            parent=self.runtime.options.origin,
-            goes_on=self.sharing.goes_on,
-        )
-
 
 # -- the session -----------------------------------------------------------------------------------
 
@@ -358,3 +285,75 @@ class Session:
             logger.warning("could not copy the newest step to all levels\n%s", error)
         finally:
             self._owned.close()
+
+
+# -- the parts -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, frozen=True)
+class Parts:
+    """The result of opening.
+
+    peers: None for a process that is alone. trainer: of the Checkpointer, which may have had other
+        sessions. All parts except `runtime` and `trainer` end with the session.
+    """
+
+    run: str
+    specs: Sequence[Level]
+    trainer: Trainer
+    runtime: Runtime
+    peers: Peers | None
+    watch: Watch
+    levels: Levels
+    companion: Companion
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+
+    @property
+    def membership(self) -> Membership:
+        return self.peers.membership if self.peers else ALONE
+
+    @property
+    def rank(self) -> int | None:
+        """None for a process that is alone."""
+        return self.peers.rank if self.peers else None
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        return Sharing(self.levels.near[0], self.runtime, self.peers)
+
+    def saver(self, prepare: Callable[[], None]) -> Saver:
+        """The parts that a call of save() uses. prepare: makes the run directory ready."""
+        return Saver(
+            rank=self.rank,
+            world=self.membership.world,
+            runtime=self.runtime,
+            levels=self.levels,
+            claims=self.claims,
+            plans=PlanCache(self.membership),
+            schedule=self.schedule,
+            pipeline=self.pipeline,
+            watch=self.watch,
+            trainer=self.trainer,
+            prepare=prepare,
+            sharing=self.sharing,
+        )
+
+    def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
+        """The parts that a call of restore() uses. claim: makes sure that nobody else changes a
+        step."""
+        return RestoreCalls(
+            specs=self.specs,
+            runtime=self.runtime,
+            levels=self.levels,
+            peers=self.peers,
+            schedule=self.schedule,
+            watch=self.watch,
+            trainer=self.trainer,
+            drain=self.pipeline.drain,
+            claim=claim,
+            parent=self.runtime.options.origin,
+            goes_on=self.sharing.goes_on,
+        )

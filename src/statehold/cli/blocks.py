@@ -1,19 +1,10 @@
-"""The blocks that a page is built of: sections, tables that fold, bars, badges, tiles.
+"""The blocks that the page of a report is built of, from single tags to the timeline.
 
-Invariants: a table shows its first ROWS_SHOWN rows; the others are one click away, also without
-scripts. Text is escaped by markup.
-
-HTML and SVG by construction: text cannot become markup, even if it is the name of a tensor.
-
-Invariants: only tag() and join() make Markup. They escape everything else, after they have made
-control characters (and those that turn the direction of text) visible.
-
+Owns: HTML and SVG by construction: sections, tables that fold, bars, badges, tiles, and the places
+of marks on the timeline.
+Invariants: text cannot become markup, even if it is the name of a tensor. A table shows its first
+ROWS_SHOWN rows; the others are one click away, also without scripts.
 Not here: which sections a page has (page).
-
-The timeline of a report: a lane for each thread of each rank, and one below it for the engine.
-
-Owns: the place of a mark. Positions are shares of the width, so the drawing follows the page. The
-script only moves them when a reader zooms in.
 """
 
 from __future__ import annotations
@@ -27,6 +18,8 @@ from statehold.cli.traces import DrawnStage, TimelineRow, Traces
 from statehold.units import format_bytes, format_seconds
 
 # -- markup ----------------------------------------------------------------------------------------
+# Only tag() and join() make Markup. They escape everything else, after they have made control
+# characters (and those that turn the direction of text) visible.
 
 
 class Markup(str):
@@ -160,6 +153,8 @@ def look(step: int, begin_us: int, end_us: int) -> Markup:
 
 
 # -- the timeline ----------------------------------------------------------------------------------
+# A lane for each thread of each rank, and one below it for the engine. Positions are shares of the
+# width, so the drawing follows the page. The script only moves them when a reader zooms in.
 
 
 # Stages by kind, which the colours show.

@@ -1,19 +1,12 @@
 """The output of commands: answers on stdout; notes, errors and progress on stderr.
 
-All commands print through this module, and nowhere else.
-
-Invariants: JSON output is one document, with NaN and infinities as strings, because JSON has no
-such numbers. Text from a step (names, values) cannot move the cursor or colour the terminal. Where
-stdout is not a terminal, the output depends on the answer alone: it has no ages, it is not fitted
-to a width, and it has colours only if they are asked for.
+Invariants: all commands print through this module, and nowhere else. JSON output is one document,
+with NaN and infinities as strings, because JSON has no such numbers. Text from a step (names,
+values) cannot move the cursor or colour the terminal. Where stdout is not a terminal, the output
+depends on the answer alone: it has no ages, it is not fitted to a width, and it has colours only if
+they are asked for.
 Not here: the content (the commands), when there is colour (terminal), its codes (styled), widths
 (tables).
-
-Progress of long work: one line on stderr if that is a terminal, from the first second on.
-
-Invariants: at most one line is there at a time, and it goes before anything else is printed. Work
-of less than FIRST_S, and a stderr that is not a terminal, get nothing. With rich the line has a
-bar.
 """
 
 from __future__ import annotations
@@ -43,6 +36,12 @@ _TEXT_MAX = 100
 
 _guard = threading.RLock()
 _current: ProgressBar | None = None
+
+
+# -- progress --------------------------------------------------------------------------------------
+# Long work has one line on stderr if that is a terminal, from the first second on. At most one line
+# is there at a time, and it goes before anything else is printed. Work of less than FIRST_S, and a
+# stderr that is not a terminal, get nothing. With rich the line has a bar.
 
 
 class ProgressBar:
@@ -182,9 +181,6 @@ class _Plain:
 
     def _put(self, text: str) -> None:
         print(text, end="", file=self._stream, flush=True)
-
-
-# -- answers ---------------------------------------------------------------------------------------
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -1,12 +1,9 @@
 """`statehold verify RUN[@STEP] [--levels]`: read and check every byte of a step, or of its copies.
 
-Invariants: for every bad piece it shows the file, bytes, tensor and rank. Files that no document
-names are listed. They are not damage, because a restore does not look at them.
-
-A damaged file that several steps hold: named once, with all of them.
-
-Invariants: only names and inodes are looked at. Steps are those of the run that has the file;
-other runs, forked from it, may hold it, too, and are only counted.
+Invariants: for every bad piece it shows the file, bytes, tensor and rank. A damaged file that
+several steps hold is named once, with all of them. Files that no document names are listed. They
+are not damage, because a restore does not look at them.
+Not here: what counts as damage (checking).
 """
 
 from __future__ import annotations
@@ -237,6 +234,8 @@ def _row(finding: Finding) -> tuple[object, ...]:
 
 
 # -- shared damage ---------------------------------------------------------------------------------
+# Only names and inodes are looked at. Steps are those of the run that has the file; other runs,
+# forked from it, may hold it, too, and are only counted.
 
 
 Inode = tuple[int, int]

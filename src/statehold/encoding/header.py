@@ -1,13 +1,13 @@
 """The header of a safetensors file: bytes <-> entries.
 
+Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and may
+end in spaces; then the data, C order, little-endian. Sorted by offset, the tensors tile the data:
+no hole, no overlap, nothing after the last one. `__metadata__` maps strings to strings.
+
 Owns: the rules of the safetensors format, and the padding that starts the data on a page.
 Invariants: `decode` and every stock reader accept the result of `encode`. `decode` refuses whatever
 a stock reader refuses, and also unknown members, in time and memory linear in the header.
 Not here: which tensor goes where (plan), checksums (manifest), the disk.
-
-Facts of the format: u64 little-endian N; N <= 100,000,000 bytes of JSON that begin with "{" and may
-end in spaces; then the data, C order, little-endian. Sorted by offset, the tensors tile the data:
-no hole, no overlap, nothing after the last one. `__metadata__` maps strings to strings.
 """
 
 from __future__ import annotations

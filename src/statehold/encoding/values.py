@@ -3,13 +3,12 @@
 Owns: the value tags of the format (docs/format.md, "Values").
 Invariants: decode(encode(x)) has the type and value of x at every depth. Values that JSON does not
 have are tagged, values without a tag are refused with their path, and nothing is guessed. Only
-exact types count, because a subclass may carry behaviour that would be lost. No pickle, no import
-of torch or numpy.
+exact types count, because a subclass may carry behaviour that would be lost. An object that the
+state holds twice is encoded twice: sharing between containers is not kept. No pickle, no import of
+torch or numpy.
 Not here: tensors, arrays, scalars and dtypes. The caller's `leaf` hook encodes and decodes them
 (tags $tensor, $ndarray, $complex128, $subclass, $npscalar, $torch). This module only checks their
 form.
-
-An object that the state holds twice is encoded twice: sharing between containers is not kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """Graphs of models: their layers, how a step records them, and the prefix that two of them share.
 
+kind: how the layers were found. Graphs of different kinds have nothing in common.
+    traced    by torch.fx: the inputs of a layer are the layers whose results it takes
+    modules   in the order of the modules, each with the module before it as its input
+    tensors   from names, dtypes and shapes alone, in their order: all that an older step says
+
 Owns: the digests of layers, the record of a graph in the tree of a step, and the search for the
 models of a step.
 Invariants: the digest of a layer covers the layer itself and the digests of its inputs. So two
@@ -8,11 +13,6 @@ are a prefix of both (the longest common prefix of EvoStore: Underwood, Madhyast
 Nicolae, HPDC 2024). In one graph each digest occurs once. A record that cannot be read counts
 as none, because it only helps to find a step.
 Not here: how a live model gives its layers, and what is restored (tensors/graph).
-
-kind: how the layers were found. Graphs of different kinds have nothing in common.
-    traced    by torch.fx: the inputs of a layer are the layers whose results it takes
-    modules   in the order of the modules, each with the module before it as its input
-    tensors   from names, dtypes and shapes alone, in their order: all that an older step says
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The manifest makes a directory a step: that of one rank holds all, one of several lists records.
 
+A document has the lowest version that can hold it, so old readers can read it. The manifest of one
+rank is version 1, or version 3 if its state has nodes that version 1 does not know, or version 4 if
+it has more than one data file. The manifest of several ranks is version 2. A manifest of either
+kind is version 5 if it says something about the step (about).
+
 Owns: encoding, decoding and validating manifest.json (docs/format.md, "Manifest").
 Invariants: a decoded manifest contradicts nothing. Names cannot leave the step directory, the parts
 of one rank keep the promises of `entries`, and every tensor that the state refers to
 exists. A damaged manifest is ManifestError, an intact one of a newer version FormatVersionError.
 Not here: the disk (store), a rank's part (record), whether files match (the reader, by sums).
-
-A document has the lowest version that can hold it, so old readers can read it. The manifest of one
-rank is version 1, or version 3 if its state has nodes that version 1 does not know, or version 4 if
-it has more than one data file. The manifest of several ranks is version 2. A manifest of either
-kind is version 5 if it says something about the step (about).
 """
 
 from __future__ import annotations

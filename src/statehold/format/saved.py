@@ -4,16 +4,6 @@ Owns: which records are read, when, and whether they belong together; which chun
 Invariants: a record counts only if it is the committed one (size, sha256, step, attempt, rank). The
 chunks of a box cover it, each element once. A restore into the saved layout reads this rank's
 record, and the records of the ranks that wrote for it, never all records.
-
-cached: a property that is computed once for each instance, without a lock.
-
-functools.cached_property of Python 3.10 and 3.11 has one lock for all instances of a class. A
-thread that waits for slow storage inside would hold up all other threads, also those that read
-from elsewhere.
-
-Invariants: all threads get the same value, that of the thread that has ended first. Two threads may
-both compute it.
-
 Not here: the disk (the caller passes `read`), the use of the bytes (read_plan), live objects.
 """
 
@@ -41,13 +31,22 @@ from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Rank
 from statehold.layout.share import HeldTensor
 
 # -- a property that is computed once --------------------------------------------------------------
+# functools.cached_property of Python 3.10 and 3.11 has one lock for all instances of a class. A
+# thread that waits for slow storage inside would hold up all other threads, also those that read
+# from elsewhere.
 
 
 T = TypeVar("T")
 
 
 class cached(Generic[T]):
-    """compute: makes the value of an instance."""
+    """A property that is computed once for each instance, without a lock.
+
+    Two threads may both compute it. All get the same value, that of the thread that has ended
+    first.
+
+    compute: makes the value of an instance.
+    """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute

@@ -1,59 +1,14 @@
-"""Engines of DeepSpeed with steps of statehold.
+"""Engines of DeepSpeed with steps of statehold (docs/integrations.md).
 
     state = engine_state(engine)              # after deepspeed.initialize()
     step = ckpt.restore(state) or 0           # for engine.load_checkpoint()
     ckpt.save(step, state)                    # for engine.save_checkpoint()
 
-A step of ZeRO restores on any number of ranks as it is. See docs/integrations.md.
-
-The state of a DeepSpeed engine with ZeRO, for a Checkpointer.
-
-    model       the weights that the model computes with: whole in stages 1 and 2, runs in stage 3
-    fp32        the master weights, as runs of the flattened parameters
-    optimizer   the moments by parameter, and the options of the groups
-    scheduler   if the engine has one
-    deepspeed   counts, the scale of the loss, the shapes of the parameters
-    rng         random generators
-
-Invariants: the names do not depend on the number of ranks, and the runs are those of one flattened
-tensor, so a step restores on any number of ranks. Weights, masters and moments change only in the
-step() of the base optimizer, an optimizer of torch, which waits at the gate; so they are copied
-lazily. Buffers are copied before save() returns.
-
-What an engine counts itself, the scale of its loss, and the shapes of its parameters.
-
-Invariants: a state is taken between two updates only, since a step holds no gradients.
-
-The state of the optimizer under ZeRO: moments by parameter, and the options of its groups.
-
-In a step it has the form of an optimizer of torch: `state` by "model.NAME", `param_groups` with
-names. A moment is a run of the flattened parameter; what is one number, such as `step`, is the same
-on all ranks.
-Invariants: what the optimizer already has in memory is filled there. What it has not made yet is
-made for the restore, and put in once all bytes have arrived.
-
-How ZeRO cuts the parameters over the ranks, as runs of flat tensors.
-
-Facts about DeepSpeed (0.19.8):
-- In stages 1 and 2 the parameters of a group are views of one flat buffer, which is padded at its
-  end. It is cut into equal partitions, so the cuts lie anywhere in a parameter. Each rank has a
-  flat master of its partition. The order in the buffer may depend on the number of ranks.
-- In stage 3 each parameter is flattened and cut into equal parts, the last one padded. That is how
-  torch.chunk cuts. A rank has the parts of several parameters one after the other in a flat master.
-  How many of them share one depends on the number of ranks.
-- If the master weights have the dtype of the model, stage 3 has them once.
-
-Invariants: the runs of all ranks cover each parameter once, and no padding is in a run. Every rank
-lists every parameter, with an empty run where it has nothing. A run says where the memory is only
-when it is asked, since DeepSpeed may move it.
-
-save_checkpoint() and load_checkpoint() of an engine, with steps of statehold.
-
-    engine = save_into_steps(engine)      # one line; the rest of the script stays
-
-Invariants: the directory is a run. A checkpoint counts once it is committed on all ranks, so no
-file `latest` is needed: the newest step is the latest. What DeepSpeed itself has saved there loads
-as before, until the first step is committed.
+Invariants: a step of ZeRO restores on any number of ranks as it is: the names do not depend on that
+number, and the runs are those of one flattened tensor. Weights, masters and moments change only in
+the step() of the base optimizer, an optimizer of torch, which waits at the gate; so they are copied
+lazily. Buffers are copied before save() returns. A state is taken between two updates only, since a
+step holds no gradients.
 """
 
 from __future__ import annotations
@@ -85,176 +40,7 @@ from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
 from statehold.tensors.placements import Piece
 
-# -- moments ---------------------------------------------------------------------------------------
-
-
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-
-
-class Moments:
-    """The base optimizer of a ZeRO optimizer `zero`."""
-
-    def __init__(self, zero: Any, partitions: list[Partition]) -> None:
-        self._zero = zero
-        self._partitions = partitions
-        self._replicated = Layout(mesh_of(zero.dp_process_group))
-        self._filling: list[dict[str, Any]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a save takes. Muon updates its momentum outside step(): it is copied at once."""
-        base, found = self._zero.optimizer, {}
-        is_early = any(group.get("use_muon") for group in base.param_groups)
-        for part in self._partitions:
-            held = base.state.get(part.master, {})
-            for run in part.runs:
-                entries = {key: self._entry(part, run, held, key) for key in held}
-                found[_key(run.name)] = Volatile(entries) if is_early else entries
-        return {STATE: found, GROUPS: self._groups()}
-
-    def state_to_fill(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """See Pieced. Raises StateMismatchError for a step of other parameters or groups."""
-        states, groups = saved[STATE], saved[GROUPS]
-        own = [_key(run.name) for part in self._partitions for run in part.runs]
-        check_names("optimizer.state", own, states)
-        if len(groups) != len(self._groups()):
-            raise StateMismatchError(
-                "the optimizer of the step has another number of parameter groups",
-                facts={"expected": len(self._groups()), "got": len(groups)},
-            )
-        self._filling, content = [], {}
-        for part in self._partitions:
-            held = self._held_for(part, states)
-            self._filling.append(held)
-            for run in part.runs:
-                entries = {key: self._entry(part, run, held, key) for key in held}
-                content[_key(run.name)] = entries
-        return {STATE: content, GROUPS: groups}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        base = self._zero.optimizer
-        for part, held in zip(self._partitions, self._filling, strict=True):
-            entries = state[STATE][_key(part.runs[0].name)]
-            plain = {key: each for key, each in entries.items() if not isinstance(each, Piece)}
-            base.state[part.master] = {**held, **plain}
-        for group, options in zip(base.param_groups, state[GROUPS], strict=True):
-            group.update({key: value for key, value in options.items() if key != PARAMS})
-        self._filling = []
-        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
-            self._zero._lazy_init_hp_params_optimizer_state()  # for safe_get_full_optimizer_state()
-
-    # -- entries -------------------------------------------------------------------------------
-
-    def _entry(self, part: Partition, run: Any, held: Mapping[str, Any], key: str) -> Any:
-        """A piece of what the optimizer holds as `key` for a partition, or the plain value."""
-        value = held[key]
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.ndim == 0:
-            return Piece(value, (), self._replicated, rank_here())
-        if value.shape != part.master.shape:
-            raise UnsupportedValueError(
-                "the optimizer has a state that is neither a number nor as long as its partition",
-                facts={
-                    "path": f"optimizer.state.{_key(run.name)}.{key}",
-                    "shape": list(value.shape),
-                    "elements of the partition": part.master.numel(),
-                },
-            )
-        return part.piece(run, _getter(held, key))
-
-    def _held_for(self, part: Partition, states: Mapping[str, Any]) -> dict[str, Any]:
-        """What the optimizer has for a partition, and what it needs in addition."""
-        first, *others = [states[_key(run.name)] for run in part.runs]
-        for run, other in zip(part.runs[1:], others, strict=True):
-            check_names(f"optimizer.state.{_key(run.name)}", first, other)
-        now = self._zero.optimizer.state.get(part.master, {})
-        return {key: self._value_for(part, now.get(key), each) for key, each in first.items()}
-
-    def _value_for(self, part: Partition, now: Any, saved: Any) -> Any:
-        if not isinstance(saved, torch.Tensor):
-            return saved
-        shape = () if saved.ndim == 0 else tuple(part.master.shape)
-        if isinstance(now, torch.Tensor) and (tuple(now.shape), now.dtype) == (shape, saved.dtype):
-            return now
-        # Counts of steps lie on the host, unless the update reads them on the device.
-        group = self._zero.optimizer.param_groups[part.group]
-        is_far = bool(shape or group.get("capturable") or group.get("fused"))
-        device = part.master.device if is_far else torch.device("cpu")
-        return torch.zeros(shape, dtype=saved.dtype, device=device)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        names: dict[int, list[str]] = {}
-        for part in self._partitions:
-            names.setdefault(part.group, []).extend(_key(run.name) for run in part.runs)
-        return [
-            {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: names[index]}
-            for index, group in enumerate(self._zero.optimizer.param_groups)
-        ]
-
-
-def _key(name: str) -> str:
-    return f"model.{name}"
-
-
-def _getter(held: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
-    return lambda: held[key]
-
-
-# -- progress --------------------------------------------------------------------------------------
-
-
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")
-_OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
-
-
-class EngineProgress:
-    """shapes: those of the parameters, by name."""
-
-    def __init__(self, engine: Any, shapes: Mapping[str, list[int]]) -> None:
-        self._engine = engine
-        self._shapes = dict(shapes)
-
-    def state_dict(self) -> dict[str, Any]:
-        engine, zero = self._engine, self._engine.optimizer
-        every = engine.gradient_accumulation_steps()
-        if engine.micro_steps % every:
-            raise UsageError(
-                "a save in the middle of an accumulation would lose its gradients",
-                facts={"micro steps": engine.micro_steps, "accumulation": every},
-                hint="save after a step() that updates: engine.micro_steps % "
-                "engine.gradient_accumulation_steps() == 0",
-            )
-        return {
-            **{name: getattr(engine, name) for name in _COUNTS},
-            "updates": engine.micro_steps // every,
-            "zero": {name: _plain(getattr(zero, name, None)) for name in _OF_ZERO},
-            "loss_scaler": {
-                name: value for name, value in vars(zero.loss_scaler).items() if _is_plain(value)
-            },
-            "shapes": self._shapes,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        engine, zero = self._engine, self._engine.optimizer
-        for name in _COUNTS:
-            setattr(engine, name, state[name])
-        engine.micro_steps = state["updates"] * engine.gradient_accumulation_steps()
-        for name, value in state["zero"].items():
-            if hasattr(zero, name):
-                setattr(zero, name, value)
-        for name, value in state["loss_scaler"].items():
-            if name in vars(zero.loss_scaler):
-                setattr(zero.loss_scaler, name, value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _plain(value: Any) -> Any:
-    """A number that may be in a tensor; `overflow` of some paths is one."""
-    return value.item() if hasattr(value, "item") else value
-
+log = logging.getLogger("statehold")
 
 # -- the engine ------------------------------------------------------------------------------------
 
@@ -267,6 +53,13 @@ def engine_state(engine: Any) -> dict[str, Any]:
 
     Save it after an update. It does not hold the position in the data: put your loader into the
     state, or count batches. Add what else you save: {**engine_state(engine), "data": loader}.
+
+        model       the weights that the model computes with: runs in stage 3, else whole
+        fp32        the master weights, as runs of the flattened parameters
+        optimizer   the moments by parameter, and the options of the groups
+        scheduler   if the engine has one
+        deepspeed   counts, the scale of the loss, the shapes of the parameters
+        rng         random generators
 
     Args:
         engine: what deepspeed.initialize() returns, with ZeRO 1, 2 or 3.
@@ -408,7 +201,198 @@ def _refusals(engine: Any) -> Any:
             yield f"a module has a state of its own (get_extra_state): {name or 'the model'}", ""
 
 
+# -- moments ---------------------------------------------------------------------------------------
+# In a step the state of the optimizer has the form of an optimizer of torch: `state` by
+# "model.NAME", `param_groups` with names. A moment is a run of the flattened parameter. What is one
+# number, such as `step`, is the same on all ranks. What the optimizer already has in memory is
+# filled there. What it has not made yet is made for the restore, and put in once all bytes have
+# arrived.
+
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+class Moments:
+    """The base optimizer of a ZeRO optimizer `zero`."""
+
+    def __init__(self, zero: Any, partitions: list[Partition]) -> None:
+        self._zero = zero
+        self._partitions = partitions
+        self._replicated = Layout(mesh_of(zero.dp_process_group))
+        self._filling: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a save takes. Muon updates its momentum outside step(): it is copied at once."""
+        base, found = self._zero.optimizer, {}
+        is_early = any(group.get("use_muon") for group in base.param_groups)
+        for part in self._partitions:
+            held = base.state.get(part.master, {})
+            for run in part.runs:
+                entries = {key: self._entry(part, run, held, key) for key in held}
+                found[_key(run.name)] = Volatile(entries) if is_early else entries
+        return {STATE: found, GROUPS: self._groups()}
+
+    def state_to_fill(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """See Pieced. Raises StateMismatchError for a step of other parameters or groups."""
+        states, groups = saved[STATE], saved[GROUPS]
+        own = [_key(run.name) for part in self._partitions for run in part.runs]
+        check_names("optimizer.state", own, states)
+        if len(groups) != len(self._groups()):
+            raise StateMismatchError(
+                "the optimizer of the step has another number of parameter groups",
+                facts={"expected": len(self._groups()), "got": len(groups)},
+            )
+        self._filling, content = [], {}
+        for part in self._partitions:
+            held = self._held_for(part, states)
+            self._filling.append(held)
+            for run in part.runs:
+                entries = {key: self._entry(part, run, held, key) for key in held}
+                content[_key(run.name)] = entries
+        return {STATE: content, GROUPS: groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        base = self._zero.optimizer
+        for part, held in zip(self._partitions, self._filling, strict=True):
+            entries = state[STATE][_key(part.runs[0].name)]
+            plain = {key: each for key, each in entries.items() if not isinstance(each, Piece)}
+            base.state[part.master] = {**held, **plain}
+        for group, options in zip(base.param_groups, state[GROUPS], strict=True):
+            group.update({key: value for key, value in options.items() if key != PARAMS})
+        self._filling = []
+        if hasattr(self._zero, "_lazy_init_hp_params_optimizer_state"):
+            self._zero._lazy_init_hp_params_optimizer_state()  # for safe_get_full_optimizer_state()
+
+    # -- entries -------------------------------------------------------------------------------
+
+    def _entry(self, part: Partition, run: Any, held: Mapping[str, Any], key: str) -> Any:
+        """A piece of what the optimizer holds as `key` for a partition, or the plain value."""
+        value = held[key]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.ndim == 0:
+            return Piece(value, (), self._replicated, rank_here())
+        if value.shape != part.master.shape:
+            raise UnsupportedValueError(
+                "the optimizer has a state that is neither a number nor as long as its partition",
+                facts={
+                    "path": f"optimizer.state.{_key(run.name)}.{key}",
+                    "shape": list(value.shape),
+                    "elements of the partition": part.master.numel(),
+                },
+            )
+        return part.piece(run, _getter(held, key))
+
+    def _held_for(self, part: Partition, states: Mapping[str, Any]) -> dict[str, Any]:
+        """What the optimizer has for a partition, and what it needs in addition."""
+        first, *others = [states[_key(run.name)] for run in part.runs]
+        for run, other in zip(part.runs[1:], others, strict=True):
+            check_names(f"optimizer.state.{_key(run.name)}", first, other)
+        now = self._zero.optimizer.state.get(part.master, {})
+        return {key: self._value_for(part, now.get(key), each) for key, each in first.items()}
+
+    def _value_for(self, part: Partition, now: Any, saved: Any) -> Any:
+        if not isinstance(saved, torch.Tensor):
+            return saved
+        shape = () if saved.ndim == 0 else tuple(part.master.shape)
+        if isinstance(now, torch.Tensor) and (tuple(now.shape), now.dtype) == (shape, saved.dtype):
+            return now
+        # Counts of steps lie on the host, unless the update reads them on the device.
+        group = self._zero.optimizer.param_groups[part.group]
+        is_far = bool(shape or group.get("capturable") or group.get("fused"))
+        device = part.master.device if is_far else torch.device("cpu")
+        return torch.zeros(shape, dtype=saved.dtype, device=device)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        names: dict[int, list[str]] = {}
+        for part in self._partitions:
+            names.setdefault(part.group, []).extend(_key(run.name) for run in part.runs)
+        return [
+            {**{key: value for key, value in group.items() if key != PARAMS}, PARAMS: names[index]}
+            for index, group in enumerate(self._zero.optimizer.param_groups)
+        ]
+
+
+def _key(name: str) -> str:
+    return f"model.{name}"
+
+
+def _getter(held: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
+    return lambda: held[key]
+
+
+# -- progress --------------------------------------------------------------------------------------
+
+
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+_OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
+
+
+class EngineProgress:
+    """What an engine counts itself, the scale of its loss, and the shapes of its parameters.
+
+    shapes: those of the parameters, by name.
+    """
+
+    def __init__(self, engine: Any, shapes: Mapping[str, list[int]]) -> None:
+        self._engine = engine
+        self._shapes = dict(shapes)
+
+    def state_dict(self) -> dict[str, Any]:
+        engine, zero = self._engine, self._engine.optimizer
+        every = engine.gradient_accumulation_steps()
+        if engine.micro_steps % every:
+            raise UsageError(
+                "a save in the middle of an accumulation would lose its gradients",
+                facts={"micro steps": engine.micro_steps, "accumulation": every},
+                hint="save after a step() that updates: engine.micro_steps % "
+                "engine.gradient_accumulation_steps() == 0",
+            )
+        return {
+            **{name: getattr(engine, name) for name in _COUNTS},
+            "updates": engine.micro_steps // every,
+            "zero": {name: _plain(getattr(zero, name, None)) for name in _OF_ZERO},
+            "loss_scaler": {
+                name: value for name, value in vars(zero.loss_scaler).items() if _is_plain(value)
+            },
+            "shapes": self._shapes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        engine, zero = self._engine, self._engine.optimizer
+        for name in _COUNTS:
+            setattr(engine, name, state[name])
+        engine.micro_steps = state["updates"] * engine.gradient_accumulation_steps()
+        for name, value in state["zero"].items():
+            if hasattr(zero, name):
+                setattr(zero, name, value)
+        for name, value in state["loss_scaler"].items():
+            if name in vars(zero.loss_scaler):
+                setattr(zero.loss_scaler, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _plain(value: Any) -> Any:
+    """A number that may be in a tensor; `overflow` of some paths is one."""
+    return value.item() if hasattr(value, "item") else value
+
+
 # -- how ZeRO cuts the parameters ------------------------------------------------------------------
+# Facts about DeepSpeed (0.19.8):
+# - In stages 1 and 2 the parameters of a group are views of one flat buffer, which is padded at its
+#   end. It is cut into equal partitions, so the cuts lie anywhere in a parameter. Each rank has a
+#   flat master of its partition. The order in the buffer may depend on the number of ranks.
+# - In stage 3 each parameter is flattened and cut into equal parts, the last one padded. That is
+#   how torch.chunk cuts. A rank has the parts of several parameters one after the other in a flat
+#   master. How many of them share one depends on the number of ranks.
+# - If the master weights have the dtype of the model, stage 3 has them once.
+#
+# The runs of all ranks cover each parameter once, and no padding is in a run. Every rank lists
+# every parameter, with an empty run where it has nothing. A run says where the memory is only when
+# it is asked, since DeepSpeed may move it.
 
 
 @dataclass(frozen=True)
@@ -559,9 +543,10 @@ def _split(mesh: Mesh) -> Layout:
 
 
 # -- save_checkpoint() and load_checkpoint() -------------------------------------------------------
+# The directory is a run. A checkpoint counts once it is committed on all ranks, so no file `latest`
+# is needed: the newest step is the latest. What DeepSpeed itself has saved there loads as before,
+# until the first step is committed.
 
-
-log = logging.getLogger("statehold")
 
 CLIENT, TAG = "client", "tag"
 _USUAL_TAG = re.compile(r"global_step([0-9]+)")

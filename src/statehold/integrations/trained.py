@@ -1,10 +1,9 @@
 """Which tensors of a model go into a step: all of them, or all but the frozen base of a peft model.
 
-The frozen base comes from where the script takes it, so a step does not hold it. Any other frozen
-parameter may exist nowhere else: a frozen adapter was perhaps trained in an earlier run. So a step
-holds every adapter of a peft model, and any other model as a whole.
-
-The names that an object of a framework has, against those of a step.
+Owns: that choice; the names that an object of a framework has, against those of a step.
+Invariants: a step holds every adapter of a peft model, and any other model as a whole. The frozen
+base comes from where the script takes it, so a step does not hold it. Any other frozen parameter
+may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Layouts: which rank holds which box of a tensor. Pure arithmetic.
 
+A split cuts the part that the splits before it left, as `torch.chunk` does: pieces of ceil(n /
+parts), the last ones smaller or empty. FSDP over tensor parallel on one dimension splits the
+tensor-parallel axis first and the data-parallel axis second, whatever the order of the mesh axes.
+
 Owns: boxes, sets of ranks, meshes of ranks, and the split of a tensor over a mesh.
 Invariants: the boxes of a Layout cover the tensor, and two of them are equal or disjoint. Ranks
 that differ only along mesh axes without a split hold the same box (replicas). An ExplicitLayout
 comes from elsewhere and promises nothing: its readers check that it covers the tensor.
 Not here: torch (tensors/placements reads layouts off tensors), who writes what (share), files.
-
-A split cuts the part that the splits before it left, as `torch.chunk` does: pieces of ceil(n /
-parts), the last ones smaller or empty. FSDP over tensor parallel on one dimension splits the
-tensor-parallel axis first and the data-parallel axis second, whatever the order of the mesh axes.
 """
 
 from __future__ import annotations

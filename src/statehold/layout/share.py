@@ -5,21 +5,10 @@ the cache that keeps a rank's share with the plan of its data file.
 Invariants: exactly one rank writes every element of a tensor with a layout. Each rank writes its
 tensors without a layout. All ranks of a mesh choose alike: they see the same tensors, and choose
 only by global shapes and names, never by the size of their own box. If every box counts as the
-largest of its tensor, no replica writes more than the mean of the replicas and one item (a
-piece, or a tensor that is not cut). The time depends on a rank's own tensors, and hardly on the
-number of ranks.
+largest of its tensor, no replica writes more than the mean of the replicas and one item (a piece,
+or a tensor that is not cut). The time depends on a rank's own tensors, and hardly on the number of
+ranks.
 Not here: boxes (layout), the file (plan), the documents on disk (record).
-
-A box that R replicas hold can be cut into P pieces along dim 0, for each P of a ladder of divisors
-of R. Neighbouring replicas take one piece each, and the R / P groups of neighbours are the choices.
-Items go to the group with the fewest bytes, finest cuts first, then the largest items. This is
-longest-processing-time scheduling. Splitting everything over all replicas was rejected: over
-thousands of replicas a piece would be a few hundred bytes, and a restore would need as many reads.
-
-Keys: what tells a part of a state from the others of its rank, from save to save. Pure.
-
-Invariants: two parts of one rank have different keys. A part keeps its key while its tensor keeps
-its name, dtype and shape, and the rank its place in it.
 """
 
 from __future__ import annotations
@@ -137,6 +126,12 @@ def _spec_of(spec: TensorSpec, box: Box) -> TensorSpec:
 
 
 # -- who writes a replicated box ---------------------------------------------------------------
+# A box that R replicas hold can be cut into P pieces along dim 0, for each P of a ladder of
+# divisors of R. Neighbouring replicas take one piece each, and the R / P groups of neighbours are
+# the choices. Items go to the group with the fewest bytes, finest cuts first, then the largest
+# items. This is longest-processing-time scheduling. Splitting everything over all replicas was
+# rejected: over thousands of replicas a piece would be a few hundred bytes, and a restore would
+# need as many reads.
 
 
 @dataclass(frozen=True)
@@ -347,7 +342,9 @@ def _spread(values: Sequence[int]) -> Spread:
     return Spread(min(values), sum(values) / len(values), max(values))
 
 
-# -- keys of groups --------------------------------------------------------------------------------
+# -- what tells a part from others -----------------------------------------------------------------
+# From save to save, a part keeps its key while its tensor keeps its name, dtype and shape, and the
+# rank its place in it. Two parts of one rank have different keys.
 
 
 # The name, the dtype, the shape, and where the part begins in the whole tensor.

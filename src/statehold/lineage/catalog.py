@@ -1,5 +1,7 @@
 """Catalog: what the runs below a directory have, in a SQLite file that can be made again any time.
 
+A manifest is read once. It is read again if its inode, its size or its time of change differs.
+
 Owns: the tables, and how they are brought up to date.
 Invariants: manifests are the truth, and the file is a cache of them: who takes a step from it looks
 at the manifest of the step, too (relatives). A file that is damaged, or of another version, is made
@@ -7,8 +9,6 @@ again, with a line in the log. One process at a time has the file open, under a 
 drops when its holder dies, so SQLite never meets another writer. Jobs are not disturbed: runs are
 only read, and a step that cannot be read now is left to the next scan.
 Not here: which step is the nearest relative (relatives), graphs (format/graphs).
-
-A manifest is read once. It is read again if its inode, its size or its time of change differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Log lines of background threads, written by a thread of their own.
 
-A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
-that logs then waits, and the thread that commits steps must not. So this module only queues the
-lines, in order. A thread writes them, and ends when there are no more. The thread is not a daemon,
-so the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
-wait, the oldest are dropped.
-
-Notes that are logged once a process, such as why something is slower than it could be.
-
-Code that only reports something must never make it fail: a committed save stays committed.
+Invariants: only flush() blocks. Code that only reports something never makes it fail: a committed
+save stays committed.
 
 Not here: lines of the trainer's own thread, which writes them itself.
 """
@@ -23,42 +16,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
-# -- reports that fail nothing ---------------------------------------------------------------------
-
-
 logger = logging.getLogger("statehold")
 
-P = ParamSpec("P")
-
-
-def harmless(report: Callable[P, None]) -> Callable[P, None]:
-    """The same function, which raises nothing."""
-
-    @functools.wraps(report)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            report(*args, **kwargs)
-        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
-            with contextlib.suppress(Exception):
-                logger.debug("a report failed", exc_info=True)
-
-    return guarded
-
-
-# -- once a process --------------------------------------------------------------------------------
-
-
-_logged: set[str] = set()
-
-
-def log_once(note: str, level: int = logging.WARNING) -> None:
-    """Log `note`, unless it is empty or was logged before."""
-    if note and note not in _logged:
-        _logged.add(note)
-        logger.log(level, "%s", note)
-
-
 # -- the log ---------------------------------------------------------------------------------------
+# A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
+# that logs then waits, and the thread that commits steps must not. So this only queues the lines,
+# in order. A thread writes them, and ends when there are no more. The thread is not a daemon, so
+# the interpreter waits for it at exit, as it would for a print(). If more than LINES_MAX lines
+# wait, the oldest are dropped.
 
 
 LINES_MAX = 1000
@@ -126,3 +91,37 @@ class BackgroundLog:
                 level, text, values, extra = self._waiting.popleft()
             with contextlib.suppress(Exception):  # a filter failed: other lines still count
                 logger.log(level, text, *values, extra=extra)
+
+
+# -- once a process --------------------------------------------------------------------------------
+# A note says, for example, why something is slower than it could be.
+
+
+_logged: set[str] = set()
+
+
+def log_once(note: str, level: int = logging.WARNING) -> None:
+    """Log `note`, unless it is empty or was logged before."""
+    if note and note not in _logged:
+        _logged.add(note)
+        logger.log(level, "%s", note)
+
+
+# -- reports that fail nothing ---------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+
+
+def harmless(report: Callable[P, None]) -> Callable[P, None]:
+    """The same function, which raises nothing."""
+
+    @functools.wraps(report)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            report(*args, **kwargs)
+        except Exception:  # its cause is outside, in handlers or filters, which may hear of it
+            with contextlib.suppress(Exception):
+                logger.debug("a report failed", exc_info=True)
+
+    return guarded

@@ -1,27 +1,19 @@
 """Optimizers whose state is larger than memory: it lies on tiers, and passes through memory.
 
-from statehold import offload
+    from statehold import offload
 
-optimizer = offload.AdamW(
-    model.parameters(), lr=3e-4, tiers=[offload.Host("4GiB"), offload.Path("/nvme0/opt")]
-)
+    optimizer = offload.AdamW(
+        model.parameters(), lr=3e-4, tiers=[offload.Host("4GiB"), offload.Path("/nvme0/opt")]
+    )
 
-Optimizers of torch whose state lies on tiers: `AdamW`, `Adam` and `SGD`.
-
-Each has the parameter groups, the arguments and the bits of its namesake in torch with `fused=True`
-on float32 masters. Schedulers, closures, clipping and torch.amp.GradScaler work as with that.
+`AdamW`, `Adam` and `SGD` have the parameter groups, the arguments and the bits of their namesakes
+in torch with `fused=True` on float32 masters. Schedulers, closures, clipping and
+torch.amp.GradScaler work as with those.
 
 Invariants: `optimizer.state` is empty, because the state is on tiers. state_dict() makes all of it
 in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
 
-Ends the state of an optimizer: at close(), when the optimizer is dropped, or with the program.
-
-The collector may drop an optimizer inside any allocation, on any thread, while that thread holds
-any lock. To wait for other threads there can be a deadlock. So dropping only leaves a word, and a
-thread that waits for it ends the state.
-
-Invariants: a state is ended once. A later optimizer of this process waits for dropped ones, so it
-finds their memory and their folders free. A forked child ends nothing of its parent.
+Not here: the state as a whole (state), the subgroups on their way (pipeline).
 """
 
 from __future__ import annotations
@@ -51,61 +43,6 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 __all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"]
-
-
-# -- the end of a state ----------------------------------------------------------------------------
-
-
-_dropped: list[OptimizerKeeper] = []  # one operation at a time is atomic
-
-
-class OptimizerKeeper:
-    """Calls `end` for an `owner`, which `end` must not keep alive. end: may be called twice."""
-
-    def __init__(self, owner: object, end: Callable[[], None]) -> None:
-        self._end_state = end
-        self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="statehold-keeper", daemon=True)
-        self._thread.start()
-        self._finalizer = weakref.finalize(owner, self._drop)
-        self._finalizer.atexit = False
-        remember(self)
-
-    def close(self) -> None:
-        """End the state. Idempotent."""
-        if self._finalizer.detach() is not None:
-            self._asked.put(False)
-            forget(self)
-            self._end_state()
-
-    def wait(self) -> None:
-        """Return once the state of a dropped owner has ended."""
-        self._thread.join()
-
-    def _drop(self) -> None:
-        """Called by the collector."""
-        _dropped.append(self)
-        self._asked.put(True)
-
-    def _serve(self) -> None:
-        if self._asked.get():
-            try:
-                self._end_state()
-            finally:
-                forget(self)
-                _dropped.remove(self)
-
-    def _end(self) -> None:
-        """The program ends."""
-        self.close()
-        if self in _dropped:
-            self.wait()
-
-
-def wait_for_dropped() -> None:
-    """Wait for the state of optimizers that were dropped."""
-    for each in list(_dropped):
-        each.wait()
 
 
 # -- the optimizers --------------------------------------------------------------------------------
@@ -363,3 +300,65 @@ class SGD(_Offloaded):
 
 # torch's optimizers check the options, and say their defaults. They want a parameter for that.
 _ANY = [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
+
+
+# -- the end of a state ----------------------------------------------------------------------------
+# A state ends at close(), when the optimizer is dropped, or with the program. It is ended once. The
+# collector may drop an optimizer inside any allocation, on any thread, while that thread holds any
+# lock. To wait for other threads there can be a deadlock. So dropping only leaves a word, and a
+# thread that waits for it ends the state.
+#
+# A later optimizer of this process waits for dropped ones, so it finds their memory and their
+# folders free. A forked child ends nothing of its parent.
+
+
+_dropped: list[OptimizerKeeper] = []  # one operation at a time is atomic
+
+
+class OptimizerKeeper:
+    """Calls `end` for an `owner`, which `end` must not keep alive. end: may be called twice."""
+
+    def __init__(self, owner: object, end: Callable[[], None]) -> None:
+        self._end_state = end
+        self._asked: SimpleQueue[bool] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="statehold-keeper", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(owner, self._drop)
+        self._finalizer.atexit = False
+        remember(self)
+
+    def close(self) -> None:
+        """End the state. Idempotent."""
+        if self._finalizer.detach() is not None:
+            self._asked.put(False)
+            forget(self)
+            self._end_state()
+
+    def wait(self) -> None:
+        """Return once the state of a dropped owner has ended."""
+        self._thread.join()
+
+    def _drop(self) -> None:
+        """Called by the collector."""
+        _dropped.append(self)
+        self._asked.put(True)
+
+    def _serve(self) -> None:
+        if self._asked.get():
+            try:
+                self._end_state()
+            finally:
+                forget(self)
+                _dropped.remove(self)
+
+    def _end(self) -> None:
+        """The program ends."""
+        self.close()
+        if self in _dropped:
+            self.wait()
+
+
+def wait_for_dropped() -> None:
+    """Wait for the state of optimizers that were dropped."""
+    for each in list(_dropped):
+        each.wait()

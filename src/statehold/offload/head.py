@@ -1,21 +1,10 @@
-"""The header of a file on a path: it makes the file one of a step, and says what the step calls it.
+"""The file of a subgroup on a path: where everything is in it, and the header that saves write.
 
-Only a save knows the names. So a file has room for a header, and the first save that takes it
-writes one. A later file gets the header of the newest save when it is written. A save that has
-another header overwrites that one.
-
-Invariants: a file that a step has keeps its header. The header changes only when a parameter has
-got its first update, and that update has written new files. Every part has a name: the tensor of
-the step that it is a run of, or a name of its own if the step has that tensor elsewhere.
-
-Where everything is in the file of a subgroup: a step of a checkpoint can have it as it is.
-
-It is a safetensors file. At its beginning is room for a header, which a save writes (head). Then
-come the parts of the subgroup, each from a page on, and between them padding.
-
-Invariants: the form of a subgroup is the same for every generation. Each piece that is moved begins
-on a page. A piece that has a checksum is cut at each BLOCK_BYTES of the file, as a step wants it
-(docs/format.md). Padding is zero, and nobody reads it.
+Owns: the form of a file, which a step of a checkpoint can have as it is; what its header says.
+Invariants: the form of a subgroup is the same for every generation. A file that a step has keeps
+its header. The header changes only when a parameter has got its first update, and that update has
+written new files. Every part has a name: the tensor of the step that it is a run of, or a name of
+its own if the step has that tensor elsewhere.
 
 Not here: which parameters a save takes from files (state).
 """
@@ -36,6 +25,11 @@ from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.offload.subgroups import ITEM_BYTES, FieldPart, Subgroup
 
 # -- where everything is in a file -----------------------------------------------------------------
+# The file is a safetensors file. At its beginning is room for a header, which a save writes. Then
+# come the parts of the subgroup, each from a page on, and between them padding.
+#
+# Each piece that is moved begins on a page. A piece that has a checksum is cut at each BLOCK_BYTES
+# of the file, as a step wants it (docs/format.md). Padding is zero, and nobody reads it.
 
 
 Piece = tuple[int, int]  # the bytes [begin, end) of a file
@@ -88,6 +82,9 @@ class FileForm:
 
 
 # -- the header ------------------------------------------------------------------------------------
+# Only a save knows the names. So a file has room for a header, and the first save that takes it
+# writes one. A later file gets the header of the newest save when it is written. A save that has
+# another header overwrites that one.
 
 
 # What a part is in a step: its spec.

@@ -1,40 +1,16 @@
 """Updates of subgroups on a device, while the host updates others.
 
-A subgroup has a **lane**: a side stream, and memory on the device. The stream brings the state from
-the buffer of the host, runs the kernel of the rule on it and on the parameters there, and takes the
-state back. A device has two lanes, so one brings state while the other one takes it back.
+    Lanes       side streams of devices, and the events of what they were given last
+    Mirror      parameters on devices, as the host has them: pinned weights and gradients
+    OnDevice    subgroups that devices update, each on a stream with memory of its own
+    alternate   which subgroups a device updates, and which the host
 
-Invariants:
-- All work on a subgroup is that of one stream. So the memory of a lane has one subgroup at a time.
-- A buffer of the host belongs to the device until the function that use() returns has ended.
-- The host waits for nothing in use(), and whatever has been given to a stream, wait() waits for.
-- Memory on devices is taken at construction, and nothing grows.
+Invariants: memory on devices is taken at construction, and nothing grows. The host reads what a
+device copies only after the event of the copy. It writes what a device copies only after the event
+of that copy. wait() waits for whatever has been given to a stream.
 
-Which subgroups a device updates, and which the host.
-
-A device may update the subgroups whose parameters are all there. It updates every k-th of these,
-always the same ones, so training with a given k is repeatable. With "auto" k comes from the model
-of planners/interleaving and from rates that are measured here.
-
-Parameters on devices, as the host has them: pinned copies of their weights and gradients.
-
-Gradients of what the host updates go there on a stream of their own: in step(), or with `drains` as
-backward makes them, and then the device gets their memory back. New weights go to the device on
-another stream, and the current stream waits for them.
-
-Invariants:
-- The host reads what a device copies only after the event of the copy (arrive). It writes what a
-  device copies only after the event of that copy: collect() waits for weights on their way back.
-- The host never waits for the new weights of an update, unless a next update begins.
-- A gradient that was taken from its parameter is kept until its copy has completed. At most
-  DRAINING_BYTES_MAX wait for that: then backward waits for the oldest.
-- Gradients of several backwards are added on the device, in the order of one stream. So the sum has
-  the bits that torch would have left in `.grad`.
-
-Work on side streams of devices, by lane, and the events of what was given last.
-
-Invariants: work of a lane follows what the current stream of its device has been given before.
-What a lane has been given before an error has an event, too, because it may be under way.
+Not here: the update on the host (update, workers), how many subgroups a device should update
+(planners/interleaving).
 """
 
 from __future__ import annotations
@@ -70,60 +46,206 @@ from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB, format_bytes
 
+logger = logging.getLogger("statehold")
 
-class Lanes:
-    """The lanes of one owner, on any devices. Raises DeviceError for a device that has failed."""
-
-    def __init__(self) -> None:
-        self._newest: dict[tuple[torch.device, str], Event] = {}
-
-    @contextmanager
-    def on(self, device: torch.device, lane: str) -> Iterator[None]:
-        """Inside, work of this thread on the device is the lane's."""
-        with _entered(device) as backend:
-            stream = backend.fork(device, lane)
-            try:
-                with backend.on(stream):
-                    yield
-            finally:
-                self._newest[device, lane] = backend.record(stream)
-
-    def newest(self, device: torch.device, lane: str) -> Event | None:
-        """The event of what the lane has been given so far; None: nothing."""
-        return self._newest.get((device, lane))
-
-    def is_complete(self, device: torch.device, event: Event) -> bool:
-        """Whether an event of newest() has completed."""
-        with _entered(device) as backend:
-            return backend.is_complete(event)
-
-    def synchronize(self, device: torch.device, event: Event) -> None:
-        """Return when an event of newest() has completed. On any thread."""
-        with _entered(device) as backend:
-            backend.synchronize(event)
-
-    def wait(self, lane: str) -> None:
-        """Return when a lane has done its work on all devices."""
-        for (device, its_lane), event in self._newest.items():
-            if its_lane == lane:
-                self.synchronize(device, event)
-
-    def go_before(self, lane: str) -> None:
-        """Order what the current streams are given next after the work of a lane."""
-        for (device, its_lane), event in self._newest.items():
-            if its_lane == lane:
-                with _entered(device) as backend:
-                    backend.make_current_wait(event)
+# -- updates on a device ---------------------------------------------------------------------------
+# The stream of a lane brings the state from the buffer of the host, runs the kernel of the rule on
+# it and on the parameters there, and takes the state back. A device has two lanes, so one brings
+# state while the other one takes it back. All work on a subgroup is that of one stream. So the
+# memory of a lane has one subgroup at a time.
+#
+# A buffer of the host belongs to the device until the function that use() returns has ended. The
+# host waits for nothing in use(), and for the rest in wait().
 
 
-@contextmanager
-def _entered(device: torch.device) -> Iterator[StreamBackend]:
-    backend = backend_for(device)
-    with named_failures(), backend.using(device):
-        yield backend
+LANES = 2
+STRIP = 1 << 22  # elements whose gradients are widened at once: 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stream, and memory on its device.
+
+    state: of a subgroup. grads: of a strip in float32; drained: as they come from the host.
+    numbers: what kernels read there, such as how many updates a parameter has had.
+    """
+
+    device: torch.device
+    name: str
+    state: torch.Tensor
+    grads: torch.Tensor
+    drained: torch.Tensor
+    numbers: torch.Tensor
+
+    @classmethod
+    def of(cls, device: torch.device, name: str, subgroups: Sequence[Subgroup]) -> Lane:
+        """With memory for any of these subgroups."""
+        items = max(each.nbytes for each in subgroups) // ITEM_BYTES
+        strip, numbers = min(STRIP, items), 1 + max(len(each.spans) for each in subgroups)
+        try:
+            state, grads, few = (
+                empty_on(device, (size,), torch.float32) for size in (items, strip, numbers)
+            )
+            return cls(device, name, state, grads, empty_on(device, (strip,), torch.bfloat16), few)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                "a device has too little memory to update subgroups",
+                facts={"device": str(device), "needed": f"{LANES} lanes with "
+                       f"{format_bytes(ITEM_BYTES * items + 6 * strip + 4 * numbers)} each"},
+                hint="lower subgroup_bytes, or leave device_every off",
+            ) from error  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """All its memory on the device."""
+        return sum(each.nbytes for each in (self.state, self.grads, self.drained, self.numbers))
+
+
+class OnDevice:
+    """Lanes for subgroups that are on devices, by their indices. memory: the buffers of the host.
+
+    places: the subgroups that devices update; all of them until choose(). updates: of subgroups.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, torch.device],
+        subgroups: Sequence[Subgroup],
+        buffers: Buffers,
+        timeline: Timeline,
+    ) -> None:
+        self.places, self.updates = dict(places), 0
+        self.work, self._timeline = Lanes(), timeline
+        self._subgroups = subgroups
+        here = [subgroups[index] for index in places]
+        self.lanes = {
+            device: [Lane.of(device, f"offload update {i}", here) for i in range(LANES)]
+            for device in dict.fromkeys(places.values())
+        }
+        self._turns = {each: itertools.cycle(lanes) for each, lanes in self.lanes.items()}
+        self._pinnings: list[Pinning] = []
+        for device in itertools.islice(self.lanes, 1):
+            self._pinnings.append(Pinning(backend_for(device), device))
+            for index in range(buffers.count):  # one by one: no copy goes beyond a buffer
+                self._pinnings[0].pin(buffers[index])
+
+    def choose(self, every: int | None) -> None:
+        """Have devices update every k-th of the subgroups; None: none."""
+        chosen = itertools.islice(self.places.items(), 0, None, every) if every else ()
+        self.places = dict(chosen)
+        if not self.places:
+            self.close()
+
+    def use(
+        self,
+        update: OptimizerUpdate,
+        gradients: Mapping[int, torch.Tensor],
+        subgroup: Subgroup,
+        memory: torch.Tensor,
+        is_fresh: bool,
+    ) -> Callable[[], None]:
+        """Begin to update a subgroup. Returns what waits until it is updated in its buffer.
+
+        gradients: those that devices have, by parameter; `update` has the others.
+        """
+        active = update.prepare(subgroup, memory, is_fresh)
+        device = self.places[subgroup.index]
+        lane = next(self._turns[device])
+        here = memory[: subgroup.nbytes // ITEM_BYTES]
+        with self.work.on(device, lane.name):
+            there = lane.state[: here.numel()]
+            there.copy_(here, non_blocking=True)
+            fields, side = Fields(subgroup, there), _Device(lane, update, gradients)
+            for strip in strips(active, lane.grads.numel(), 1):
+                update.run(strip, fields, side)
+            here.copy_(there, non_blocking=True)
+        self.updates += 1
+        return partial(self._end, subgroup, device, self.work.newest(device, lane.name))
+
+    def wait(self) -> None:
+        """Return when no stream has work any more."""
+        for lane in itertools.chain(*self.lanes.values()):
+            self.work.wait(lane.name)
+
+    def close(self) -> None:
+        """Give all memory back. The host updates every subgroup from here on."""
+        with suppress(DeviceError, RuntimeError):  # a device that has failed reaches no memory
+            self.wait()
+        for pinning in self._pinnings:
+            pinning.close()
+        self.lanes, self.places = {}, {}
+        self._turns.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """All memory on devices."""
+        return sum(lane.nbytes for lane in itertools.chain(*self.lanes.values()))
+
+    def in_turn(self, wanted: Sequence[int]) -> list[int]:
+        """These subgroups, each of a device a period earlier: at the end nothing waits for it."""
+        ahead = len(self._subgroups) // max(1, len(self.places))
+        return sorted(wanted, key=lambda index: index - ahead * (index in self.places))
+
+    def spans(self) -> dict[int, list[Span]]:
+        """What devices update of each parameter."""
+        found: dict[int, list[Span]] = {}
+        for index in sorted(self.places):
+            for span in self._subgroups[index].spans:
+                found.setdefault(span.parameter, []).append(span)
+        return found
+
+    def _end(self, subgroup: Subgroup, device: torch.device, event: Event) -> None:
+        with self._timeline.during("update", subgroup.index, str(device)):
+            self.work.synchronize(device, event)
+
+
+class _Device:
+    """The Side of a subgroup on a device."""
+
+    def __init__(
+        self, lane: Lane, update: OptimizerUpdate, gradients: Mapping[int, torch.Tensor]
+    ) -> None:
+        self._lane, self._update, self._gradients = lane, update, gradients
+        self._numbers: dict[float, torch.Tensor] = {}
+        self.scale = None if update.scale is None else self._number(update.scale.item())
+
+    def weights(self, parameter: Parameter) -> torch.Tensor:
+        return flat(parameter.local)
+
+    def gradient(self, span: Span, begin: int) -> torch.Tensor:
+        into = self._lane.grads[begin : begin + span.numel]
+        found = self._gradients.get(span.parameter)
+        if found is not None:
+            return into.copy_(found[span.begin : span.end])
+        drained = self._update.grads[span.parameter][span.begin : span.end]
+        if drained.dtype == into.dtype:
+            return into.copy_(drained, non_blocking=True)
+        # As it is: torch would widen it on the host, and wait.
+        same = self._lane.drained.view(drained.dtype)[begin : begin + span.numel]
+        return into.copy_(same.copy_(drained, non_blocking=True))
+
+    def step(self, parameter: Parameter) -> torch.Tensor:
+        if self._update.rule.keeps_step:
+            return self._number(parameter.step.item())
+        return parameter.step  # no kernel reads it
+
+    def _number(self, value: float) -> torch.Tensor:
+        """A number where kernels can read it."""
+        if value not in self._numbers:
+            self._numbers[value] = self._lane.numbers[len(self._numbers)].fill_(value)
+        return self._numbers[value]
 
 
 # -- weights and gradients on the host -------------------------------------------------------------
+# Gradients of what the host updates go there on a stream of their own: in step(), or with `drains`
+# as backward makes them, and then the device gets their memory back. New weights go to the device
+# on another stream, and the current stream waits for them. The host never waits for the new weights
+# of an update, unless a next update begins: collect() waits for weights on their way back.
+#
+# A gradient that was taken from its parameter is kept until its copy has completed. At most
+# DRAINING_BYTES_MAX wait for that: then backward waits for the oldest. Gradients of several
+# backwards are added on the device, in the order of one stream. So the sum has the bits that torch
+# would have left in `.grad`.
 
 
 DRAINING_BYTES_MAX = 512 * MiB
@@ -410,191 +532,11 @@ def _check_alone(parameter: Parameter) -> None:
         )
 
 
-# -- updates on a device ---------------------------------------------------------------------------
-
-
-LANES = 2
-STRIP = 1 << 22  # elements whose gradients are widened at once: 16 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A stream, and memory on its device.
-
-    state: of a subgroup. grads: of a strip in float32; drained: as they come from the host.
-    numbers: what kernels read there, such as how many updates a parameter has had.
-    """
-
-    device: torch.device
-    name: str
-    state: torch.Tensor
-    grads: torch.Tensor
-    drained: torch.Tensor
-    numbers: torch.Tensor
-
-    @classmethod
-    def of(cls, device: torch.device, name: str, subgroups: Sequence[Subgroup]) -> Lane:
-        """With memory for any of these subgroups."""
-        items = max(each.nbytes for each in subgroups) // ITEM_BYTES
-        strip, numbers = min(STRIP, items), 1 + max(len(each.spans) for each in subgroups)
-        try:
-            state, grads, few = (
-                empty_on(device, (size,), torch.float32) for size in (items, strip, numbers)
-            )
-            return cls(device, name, state, grads, empty_on(device, (strip,), torch.bfloat16), few)
-        except torch.OutOfMemoryError as error:
-            raise UsageError(
-                "a device has too little memory to update subgroups",
-                facts={"device": str(device), "needed": f"{LANES} lanes with "
-                       f"{format_bytes(ITEM_BYTES * items + 6 * strip + 4 * numbers)} each"},
-                hint="lower subgroup_bytes, or leave device_every off",
-            ) from error  # fmt: skip
-
-    @property
-    def nbytes(self) -> int:
-        """All its memory on the device."""
-        return sum(each.nbytes for each in (self.state, self.grads, self.drained, self.numbers))
-
-
-class OnDevice:
-    """Lanes for subgroups that are on devices, by their indices. memory: the buffers of the host.
-
-    places: the subgroups that devices update; all of them until choose(). updates: of subgroups.
-    """
-
-    def __init__(
-        self,
-        places: Mapping[int, torch.device],
-        subgroups: Sequence[Subgroup],
-        buffers: Buffers,
-        timeline: Timeline,
-    ) -> None:
-        self.places, self.updates = dict(places), 0
-        self.work, self._timeline = Lanes(), timeline
-        self._subgroups = subgroups
-        here = [subgroups[index] for index in places]
-        self.lanes = {
-            device: [Lane.of(device, f"offload update {i}", here) for i in range(LANES)]
-            for device in dict.fromkeys(places.values())
-        }
-        self._turns = {each: itertools.cycle(lanes) for each, lanes in self.lanes.items()}
-        self._pinnings: list[Pinning] = []
-        for device in itertools.islice(self.lanes, 1):
-            self._pinnings.append(Pinning(backend_for(device), device))
-            for index in range(buffers.count):  # one by one: no copy goes beyond a buffer
-                self._pinnings[0].pin(buffers[index])
-
-    def choose(self, every: int | None) -> None:
-        """Have devices update every k-th of the subgroups; None: none."""
-        chosen = itertools.islice(self.places.items(), 0, None, every) if every else ()
-        self.places = dict(chosen)
-        if not self.places:
-            self.close()
-
-    def use(
-        self,
-        update: OptimizerUpdate,
-        gradients: Mapping[int, torch.Tensor],
-        subgroup: Subgroup,
-        memory: torch.Tensor,
-        is_fresh: bool,
-    ) -> Callable[[], None]:
-        """Begin to update a subgroup. Returns what waits until it is updated in its buffer.
-
-        gradients: those that devices have, by parameter; `update` has the others.
-        """
-        active = update.prepare(subgroup, memory, is_fresh)
-        device = self.places[subgroup.index]
-        lane = next(self._turns[device])
-        here = memory[: subgroup.nbytes // ITEM_BYTES]
-        with self.work.on(device, lane.name):
-            there = lane.state[: here.numel()]
-            there.copy_(here, non_blocking=True)
-            fields, side = Fields(subgroup, there), _Device(lane, update, gradients)
-            for strip in strips(active, lane.grads.numel(), 1):
-                update.run(strip, fields, side)
-            here.copy_(there, non_blocking=True)
-        self.updates += 1
-        return partial(self._end, subgroup, device, self.work.newest(device, lane.name))
-
-    def wait(self) -> None:
-        """Return when no stream has work any more."""
-        for lane in itertools.chain(*self.lanes.values()):
-            self.work.wait(lane.name)
-
-    def close(self) -> None:
-        """Give all memory back. The host updates every subgroup from here on."""
-        with suppress(DeviceError, RuntimeError):  # a device that has failed reaches no memory
-            self.wait()
-        for pinning in self._pinnings:
-            pinning.close()
-        self.lanes, self.places = {}, {}
-        self._turns.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """All memory on devices."""
-        return sum(lane.nbytes for lane in itertools.chain(*self.lanes.values()))
-
-    def in_turn(self, wanted: Sequence[int]) -> list[int]:
-        """These subgroups, each of a device a period earlier: at the end nothing waits for it."""
-        ahead = len(self._subgroups) // max(1, len(self.places))
-        return sorted(wanted, key=lambda index: index - ahead * (index in self.places))
-
-    def spans(self) -> dict[int, list[Span]]:
-        """What devices update of each parameter."""
-        found: dict[int, list[Span]] = {}
-        for index in sorted(self.places):
-            for span in self._subgroups[index].spans:
-                found.setdefault(span.parameter, []).append(span)
-        return found
-
-    def _end(self, subgroup: Subgroup, device: torch.device, event: Event) -> None:
-        with self._timeline.during("update", subgroup.index, str(device)):
-            self.work.synchronize(device, event)
-
-
-class _Device:
-    """The Side of a subgroup on a device."""
-
-    def __init__(
-        self, lane: Lane, update: OptimizerUpdate, gradients: Mapping[int, torch.Tensor]
-    ) -> None:
-        self._lane, self._update, self._gradients = lane, update, gradients
-        self._numbers: dict[float, torch.Tensor] = {}
-        self.scale = None if update.scale is None else self._number(update.scale.item())
-
-    def weights(self, parameter: Parameter) -> torch.Tensor:
-        return flat(parameter.local)
-
-    def gradient(self, span: Span, begin: int) -> torch.Tensor:
-        into = self._lane.grads[begin : begin + span.numel]
-        found = self._gradients.get(span.parameter)
-        if found is not None:
-            return into.copy_(found[span.begin : span.end])
-        drained = self._update.grads[span.parameter][span.begin : span.end]
-        if drained.dtype == into.dtype:
-            return into.copy_(drained, non_blocking=True)
-        # As it is: torch would widen it on the host, and wait.
-        same = self._lane.drained.view(drained.dtype)[begin : begin + span.numel]
-        return into.copy_(same.copy_(drained, non_blocking=True))
-
-    def step(self, parameter: Parameter) -> torch.Tensor:
-        if self._update.rule.keeps_step:
-            return self._number(parameter.step.item())
-        return parameter.step  # no kernel reads it
-
-    def _number(self, value: float) -> torch.Tensor:
-        """A number where kernels can read it."""
-        if value not in self._numbers:
-            self._numbers[value] = self._lane.numbers[len(self._numbers)].fill_(value)
-        return self._numbers[value]
-
-
 # -- alternation -----------------------------------------------------------------------------------
+# A device may update the subgroups whose parameters are all there. It updates every k-th of these,
+# always the same ones, so training with a given k is repeatable. With "auto" k comes from the model
+# of planners/interleaving and from rates that are measured here.
 
-
-logger = logging.getLogger("statehold")
 
 TRIES = 3  # of each measurement; the fastest counts
 
@@ -724,3 +666,60 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         taken.append(time.perf_counter() - begin)
     return min(taken)
+
+
+# -- side streams ----------------------------------------------------------------------------------
+# Work of a lane follows what the current stream of its device has been given before. What a lane
+# has been given before an error has an event, too, because it may be under way.
+
+
+class Lanes:
+    """The lanes of one owner, on any devices. Raises DeviceError for a device that has failed."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[torch.device, str], Event] = {}
+
+    @contextmanager
+    def on(self, device: torch.device, lane: str) -> Iterator[None]:
+        """Inside, work of this thread on the device is the lane's."""
+        with _entered(device) as backend:
+            stream = backend.fork(device, lane)
+            try:
+                with backend.on(stream):
+                    yield
+            finally:
+                self._newest[device, lane] = backend.record(stream)
+
+    def newest(self, device: torch.device, lane: str) -> Event | None:
+        """The event of what the lane has been given so far; None: nothing."""
+        return self._newest.get((device, lane))
+
+    def is_complete(self, device: torch.device, event: Event) -> bool:
+        """Whether an event of newest() has completed."""
+        with _entered(device) as backend:
+            return backend.is_complete(event)
+
+    def synchronize(self, device: torch.device, event: Event) -> None:
+        """Return when an event of newest() has completed. On any thread."""
+        with _entered(device) as backend:
+            backend.synchronize(event)
+
+    def wait(self, lane: str) -> None:
+        """Return when a lane has done its work on all devices."""
+        for (device, its_lane), event in self._newest.items():
+            if its_lane == lane:
+                self.synchronize(device, event)
+
+    def go_before(self, lane: str) -> None:
+        """Order what the current streams are given next after the work of a lane."""
+        for (device, its_lane), event in self._newest.items():
+            if its_lane == lane:
+                with _entered(device) as backend:
+                    backend.make_current_wait(event)
+
+
+@contextmanager
+def _entered(device: torch.device) -> Iterator[StreamBackend]:
+    backend = backend_for(device)
+    with named_failures(), backend.using(device):
+        yield backend

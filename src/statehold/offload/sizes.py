@@ -1,12 +1,8 @@
 """How large subgroups are, how many buffers there are, and what does not fit.
 
 Invariants: what an optimizer needs is known at its construction, in bytes, and what cannot work is
-refused there. Nothing grows later. Pure, but for the look at the memory of the host.
-
-Buffers of host memory, each for one subgroup, as float32 tensors.
-
-Invariants: the memory is mapped once, at construction, and nothing grows. Each buffer begins on a
-page, so that transfers go straight between it and a file. The size is exact.
+refused there. Nothing grows later. Pure, but for the look at the memory of the host, and the
+mapping of buffers.
 """
 
 from __future__ import annotations
@@ -23,21 +19,6 @@ from statehold.planners.placement import buffers_in_transit, choose_subgroup_byt
 from statehold.process.host_memory import available
 from statehold.tensors.devices.pinning import mapped
 from statehold.units import format_bytes
-
-# -- buffers ---------------------------------------------------------------------------------------
-
-
-class Buffers:
-    """`count` buffers of `nbytes` each."""
-
-    def __init__(self, count: int, nbytes: int) -> None:
-        self.count = count
-        self._items = mapped(count * nbytes).view(torch.float32)
-        self._each = nbytes // ITEM_BYTES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._items[index * self._each : (index + 1) * self._each]
-
 
 # -- sizes -----------------------------------------------------------------------------------------
 
@@ -124,3 +105,22 @@ class Sizes:
                 },
                 hint="give Host fewer bytes, or lower subgroup_bytes",
             )
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+class Buffers:
+    """`count` buffers of host memory, of `nbytes` each, as float32 tensors.
+
+    The memory is mapped once, at construction. Each buffer begins on a page, so that transfers go
+    straight between it and a file. The size is exact.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count = count
+        self._items = mapped(count * nbytes).view(torch.float32)
+        self._each = nbytes // ITEM_BYTES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._items[index * self._each : (index + 1) * self._each]

@@ -1,10 +1,9 @@
-"""What a constructor answers to a keyword that it does not have, or to a value without a keyword.
+"""What a constructor answers to wrong arguments: checks of values, and unknown keywords.
 
 Type checkers see the keywords of each signature. This is for what no type checker has seen: a
 notebook, a configuration file.
-Invariants: a constructor keeps its signature, for editors and help().
 
-Checks that several settings need.
+Invariants: a constructor keeps its signature, for editors and help().
 """
 
 from __future__ import annotations

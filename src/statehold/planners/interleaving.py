@@ -1,39 +1,6 @@
-"""How many subgroups a device should update, and how many the host.
+"""How many subgroups a device should update, how long an update takes, and what bounds it.
 
-With a device, every k-th subgroup is updated there (Deep Optimizer States, arXiv 2410.21316). A
-period of k subgroups of S parameters has these lanes at once. U and V are the parameters a second
-that host and device update. B_in and B_out are the bytes a second to the device and from it, each
-alone. B_both is the sum of both directions at once. It is less than B_in + B_out where the memory
-of the host, or the link, is the limit. A parameter has s bytes of state and w of weights, and g of
-a gradient that the device does not have any more: 12, 2 and 0 for AdamW in 16 bit.
-
-    host    (k - 1) S / U            to the device    (s + g + w (k - 1)) S / B_in
-    device  S / V                    from the device  s S / B_out
-                                     both             (2 s + g + w (k - 1)) S / B_both
-
-The period takes as long as its longest lane; k is the one with the least time for each subgroup.
-The lanes are derived from the published code, not from the equations of the paper, and agree with
-its logs (k = 2 on H100 nodes). B_both is added here.
-
-Invariants: sizes are in bytes, times in seconds, rates per second. Pure.
-
-How long an update of an offloaded optimizer takes, what bounds it, and the tiers to use.
-
-The state of P parameters has s bytes each: 4 for each of the fields of the rule, and 4 for the
-fp32 master of a 16-bit parameter. An update reads what memory does not hold, computes, and writes
-as much again, all at the same time:
-
-    c          = memory for state / (s P), at most 1                 the share that memory holds
-    b_j        = 1 / (1/r_j + 1/w_j), or min(r_j, w_j) if full duplex      bandwidth of path j
-    n_j        = largest remainders of N b_j / sum b                       its part of N subgroups
-    storage_s  = max over j of n_j (s P / N) (1 - c) / b_j
-    host_s     = P / U                                     U: parameters a second on the host
-    update_s   = max(storage_s, host_s) + the update of one subgroup
-
-The volume s (1 - c) each way and the shares are those of MLP-Offload (arXiv 2509.02480); its
-released code has fixed shares. ZeRO-Infinity moves 16 bytes a parameter each way, because it
-writes gradients, too (measured with DeepSpeed 0.19.8).
-
+Owns: the period of updates on a device; the plan of an update over memory and paths.
 Invariants: sizes are in bytes, times in seconds, rates per second. Pure.
 """
 
@@ -46,6 +13,8 @@ from dataclasses import dataclass
 from statehold.errors import UsageError
 from statehold.planners import placement
 from statehold.units import MiB, format_bytes
+
+# -- updates on a device ---------------------------------------------------------------------------
 
 PERIOD_MAX = 64
 
@@ -84,7 +53,26 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Every `length`-th subgroup is updated on the device. The lanes are for one parameter."""
+    """Every `length`-th subgroup is updated on the device (Deep Optimizer States, arXiv
+    2410.21316).
+
+    A period of k subgroups of S parameters has these lanes at once. U and V are the parameters a
+    second that host and device update. B_in and B_out are the bytes a second to the device and from
+    it, each alone. B_both is the sum of both directions at once. It is less than B_in + B_out where
+    the memory of the host, or the link, is the limit. A parameter has s bytes of state and w of
+    weights, and g of a gradient that the device does not have any more: 12, 2 and 0 for AdamW in 16
+    bit.
+
+        host    (k - 1) S / U            to the device    (s + g + w (k - 1)) S / B_in
+        device  S / V                    from the device  s S / B_out
+                                         both             (2 s + g + w (k - 1)) S / B_both
+
+    The period takes as long as its longest lane; k is the one with the least time for each
+    subgroup. The lanes are derived from the published code, not from the equations of the paper,
+    and agree with its logs (k = 2 on H100 nodes). B_both is added here.
+
+    The lanes of this class are for one parameter.
+    """
 
     length: int
     host_s: float
@@ -166,8 +154,26 @@ class UpdateWork:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """A plan. counts: subgroups of each path. buffers: bytes of host memory in transit, which
-    hold state between updates, too. cached: the share of the state that memory holds."""
+    """A plan of an update, which reads what memory does not hold, computes, and writes as much
+    again.
+
+    The state of P parameters has s bytes each: 4 for each of the fields of the rule, and 4 for the
+    fp32 master of a 16-bit parameter. All of this happens at the same time:
+
+        c          = memory for state / (s P), at most 1                 the share that memory holds
+        b_j        = 1 / (1/r_j + 1/w_j), or min(r_j, w_j) if full duplex      bandwidth of path j
+        n_j        = largest remainders of N b_j / sum b                    its part of N subgroups
+        storage_s  = max over j of n_j (s P / N) (1 - c) / b_j
+        host_s     = P / U                                     U: parameters a second on the host
+        update_s   = max(storage_s, host_s) + the update of one subgroup
+
+    The volume s (1 - c) each way and the shares are those of MLP-Offload (arXiv 2509.02480); its
+    released code has fixed shares. ZeRO-Infinity moves 16 bytes a parameter each way, because it
+    writes gradients, too (measured with DeepSpeed 0.19.8).
+
+    counts: subgroups of each path. buffers: bytes of host memory in transit, which hold state
+    between updates, too. cached: the share of the state that memory holds.
+    """
 
     subgroup_bytes: int
     counts: tuple[int, ...]

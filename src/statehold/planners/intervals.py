@@ -1,43 +1,8 @@
 """How often a step should go to each level: the intervals that waste the least time.
 
-A level costs `cost_s` each time a step goes there. A failure that needs the level costs, on
-average, half of its interval once more. For one level, Young (1974): the best interval is sqrt(2
-cost mtbf). Daly (2006, equation 37) adds the terms that matter if a save is not short compared with
-the time between failures. For several levels, Benoit, Cavelan, Le Fevre, Robert and Sun ("Towards
-Optimal Multi-Level Checkpointing", IEEE TC 66(7), 2017) have this result. To first order each level
-has its own such interval, from its own cost and the rate of the failures that need it. The waste is
-the sum of sqrt(2 cost rate).
-
-Added here, all of it exact for that sum of convex terms:
-- A level gets only steps of the level before it. If a farther level wants more, the two are joined
-  into one level with the sum of their costs and rates, until the intervals grow with the distance.
-- Intervals are whole steps, and each is a multiple of the one before it.
-- No interval is shorter than the level can sustain (`busy_s`), or longer than a day.
-- A level with a given cadence keeps it, and the intervals of the nearer levels do not exceed it.
-
-Restarts, and the time until a step is committed, cost the same at all intervals. They count in the
-waste, and not in the choice. Pure.
+Owns: the best intervals of levels from their costs, and the rates of the failures that need them.
+Invariants: costs are in seconds, rates in failures a second of the whole job. Pure.
 Not here: the cost of a save (checkpoint/cadence/costs).
-
-How often training fails, by the loss, and which level of a run a restart then needs.
-
-    PROCESS   the training process: a bug, no memory left, a link that is down; its host is not lost
-    NODE      a node, with its memory and its disk
-    CLUSTER   all nodes at once, with what they share: a file system, a site
-
-Published figures behind the defaults:
-- nodes: 419 unexpected interruptions in 54 days on 16,384 GPUs, eight in a node (Llama Team, "The
-  Llama 3 Herd of Models", 2024, section 3.3.4): one in 264 days of a node. Of them 98 were
-  software, dependencies, the network or unknown (table 5: 54 + 2 + 35 + 7). They count here as
-  losses of a process. The other 321 (GPUs, hosts and their maintenance) count as losses of a node.
-
-Assumed, because there are no published figures:
-- any job, however small, ends once a day for reasons unrelated to its nodes, such as its own bugs,
-  its memory, or an operator;
-- a cluster is lost once in a year, however many nodes the job has;
-- one of a hundred restarts finds a damaged or missing nearest copy.
-
-Invariants: rates are in failures a second, of the whole job. Pure.
 """
 
 from __future__ import annotations
@@ -46,6 +11,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+# -- intervals -------------------------------------------------------------------------------------
+# A level costs `cost_s` each time a step goes there. A failure that needs the level costs, on
+# average, half of its interval once more. For one level, Young (1974): the best interval is sqrt(2
+# cost mtbf). Daly (2006, equation 37) adds the terms that matter if a save is not short compared
+# with the time between failures. For several levels, Benoit, Cavelan, Le Fevre, Robert and Sun
+# ("Towards Optimal Multi-Level Checkpointing", IEEE TC 66(7), 2017) have this result. To first
+# order each level has its own such interval, from its own cost and the rate of the failures that
+# need it. The waste is the sum of sqrt(2 cost rate).
+#
+# Added here, all of it exact for that sum of convex terms:
+# - A level gets only steps of the level before it. If a farther level wants more, the two are
+#   joined into one level with the sum of their costs and rates, until the intervals grow with the
+#   distance.
+# - Intervals are whole steps, and each is a multiple of the one before it.
+# - No interval is shorter than the level can sustain (`busy_s`), or longer than a day.
+# - A level with a given cadence keeps it, and the intervals of the nearer levels do not exceed it.
+#
+# Restarts, and the time until a step is committed, cost the same at all intervals. They count in
+# the waste, and not in the choice.
 
 INTERVAL_S_MAX = 86_400.0
 
@@ -166,6 +151,17 @@ def _steps(group: _Group, step_s: float, below: int, limit_s: float) -> int:
 
 
 # -- rates of failure ------------------------------------------------------------------------------
+# Published figures behind the defaults: 419 unexpected interruptions in 54 days on 16,384 GPUs,
+# eight in a node (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.4). That is one in
+# 264 days of a node. Of them 98 were software, dependencies, the network or unknown (table 5: 54 +
+# 2 + 35 + 7). They count here as losses of a process. The other 321 (GPUs, hosts and their
+# maintenance) count as losses of a node.
+#
+# Assumed, because there are no published figures:
+# - Any job, however small, ends once a day for reasons unrelated to its nodes, such as its own
+#   bugs, its memory, or an operator.
+# - A cluster is lost once in a year, however many nodes the job has.
+# - One of a hundred restarts finds a damaged or missing nearest copy.
 
 
 DAY_S = 86_400.0
@@ -179,7 +175,14 @@ BAD_COPIES = 0.01
 
 
 class Loss(IntEnum):
-    """The loss that a failure causes; each loss includes the ones before it."""
+    """The loss that a failure causes.
+
+        PROCESS   the training process: a bug, no memory left, a link that is down; not its host
+        NODE      a node, with its memory and its disk
+        CLUSTER   all nodes at once, with what they share: a file system, a site
+
+    Each loss includes the ones before it.
+    """
 
     PROCESS = 0
     NODE = 1

@@ -3,30 +3,12 @@
 SPARe (Lee et al., "SPARe: Stacked Parallelism with Adaptive Reordering", arXiv 2603.00357, ICML
 2026). N replicas hold N shards of a batch. Replica i holds a stack of r of them. After k failures
 each survivor computes as much of its stack as it takes to have every shard once. A shard whose r
-holders are all dead ends this: the job restarts with all replicas. Symbols of the paper:
+holders are all dead ends this: the job restarts with all replicas.
 
-    c(k)  = ceil(N / (N - k))                      stack_depth       shards that a replica computes
-    mu    = Gamma(1/r) / r * N^(1 - 1/r)           endured           failures until a restart
-    Sbar  = mean over k < mu of c(k) + patch       overhead, patch   work of a step, in shards
-    T_c   = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r))  period_s          from one save to the next
-    A     = (1 - T_s/T) T_f / (T_f + T_r + T/2)    availability      useful share of the time
-    J     = Sbar / A,  T_f = mu m                  time_over_ideal   what r minimizes
-
-mu is the integral of exp(-N (k/N)^r) over k, as if shards lost their holders independently. The
-paper allows two shards to share at most one replica. docs/planning.md has the errors that
-were measured.
-
-Invariants: times are in seconds. Failures hit each replica that is left with the same chance. Pure.
+Owns: the formulae of the paper, and the stacks themselves.
+Invariants: times are in seconds. Failures hit each replica that is left with the same chance. Pure:
+the same arguments give the same result everywhere.
 Not here: several losses at once (resilience).
-
-Which replica holds which shards of a batch, if each shard is on several replicas.
-
-SPARe (Lee et al., "SPARe: Stacked Parallelism with Adaptive Reordering", arXiv 2603.00357, ICML
-2026). A batch has as many shards as the job has replicas. Replica i holds a stack of r shards. In a
-step, each replica computes the first `depth` shards of its stack.
-
-Invariants: stacks never change, so nobody reads data that it does not hold. After any r - 1 losses
-each shard still has a holder. Pure: the same arguments give the same result everywhere.
 """
 
 from __future__ import annotations
@@ -37,14 +19,27 @@ from dataclasses import dataclass
 
 from statehold.errors import UsageError
 
+# -- what a redundancy costs -----------------------------------------------------------------------
+# mu is the integral of exp(-N (k/N)^r) over k, as if shards lost their holders independently. The
+# paper allows two shards to share at most one replica. docs/planning.md has the errors that were
+# measured.
+
 REDUNDANCY_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the choice of a redundancy depends on.
+    """What the choice of a redundancy depends on. Symbols of the paper:
 
-    mtbf_s: between two failures of the whole job. shard_s, reduce_s: a step without redundancy.
+        c(k)  = ceil(N / (N - k))                      stack_depth       shards a replica computes
+        mu    = Gamma(1/r) / r * N^(1 - 1/r)           endured           failures until a restart
+        Sbar  = mean over k < mu of c(k) + patch       overhead, patch   work of a step, in shards
+        T_c   = T_s + sqrt(T_s^2 + 2 T_s (T_f + T_r))  period_s          from one save to the next
+        A     = (1 - T_s/T) T_f / (T_f + T_r + T/2)    availability      useful share of the time
+        J     = Sbar / A,  T_f = mu m                  time_over_ideal   what r minimizes
+
+    mtbf_s: m, between two failures of the whole job. save_s: T_s. restart_s: T_r. shard_s,
+    reduce_s: a step without redundancy.
     """
 
     mtbf_s: float
@@ -134,6 +129,8 @@ def _check(replicas: int, redundancy: int) -> None:
 
 
 # -- which replica holds which shards --------------------------------------------------------------
+# In a step, each replica computes the first `depth` shards of its stack. Stacks never change, so
+# nobody reads data that it does not hold. After any r - 1 losses each shard still has a holder.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,34 +1,9 @@
 """Which redundancy, checkpoint interval and number of spares a job should have, for each policy.
 
-Closed forms begin: redundancy (the redundancy that minimizes J, T_c), intervals (Daly), and as many
-spares as are broken at most in 99 % of the time, if repairs come and go independently. That number
-of broken machines is Poisson, with the mean repair time over the mean time between failures (after
-the standby machines of ByteRobust, SOSP 2025). The simulation of the given trace refines them one
-after another: spares, redundancy, interval. The choice with the most useful work for each machine
-wins, spares included. So a spare has to earn its place.
-
-Invariants: times are in seconds. The same arguments give the same plan. Pure.
+Owns: the search for the best settings, and the simulation of a job under a trace of failures.
+Invariants: times are in seconds. The same arguments give the same plan, and the same outcome. Pure.
+SimPy is imported when a run begins.
 Not here: the formulae (redundancy, intervals), what policies do (policies).
-
-A training job under a trace of failures, by discrete events (SimPy).
-
-A failure hits the place of a replica. If nobody is there, it has no effect. The machine breaks, and
-is a spare after its repair; without a time of repair, after the next restart. A spare takes an
-empty place at a restart. If the policy lets replicas rejoin, it also does so at the end of a step,
-join_s after it could. Failures during a restart break machines, and do not prolong it. A loss of
-the whole job breaks none, and leads to a restart at once.
-
-The time of a run is the sum of these parts:
-
-    ideal_s      what the steps would take without failures, saves and redundancy
-    saving_s     checkpoints
-    down_s       restarts, and waiting for machines
-    lost_s       steps that count no more: rolled back, or dropped
-    recovery_s   what failures add to steps that go on
-    slower_s     fewer replicas, or redundant work; the rest
-
-Invariants: the same arguments give the same outcome. Steps between two events are one event, so a
-run takes as long as its failures and saves are many. Pure. SimPy is imported when a run begins.
 """
 
 from __future__ import annotations
@@ -52,6 +27,15 @@ COVERED = 0.99  # of the time, by spares
 _SPARES_MAX = 100_000
 _SCALES = (0.5, 0.7, 1.4, 2.0)  # of the interval
 _NEAR = (-3, -2, -1, 1, 2, 3)  # of the redundancy
+
+
+# -- the choice ------------------------------------------------------------------------------------
+# Closed forms begin: redundancy (the redundancy that minimizes J, T_c), intervals (Daly), and as
+# many spares as are broken at most in 99 % of the time, if repairs come and go independently. That
+# number of broken machines is Poisson, with the mean repair time over the mean time between
+# failures (after the standby machines of ByteRobust, SOSP 2025). The simulation of the given trace
+# refines them one after another: spares, redundancy, interval. The choice with the most useful work
+# for each machine wins, spares included. So a spare has to earn its place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +174,13 @@ def policy_of(job: Job, chosen: Settings) -> Policy:
 
 
 # -- the simulation --------------------------------------------------------------------------------
+# A failure hits the place of a replica. If nobody is there, it has no effect. The machine breaks,
+# and is a spare after its repair; without a time of repair, after the next restart. A spare takes
+# an empty place at a restart. If the policy lets replicas rejoin, it also does so at the end of a
+# step, join_s after it could. Failures during a restart break machines, and do not prolong it. A
+# loss of the whole job breaks none, and leads to a restart at once.
+#
+# Steps between two events are one event, so a run takes as long as its failures and saves are many.
 
 
 # A job that takes longer than this many times its ideal time makes no progress.
@@ -202,11 +193,19 @@ Waiting = Generator["simpy.Event", Any, Any]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run took. thrown_away_s and alive_s are sums over replicas and machines.
+    """What a run took: its time is the sum of these parts.
 
-    is_finished: False if the run was given up as hopeless. failures: those that hit a replica or
-        the job. lost_batches: samples that are never trained. again_batches: those computed more
-        than once. A batch is the one of a step with all replicas.
+        ideal_s      what the steps would take without failures, saves and redundancy
+        saving_s     checkpoints
+        down_s       restarts, and waiting for machines
+        lost_s       steps that count no more: rolled back, or dropped
+        recovery_s   what failures add to steps that go on
+        slower_s     fewer replicas, or redundant work; the rest
+
+    thrown_away_s and alive_s are sums over replicas and machines. is_finished: False if the run was
+    given up as hopeless. failures: those that hit a replica or the job. lost_batches: samples that
+    are never trained. again_batches: those computed more than once. A batch is the one of a step
+    with all replicas.
     """
 
     policy: str

@@ -1,23 +1,9 @@
 """How much memory this process may still take, how many ranks share it, and what it may write.
 
-Owns: reading /proc, the control groups and the limits of the process.
+Owns: reading /proc, the control groups and the limits of the process; the directory of this user in
+the memory of the host, `/dev/shm/statehold-UID`.
 Invariants: the smallest of all limits counts. A limit that cannot be read does not count.
-
-The directory of this user in the memory of the host: `/dev/shm/statehold-UID`.
-
-Invariants: it belongs to this user, and no other user may look into it. Anything else with that
-name is refused, and neither followed nor changed.
-
 Not here: the use of the memory (staging, steps/ready).
-
-Facts about Linux behind this module:
-- MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.
-- The usage of a group counts page cache, too; the kernel can drop `active_file` and
-  `inactive_file`.
-- A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a process
-  from the root of the hierarchy. A container may not see that path. Then its group is the one that
-  it sees as the root.
-- With vm.overcommit_memory = 2, and for ulimit -v, mapped memory counts, whether it is used or not.
 """
 
 from __future__ import annotations
@@ -35,49 +21,16 @@ from pathlib import Path, PurePosixPath
 
 from statehold.errors import StorageError, storage_error
 
-# -- the directory of this user --------------------------------------------------------------------
-
-
-SHARED_MEMORY = "/dev/shm"
-
-
-def home_path(base: str = SHARED_MEMORY) -> str:
-    """Where the directory is. Nothing is made."""
-    return os.path.join(base, f"statehold-{os.getuid()}")
-
-
-def home(base: str = SHARED_MEMORY) -> str:
-    """The directory, which exists on return. Raises StorageError."""
-    path = home_path(base)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        check_home(base)
-    except OSError as error:
-        raise storage_error("create a memory level", error.errno or 0, path) from error
-    return path
-
-
-def check_home(base: str = SHARED_MEMORY) -> None:
-    """Raise StorageError if something else is where the directory belongs."""
-    path = home_path(base)
-    if not os.path.lexists(path):
-        return
-    found = os.lstat(path)
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
-        return
-    raise StorageError(
-        "the directory for memory levels does not belong to this user alone",
-        errno=errno.EPERM,
-        path=path,
-        facts={"expected": f"a directory of user {os.getuid()}, mode 0700",
-               "got": f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"},
-        hint="pass Memory(path=...) on a tmpfs; the existing directory may hold another user's "
-        "steps",
-    )  # fmt: skip
-
-
 # -- the memory of the host ------------------------------------------------------------------------
+# Facts about Linux:
+# - MemAvailable counts page cache that the kernel can drop. It knows nothing of control groups.
+# - The usage of a group counts page cache, too; the kernel can drop `active_file` and
+#   `inactive_file`.
+# - A limit of a group holds for every group inside it. /proc/self/cgroup names the group of a
+#   process from the root of the hierarchy. A container may not see that path. Then its group is the
+#   one that it sees as the root.
+# - With vm.overcommit_memory = 2, and for ulimit -v, mapped memory counts, whether it is used or
+#   not.
 
 
 _PROC = Path("/proc")
@@ -211,3 +164,47 @@ def _read_only_ranges() -> list[tuple[int, int]]:
             begin, end = addresses.split("-")
             found.append((int(begin, 16), int(end, 16)))
     return found
+
+
+# -- the directory of this user --------------------------------------------------------------------
+# The directory belongs to this user, and no other user may look into it. Anything else with that
+# name is refused, and neither followed nor changed.
+
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def home_path(base: str = SHARED_MEMORY) -> str:
+    """Where the directory is. Nothing is made."""
+    return os.path.join(base, f"statehold-{os.getuid()}")
+
+
+def home(base: str = SHARED_MEMORY) -> str:
+    """The directory, which exists on return. Raises StorageError."""
+    path = home_path(base)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        check_home(base)
+    except OSError as error:
+        raise storage_error("create a memory level", error.errno or 0, path) from error
+    return path
+
+
+def check_home(base: str = SHARED_MEMORY) -> None:
+    """Raise StorageError if something else is where the directory belongs."""
+    path = home_path(base)
+    if not os.path.lexists(path):
+        return
+    found = os.lstat(path)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return
+    raise StorageError(
+        "the directory for memory levels does not belong to this user alone",
+        errno=errno.EPERM,
+        path=path,
+        facts={"expected": f"a directory of user {os.getuid()}, mode 0700",
+               "got": f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"},
+        hint="pass Memory(path=...) on a tmpfs; the existing directory may hold another user's "
+        "steps",
+    )  # fmt: skip

@@ -1,10 +1,8 @@
-"""Warnings that name the line of the user's code that led to them.
+"""Errors that are kept, and warnings that name the line of the user's code that led to them.
 
-A kept error must not keep the variables of the functions that it came through.
-
-A traceback keeps the variables of every function that the error has left: an open file, whose space
-does not come back, a native job, the tensors of a state. A handle, or the status of a level, may
-keep an error as long as the process runs.
+Invariants: a kept error does not keep the variables of the functions that it came through. A
+traceback keeps them: an open file, whose space does not come back, a native job, the tensors of a
+state. A handle, or the status of a level, may keep an error as long as the process runs.
 """
 
 from __future__ import annotations

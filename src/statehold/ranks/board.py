@@ -8,15 +8,14 @@ object with its methods; torch is not imported), `DirectoryBoard` in files of a 
                                 until the group is full or some rank rings
     open                        a token that this job's ranks share and no other job ever had
 
-Invariants:
+Invariants: thread-safe.
 - Nothing blocks beyond its deadline (`until`, on the clock of time.monotonic).
 - Waiting blocks on the server if there is one, because thousands of polling ranks would overload
   it. A wait has a connection of its own: a client of a TCPStore does one call at a time, and the
   training thread's calls must not queue behind a wait of minutes.
 - A store that does not answer is a PeerLostError of rank 0, which serves it. A directory that
   cannot be read or written is a StorageError.
-
-Thread-safe. Not here: the meaning of the notes, and who waits for whom (peers).
+Not here: the meaning of the notes, and who waits for whom (peers).
 """
 
 from __future__ import annotations

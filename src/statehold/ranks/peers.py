@@ -17,8 +17,8 @@ Invariants:
 - A failure ends the round at once for all ranks, also for those still on the way.
 - A round costs a rank five to seven calls to a store. Rank 0 makes a few more, and two for every
   board.KEYS_PER_CALL ranks. Nothing is left of a round when two more have succeeded.
+- Thread-safe for rounds of different kinds: a save in the background, `agree` in front of it.
 
-Thread-safe for rounds of different kinds: a save in the background, `agree` in front of it.
 Not here: how notes travel (board), their content (save/publishing).
 """
 

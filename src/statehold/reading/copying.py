@@ -1,6 +1,4 @@
-"""copy_step(): a step in another directory.
-
-A step is copied into another directory: the same bytes and documents, and so the same step.
+"""copy_step(): a step in another directory, with the same bytes and documents, so the same step.
 
     1. Each data file gets a second name in the destination, where the file system gives one, and is
        read and verified. Elsewhere it is copied, and verified on the way.

@@ -1,21 +1,11 @@
 """load(): tensors and values of one step, without a live state to put them into.
 
+Owns: which part of a step's tree a dotted name means; what is mapped and what is copied.
 Invariants: every byte that is returned was verified, unless verify=False says not to. Only the
 files that hold what was asked for are read. Tensors that were tied in the state are one tensor.
 Nothing is changed on disk, and no lock is taken: a job may save meanwhile.
-
-The part of a step's tree that a dotted name means.
-
-Invariants: a name means an entry of the tree, or all entries whose names begin with it: modules
-have flat names, dicts and lists nested ones. The longest key that fits is entered first.
-
-Not here: which step a name means (places), restores into a live
-state (Checkpointer.restore), levels other than the run directory.
-
-mapped: a tensor that one file holds as a whole is mapped privately, so that a change of it does not
-reach the file. The kernel loads its pages when they are used. statehold does not overwrite files
-that a process of this host has mapped. A tensor that is cut over several files, or that begins at
-an address that its elements cannot have, is copied.
+Not here: which step a name means (places), restores into a live state (Checkpointer.restore),
+levels other than the run directory.
 """
 
 from __future__ import annotations
@@ -58,53 +48,11 @@ if TYPE_CHECKING:
     from statehold.format.saved import PlacedChunk, SavedStep
 
 
-# -- the part that a name means --------------------------------------------------------------------
-
-
-def part_of(tree: Any, name: str, where: str) -> Any:
-    """The node that `name` means; the whole tree for "". Raises StateMismatchError; `where` is for
-    the message."""
-    found = _below(tree, name) if name else [tree]
-    if not found:
-        known = sorted({*_names(tree, "")})
-        facts = {"step": where, "expected": "a name in the step", "got": name}
-        if near := nearest(name, known):
-            facts["near"] = ", ".join(near)
-        hint = f"its names begin with {', '.join(sorted({each.split('.')[0] for each in known}))}"
-        raise StateMismatchError("the step has nothing of this name", facts=facts, hint=hint)
-    return found[0]
-
-
-def _below(node: Any, name: str) -> list[Any]:
-    """The node of `name`, or nothing."""
-    members = _members(node)
-    for key in sorted(members, key=len, reverse=True):
-        if name == key:
-            return [members[key]]
-        if name.startswith(f"{key}.") and (found := _below(members[key], name[len(key) + 1 :])):
-            return found
-    inner = {
-        key[len(name) + 1 :]: item for key, item in members.items() if key.startswith(f"{name}.")
-    }
-    return [values.mapping_of(inner)] if inner else []
-
-
-def _members(node: Any) -> dict[str, Any]:
-    """The members of a dict, a list or a tuple, by their keys as text."""
-    items = nodes.payload(node, "$tuple") if type(node) is dict else node
-    if type(items) is list:
-        return {str(index): item for index, item in enumerate(items)}
-    return {str(key): item for key, item in (nodes.members(node) or {}).items()}
-
-
-def _names(node: Any, path: str) -> Iterator[str]:
-    if path:
-        yield path
-    for key, item in _members(node).items():
-        yield from _names(item, f"{path}.{key}" if path else key)
-
-
 # -- loading it ------------------------------------------------------------------------------------
+# With `mapped`, a tensor that one file holds as a whole is mapped privately, so that a change of it
+# does not reach the file. The kernel loads its pages when they are used. statehold does not
+# overwrite files that a process of this host has mapped. A tensor that is cut over several files,
+# or that begins at an address that its elements cannot have, is copied.
 
 
 BUFFER_BYTES = 16 * MiB
@@ -303,3 +251,51 @@ def _is_mappable(chunks: Sequence[PlacedChunk], shape: tuple[int, ...], dtype: t
     is_complex = dtype == torch.float64 and shape[-1:] == (2,)  # it may be: pairs
     unit = dtype.itemsize * (2 if is_complex else 1)
     return chunks[0].begin < chunks[0].end and not chunks[0].begin % unit
+
+
+# -- the part that a name means --------------------------------------------------------------------
+# A name means an entry of the tree, or all entries whose names begin with it: modules have flat
+# names, dicts and lists nested ones. The longest key that fits is entered first.
+
+
+def part_of(tree: Any, name: str, where: str) -> Any:
+    """The node that `name` means; the whole tree for "". Raises StateMismatchError; `where` is for
+    the message."""
+    found = _below(tree, name) if name else [tree]
+    if not found:
+        known = sorted({*_names(tree, "")})
+        facts = {"step": where, "expected": "a name in the step", "got": name}
+        if near := nearest(name, known):
+            facts["near"] = ", ".join(near)
+        hint = f"its names begin with {', '.join(sorted({each.split('.')[0] for each in known}))}"
+        raise StateMismatchError("the step has nothing of this name", facts=facts, hint=hint)
+    return found[0]
+
+
+def _below(node: Any, name: str) -> list[Any]:
+    """The node of `name`, or nothing."""
+    members = _members(node)
+    for key in sorted(members, key=len, reverse=True):
+        if name == key:
+            return [members[key]]
+        if name.startswith(f"{key}.") and (found := _below(members[key], name[len(key) + 1 :])):
+            return found
+    inner = {
+        key[len(name) + 1 :]: item for key, item in members.items() if key.startswith(f"{name}.")
+    }
+    return [values.mapping_of(inner)] if inner else []
+
+
+def _members(node: Any) -> dict[str, Any]:
+    """The members of a dict, a list or a tuple, by their keys as text."""
+    items = nodes.payload(node, "$tuple") if type(node) is dict else node
+    if type(items) is list:
+        return {str(index): item for index, item in enumerate(items)}
+    return {str(key): item for key, item in (nodes.members(node) or {}).items()}
+
+
+def _names(node: Any, path: str) -> Iterator[str]:
+    if path:
+        yield path
+    for key, item in _members(node).items():
+        yield from _names(item, f"{path}.{key}" if path else key)

@@ -4,25 +4,10 @@
     transfer.stop_serving()     a holder, before its optimizer steps
     transfer.fetch(where)       a joiner; raises GroupLostError
 
-The holders copy nothing in advance. A joiner takes part in the reduction of the step, so no holder
-can commit it, and change its state, before every joiner has everything or has been left out.
-
-A joiner asks each holder for one range after another, so a fast holder serves more. The range of a
-holder that dies, or sends a wrong byte, comes from another one. The bytes go through lines of their
-own: a process group would fail as a whole, and cannot be given up piece by piece.
-
-Invariants: a piece is read while the state cannot change, under the lock that `stop_serving` takes.
-A piece is placed only after its checksum has been verified. A joiner that asks for something else
-than a range of the state loses its line. At most LINES_MAX are open, because each takes a thread
-and memory for a range. A state that changes nevertheless, in a forward pass, is not given to
-anybody.
-
-A joiner on the same host comes through a Unix socket, and gets memory that both share. The kernel
-then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
-container with a network of its own, the line is a TCP connection and shares nothing. If the holder
-gets no memory, the line is the Unix socket alone. Nothing is left in a directory: the socket's name
-is in Linux's abstract namespace, and the memory has none. It is freed when both sides have dropped
-the line.
+Invariants: the holders copy nothing in advance. A joiner takes part in the reduction of the step,
+so no holder can commit it, and change its state, before every joiner has everything or has been
+left out. A state that changes nevertheless, in a forward pass, is not given to anybody. A piece is
+placed only after its checksum has been verified.
 
 Not here: what the bytes mean (state_bytes), who holds the state and who joins (protocol), who is
 let in (net/reception).
@@ -124,6 +109,16 @@ def _meet(where: MeetingPlace, says: str) -> list[str]:
 
 
 # -- the holder ------------------------------------------------------------------------------------
+# A piece is read while the state cannot change, under the lock that `stop_serving` takes. A joiner
+# that asks for something else than a range of the state loses its line. At most LINES_MAX are open,
+# because each takes a thread and memory for a range.
+#
+# A joiner on the same host comes through a Unix socket, and gets memory that both share. The kernel
+# then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
+# container with a network of its own, the line is a TCP connection and shares nothing. If the
+# holder gets no memory, the line is the Unix socket alone. Nothing is left in a directory: the
+# socket's name is in Linux's abstract namespace, and the memory has none. It is freed when both
+# sides have dropped the line.
 
 
 class OfferServer:
@@ -251,6 +246,9 @@ def _checksum(piece: Tensor) -> bytes:
 
 
 # -- the joiner ------------------------------------------------------------------------------------
+# A joiner asks each holder for one range after another, so a fast holder serves more. The range of
+# a holder that dies, or sends a wrong byte, comes from another one. The bytes go through lines of
+# their own: a process group would fail as a whole, and cannot be given up piece by piece.
 
 
 class _Fetching:

@@ -1,20 +1,11 @@
 """One rank's part of a committed step, copied from one place to another and verified on the way.
 
 Owns: the definition of a part (data files, cut into segments with checksums, and documents), and
-the two ways of a data file: through the engine into a file, or as a sequence of blocks to a caller.
-Both read block by block, so memory does not grow with the file. The number of ranks may differ
-between save and copy: together they copy all of the step, each file once.
+the two ways of a data file: through the engine into a file, or as a sequence of blocks to a caller;
+which files of a step a level has already.
 Invariants: a copy that differs from the committed step in one byte ends with ChecksumError, before
-the step is published there. Nothing is unpacked: every level has the same files and documents.
-
-Shared files that a level has already: a copy of a step gets them by a second name.
-
-The newest step of the level holds most files that the step before it at the source shared with this
-one. Two files with the same spans, and the same checksums of all of them, are one and the same.
-
-Invariants: only files that steps share are looked for, so a run without such files reads nothing
-more. If the newest step cannot be read, or goes away meanwhile, the files are copied.
-
+the step is published there. Nothing is unpacked: every level has the same files and documents. Both
+ways read block by block, so memory does not grow with the file.
 Not here: which step goes where and when (promoting), the commit of the target (target).
 """
 
@@ -43,6 +34,10 @@ if TYPE_CHECKING:
     from statehold.steps.shelf import Shelf, ShelfFile
     from statehold.steps.store import Store
 
+
+# -- the part of a rank ----------------------------------------------------------------------------
+# The number of ranks may differ between save and copy: together they copy all of the step, each
+# file once.
 
 BLOCK_BYTES = 16 << 20
 
@@ -420,6 +415,12 @@ def _verify(file: DataFile, address: int, cuts: Sequence[Cut]) -> None:
 
 
 # -- shared files that the level has already -------------------------------------------------------
+# A copy of a step gets them by a second name. The newest step of the level holds most files that
+# the step before it at the source shared with this one. Two files with the same spans, and the same
+# checksums of all of them, are one and the same.
+#
+# Only files that steps share are looked for, so a run without such files reads nothing more. If the
+# newest step cannot be read, or goes away meanwhile, the files are copied.
 
 
 # The size of a file, of its blocks, and its spans with their checksums.

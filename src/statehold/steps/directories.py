@@ -1,6 +1,4 @@
-"""Directories that are made with durable names, and deleted with their contents.
-
-The names of directories in a run directory: what each is, and which attempt made it.
+"""The directories in a run directory: their names, their attempts, their making and their end.
 
     step-000000000100                             a committed step
     step-000000000100.replaced                    counts as that step while it is missing
@@ -9,10 +7,7 @@ The names of directories in a run directory: what each is, and which attempt mad
     step-000000000090.retired                     no longer kept
     step-...5f3a09c1-7.copy-0123456789abcdef.partial    a copy in the making (unfinished)
 
-Directories of a run that hold a step and do not count, because they are not named like one.
-
-`dcp.save(..., checkpoint_id="RUN/step-100")` makes such a directory, and so does a person who
-renames a step.
+Invariants: a directory is made with a durable name, and deleted with its contents.
 
 Not here: their purpose (store, integrations/dcp/writer).
 """
@@ -149,6 +144,8 @@ def parent_of(path: str) -> str:
 
 
 # -- directories that do not count -----------------------------------------------------------------
+# A directory that holds a step does not count if it is not named like one. `dcp.save(...,
+# checkpoint_id="RUN/step-100")` makes such a directory, and so does a person who renames a step.
 
 
 _SHOWN = 8

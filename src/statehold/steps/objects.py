@@ -1,50 +1,16 @@
 """The steps of one run in an object store: the commit protocol on a store without rename.
 
-    PREFIX/step-000000000100.5f3a09c1-7/...     a step directory, manifest.json included
-    PREFIX/step-000000000100.commit             committed: this object alone makes it so
-    PREFIX/shared/...                           files that several steps have (references)
+    PREFIX/step-000000000100.5f3a09c1-7/...     one attempt at a step, manifest.json included
+    PREFIX/step-000000000100.commit             names the attempt that counts: this object alone
+                                                makes the step committed
+    PREFIX/shared/0123456789abcdef....safetensors    a data file that several steps have
     PREFIX/run.json                             the run that owns the steps (owners)
 
-A step is uploaded file by file into the directory of its attempt. Every object there is whole or
-missing. `publish` puts the manifest, then the commit object. One request creates the commit object,
-or replaces that of an earlier attempt. Afterwards the directory that it no longer names is deleted.
-`retire` deletes the commit object first. So a listing always shows whole steps, and a commit object
-never names files that are being deleted or uploaded. If a step is replaced while it is read, the
-reader gets MissingFileError, and the new step when it asks again.
-
-A death leaves directories that no commit object names; `clear` deletes them. It also leaves parts
-of an upload that were never put together, which no listing shows. The store's own lifecycle rule
-removes those (docs/format.md).
-
-Invariants: thread-safe. One job writes, any number may read. Names never lead out of PREFIX.
-
-The names of the objects of a run, and the content of a commit object.
-
-    step-000000000100.5f3a09c1-7/manifest.json     one attempt at a step: a whole step directory
-    step-000000000100.5f3a09c1-7/rank-00000-of-00001.safetensors
-    step-000000000100.5f3a09c1-7/rank-00000-of-00001.shared.json
-                                                   which data files of a rank are shared objects
-    step-000000000100.commit                       names the attempt that counts
-    shared/0123456789abcdef....safetensors         a data file that several steps have
-
-Owns: these names, and the JSON of commit objects and references, sealed like a manifest.
-Invariants: parsing is strict, and no name, given or read, leads out of the run's prefix.
-
-Data files that several steps in an object store have: one object, and references to it.
-
-    1. A rank puts the reference object of its files into the directory of the attempt.
-    2. It uploads those of the shared objects that are not there. Their names follow from their
-       content, and an object is whole or missing.
-    3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
-    4. The commit object makes the step (objects).
-    5. If steps were deleted since the last commit, it deletes the objects to which no directory
-       refers (`sweep`).
-
-Invariants: an object goes only after the reference objects of all steps that had it, so a
-committed step never refers to an object that is being deleted. One thread does 3 and 5, one after
-the other: an object that another rank found in 2, and that a sweep deleted since, is missing in 3.
-Then the copy fails, and the next one uploads it. If a reference object cannot be read, nothing is
-deleted.
+Owns: these names, and the JSON of commit objects and references, sealed like a manifest; which
+shared objects stay.
+Invariants: a listing always shows whole steps, and a commit object never names files that are being
+deleted or uploaded. Every object is whole or missing. No name, given or read, leads out of PREFIX.
+Thread-safe. One job writes, any number may read.
 
 Not here: which steps are kept, what is uploaded when (levels); transfers (io/objects/client).
 """
@@ -83,130 +49,19 @@ from statehold.steps.directories import ATTEMPT
 from statehold.steps.near_files import NearFiles
 from statehold.steps.shelf import Ranges, Shelf
 
-# -- names, and the commit object ------------------------------------------------------------------
-
-
-FORMAT = "statehold.commit"
-VERSION = 1
-COMMIT_BYTES_MAX = 4096
-
-_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
-_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-SHARED = "shared"
-_SHARED_FORMAT = "statehold.shared"
-_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
-_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
-_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
-
-
-def commit_name(step: int) -> str:
-    return f"step-{step:012d}.commit"
-
-
-def step_of_commit(name: str) -> int | None:
-    """The step whose commit object has this name; None for any other name."""
-    match = _COMMIT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def directory_name(step: int, attempt: str) -> str:
-    name = f"step-{step:012d}.{attempt}"
-    if _DIRECTORY.fullmatch(name) is None:
-        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
-    return name
-
-
-def attempt_of(name: str) -> tuple[int, str] | None:
-    """(step, attempt) of a directory with this name; None for any other name."""
-    match = _DIRECTORY.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
-
-
-def is_file_name(name: str) -> bool:
-    """Whether a file of a step may have this name."""
-    return _FILE.fullmatch(name) is not None
-
-
-def check_file(name: str) -> str:
-    """`name`, checked as the name of a file of a step."""
-    if not is_file_name(name):
-        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
-    return name
-
-
-def reference_name(rank: int, world_size: int) -> str:
-    """The object that says which data files of a rank are shared objects."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
-
-
-def is_reference_name(name: str) -> bool:
-    return name.endswith(".shared.json")
-
-
-def shared_name(digest: str) -> str:
-    """The shared object for the file with the content of this sha256."""
-    return f"{digest}.safetensors"
-
-
-def encode_references(files: Mapping[str, str]) -> bytes:
-    """The content of a reference object. files: data file -> shared object."""
-    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
-    return seal(document, "shared")
-
-
-def decode_references(raw: bytes, path: str) -> dict[str, str]:
-    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
-    check = Checker(ManifestError, "a reference object is not valid", path)
-    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
-    check.members(document, "shared", _SHARED_MEMBERS)
-    files = check.object(document["files"], "files")
-    for file, name in files.items():
-        check.text(file, "files", _FILE, "names of files of a step")
-        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
-    return files
-
-
-@dataclass(frozen=True, slots=True)
-class CommitObject:
-    """The directory of the step, and the sha256 of its manifest."""
-
-    step: int
-    directory: str
-    manifest_sha256: str
-
-    def encode(self) -> bytes:
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.step,
-            "directory": self.directory,
-            "manifest_sha256": self.manifest_sha256,
-        }
-        return seal(document, "commit")
-
-    @staticmethod
-    def decode(raw: bytes, step: int, path: str) -> CommitObject:
-        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
-        check = Checker(ManifestError, "a commit object is not valid", path)
-        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
-        check.members(document, "commit", _MEMBERS)
-        check.integer(document["step"], "step", low=step, high=step)
-        expected = f"the directory of an attempt at step {step}"
-        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
-        if not directory.startswith(f"step-{step:012d}."):
-            check.fail("directory", expected, repr(directory))
-        digest = check.text(
-            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
-        )
-        return CommitObject(step, directory, digest)
-
+logger = logging.getLogger("statehold")
 
 # -- the steps -------------------------------------------------------------------------------------
+# A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,
+# then the commit object. One request creates the commit object, or replaces that of an earlier
+# attempt. Afterwards the directory that it no longer names is deleted. `retire` deletes the commit
+# object first. If a step is replaced while it is read, the reader gets MissingFileError, and the
+# new step when it asks again.
+#
+# A death leaves directories that no commit object names; `clear` deletes them. It also leaves parts
+# of an upload that were never put together, which no listing shows. The store's own lifecycle rule
+# removes those (docs/format.md).
 
-
-logger = logging.getLogger("statehold")
 
 AT_ONCE = 16
 ANSWER_S = 10.0  # for a question that a restart waits for, with all its retries
@@ -588,6 +443,20 @@ class ObjectSteps(Shelf):
 
 
 # -- files that several steps have -----------------------------------------------------------------
+# Such a file is one object, and references to it:
+#
+# 1. A rank puts the reference object of its files into the directory of the attempt.
+# 2. It uploads those of the shared objects that are not there. Their names follow from their
+#    content.
+# 3. The rank that commits checks that all objects that the attempt refers to are there (`check`).
+# 4. The commit object makes the step.
+# 5. If steps were deleted since the last commit, it deletes the objects to which no directory
+#    refers (`sweep`).
+#
+# An object goes only after the reference objects of all steps that had it, so a committed step
+# never refers to an object that is being deleted. One thread does 3 and 5, one after the other: an
+# object that another rank found in 2, and that a sweep deleted since, is missing in 3. Then the
+# copy fails, and the next one uploads it. If a reference object cannot be read, nothing is deleted.
 
 
 _REFERENCES_BYTES_MAX = 1 << 20
@@ -689,3 +558,126 @@ def _references_of(file: str) -> str:
     found = file_of(file)
     assert found is not None
     return reference_name(found[0], found[1])
+
+
+# -- names, and the commit object ------------------------------------------------------------------
+# Parsing is strict. A directory of an attempt has the objects manifest.json,
+# rank-00000-of-00001.safetensors and rank-00000-of-00001.shared.json. The last of these says which
+# data files of a rank are shared objects.
+
+
+FORMAT = "statehold.commit"
+VERSION = 1
+COMMIT_BYTES_MAX = 4096
+
+_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
+_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+SHARED = "shared"
+_SHARED_FORMAT = "statehold.shared"
+_SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
+_SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+_MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
+
+
+def commit_name(step: int) -> str:
+    return f"step-{step:012d}.commit"
+
+
+def step_of_commit(name: str) -> int | None:
+    """The step whose commit object has this name; None for any other name."""
+    match = _COMMIT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def directory_name(step: int, attempt: str) -> str:
+    name = f"step-{step:012d}.{attempt}"
+    if _DIRECTORY.fullmatch(name) is None:
+        raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
+    return name
+
+
+def attempt_of(name: str) -> tuple[int, str] | None:
+    """(step, attempt) of a directory with this name; None for any other name."""
+    match = _DIRECTORY.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a step may have this name."""
+    return _FILE.fullmatch(name) is not None
+
+
+def check_file(name: str) -> str:
+    """`name`, checked as the name of a file of a step."""
+    if not is_file_name(name):
+        raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
+    return name
+
+
+def reference_name(rank: int, world_size: int) -> str:
+    """The object that says which data files of a rank are shared objects."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
+
+
+def is_reference_name(name: str) -> bool:
+    return name.endswith(".shared.json")
+
+
+def shared_name(digest: str) -> str:
+    """The shared object for the file with the content of this sha256."""
+    return f"{digest}.safetensors"
+
+
+def encode_references(files: Mapping[str, str]) -> bytes:
+    """The content of a reference object. files: data file -> shared object."""
+    document = {"format": _SHARED_FORMAT, "version": VERSION, "files": dict(files)}
+    return seal(document, "shared")
+
+
+def decode_references(raw: bytes, path: str) -> dict[str, str]:
+    """Data file -> shared object. Raises ManifestError, or FormatVersionError."""
+    check = Checker(ManifestError, "a reference object is not valid", path)
+    _, document = unseal(check, raw, "shared", _SHARED_FORMAT, VERSION)
+    check.members(document, "shared", _SHARED_MEMBERS)
+    files = check.object(document["files"], "files")
+    for file, name in files.items():
+        check.text(file, "files", _FILE, "names of files of a step")
+        check.text(name, f"files.{file}", _SHARED_OBJECT, "64 hex digits and .safetensors")
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """The directory of the step, and the sha256 of its manifest."""
+
+    step: int
+    directory: str
+    manifest_sha256: str
+
+    def encode(self) -> bytes:
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "directory": self.directory,
+            "manifest_sha256": self.manifest_sha256,
+        }
+        return seal(document, "commit")
+
+    @staticmethod
+    def decode(raw: bytes, step: int, path: str) -> CommitObject:
+        """The commit object of `step` in `raw`. Raises ManifestError, or FormatVersionError."""
+        check = Checker(ManifestError, "a commit object is not valid", path)
+        _, document = unseal(check, raw, "commit", FORMAT, VERSION)
+        check.members(document, "commit", _MEMBERS)
+        check.integer(document["step"], "step", low=step, high=step)
+        expected = f"the directory of an attempt at step {step}"
+        directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
+        if not directory.startswith(f"step-{step:012d}."):
+            check.fail("directory", expected, repr(directory))
+        digest = check.text(
+            document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"
+        )
+        return CommitObject(step, directory, digest)

@@ -4,21 +4,11 @@
     LEVEL/run.json    the run that saves at a level, and where its directory was then. LEVEL is a
                       directory, memory, or the URL of an object store
 
-    restore   a run that has no id yet (its directory is new, or old) may take steps of the level,
-              with a warning that names both runs. It continues as the run it found, unless it has
-              steps of its own, or the directory of that run still exists: then it is another run.
-              A run with an id does not see the steps of another one.
-    save      a save to a level of another run is refused. It is also refused after a copy of this
-              directory, or a restart elsewhere, has taken the level over.
-    look      subscriptions and commands pass over a level of another run.
-
-Invariants: steps and levels from before there were ids have no owner. Only the leading rank writes,
-when it saves. A path in a note is looked at, and never created.
-
-Notes: small files in a run directory that are no step, written whole or not at all, read with care.
-
-Invariants: what is read is a regular file and bounded; no link is followed. One job saves into a
-run, so nobody else writes.
+Owns: the decision of a run about the steps of a level; notes, which are small files in a run
+directory that are no step.
+Invariants: a run with an id does not see the steps of another one, and does not save to its level.
+Steps and levels from before there were ids have no owner. Only the leading rank writes, when it
+saves. A path in a note is looked at, and never created.
 
 Not here: when this is called (target, checkpoint/levels), requests (objects), the note of the
 levels (checkpoint/levels/remembered).
@@ -42,43 +32,6 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, RunBusyError, storage_error
 
 logger = logging.getLogger("statehold")
-
-# -- notes -----------------------------------------------------------------------------------------
-
-NOTE_BYTES_MAX = 64 * 1024
-
-
-def write_note(run: str, name: str, content: bytes) -> None:
-    """Make or replace the note `name` in the run directory, which is made. Raises OSError."""
-    os.makedirs(run, exist_ok=True)
-    temporary = os.path.join(run, f".{name}.partial")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
-    os.replace(temporary, os.path.join(run, name))
-
-
-def read_note(path: str, summary: str, hint: str) -> bytes | None:
-    """What a note says; None if there is none. Raises CorruptionError with this summary."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        facts = {"file": path, "why": os.strerror(error.errno or 0)}
-        raise CorruptionError(summary, facts=facts, hint=hint) from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptionError(summary, facts={"file": path, "why": "it is not a regular file"})
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(NOTE_BYTES_MAX)
-    finally:
-        os.close(fd)
-
 
 # -- who owns the steps ----------------------------------------------------------------------------
 
@@ -234,6 +187,14 @@ class DirectoryNotes:
 class OwnedSteps:
     """The owner of the steps at a level, as the run `identity` sees it.
 
+        restore   a run that has no id yet (its directory is new, or old) may take steps of the
+                  level, with a warning that names both runs. It continues as the run it found,
+                  unless it has steps of its own, or the directory of that run still exists: then
+                  it is another run
+        save      a save to a level of another run is refused. It is also refused after a copy of
+                  this directory, or a restart elsewhere, has taken the level over
+        look      subscriptions and commands pass over a level of another run
+
     leads: this rank asks, and writes, for all. yields: an agent asks; it takes nothing from a newer
         trainer.
     """
@@ -366,3 +327,42 @@ def other_owner(directory: str, run: str) -> Owner | None:
 def _id_at(run: str) -> str | None:
     owner = owner_at(run)
     return None if owner is None else owner.id
+
+
+# -- notes -----------------------------------------------------------------------------------------
+# A note is written whole or not at all. What is read is a regular file and bounded; no link is
+# followed. One job saves into a run, so nobody else writes.
+
+NOTE_BYTES_MAX = 64 * 1024
+
+
+def write_note(run: str, name: str, content: bytes) -> None:
+    """Make or replace the note `name` in the run directory, which is made. Raises OSError."""
+    os.makedirs(run, exist_ok=True)
+    temporary = os.path.join(run, f".{name}.partial")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+    os.replace(temporary, os.path.join(run, name))
+
+
+def read_note(path: str, summary: str, hint: str) -> bytes | None:
+    """What a note says; None if there is none. Raises CorruptionError with this summary."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        facts = {"file": path, "why": os.strerror(error.errno or 0)}
+        raise CorruptionError(summary, facts=facts, hint=hint) from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CorruptionError(summary, facts={"file": path, "why": "it is not a regular file"})
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(NOTE_BYTES_MAX)
+    finally:
+        os.close(fd)

@@ -1,27 +1,11 @@
 """How a directory of finished files becomes visible: the second half of the commit protocol.
 
-Owns: D3 and D5 to D7 of docs/durability.md. The caller has written the files (D1, D2) and knows the
-content of the manifest (D4). Callers are the steps of a run (store) and one checkpoint (dcp).
+Owns: D3 and D5 to D7 of docs/durability.md; E1 to E4, which replace a directory where two names
+cannot be exchanged; where a reader looks meanwhile. The caller has written the files (D1, D2) and
+knows the content of the manifest (D4). Callers are the steps of a run (store) and one checkpoint
+(dcp).
 Invariants: a crash at any point leaves `final` as it was, or whole and new; one rename decides. The
-old directory is exchanged in one operation, or keeps a name that counts (E1 to E4).
-
-Replacing a directory on a file system that cannot exchange two names in one operation.
-
-Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
-(docs/durability.md has the same numbers):
-    E1 rename final to final.replaced        E2 fsync the parent
-    D6 rename the partial to final           D7 fsync the parent
-    E3 rename final.replaced to the partial  E4 fsync the parent
-
-Owns: E1 to E4, what becomes of them after an error or a crash, and where a reader looks.
-Invariants: final.replaced counts as `final` while `final` is missing, and at no other time. Its
-files are whole whenever it may count. They are overwritten or deleted after E4 only; and before
-`final` goes away for any other reason, settle() makes sure that final.replaced does not come back.
-A job saves a step again by exchanging two directories, and retires steps by renaming them. Readers
-take no lock. A name that was listed may be gone when it is opened, and two files that were read one
-after the other may be of two saves. So a failure counts only where what was looked at is still the
-same; if it was replaced, the look begins again (look_beside_a_writer).
-
+old directory is exchanged in one operation, or keeps a name that counts.
 Not here: which directories exist, and when they are deleted.
 """
 
@@ -50,7 +34,45 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 
+# -- D3 and D5 to D7 -------------------------------------------------------------------------------
+
+
+def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
+    """D3 and D5 to D7. Returns what became of the old directory `final`."""
+    fs.sync_dir(partial)  # D3
+    fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
+    fs.sync_dir(partial)  # D5: the manifest's name as well
+    is_there = fs.is_dir(final)
+    if is_there and exchanged(fs, partial, final):  # D6: both names change at once
+        make_durable(fs, parent_of(final))  # D7
+        # A file system that ignores the flag may have renamed over the old directory.
+        return Replaced.HIDDEN if fs.is_dir(partial) else Replaced.NOTHING
+    with came_back(fs, final):
+        is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
+        fs.rename(partial, final)  # D6
+    make_durable(fs, parent_of(final))  # D7
+    return hidden(fs, final, partial) if is_aside else Replaced.NOTHING  # E3, E4
+
+
+def make_durable(fs: Fs, directory: str) -> None:
+    """D7: sync the directory that has the name of a published step. An error has the fact
+    PUBLISHED."""
+    try:
+        fs.sync_dir(directory)
+    except Exception as error:
+        failed = named(error, "while the name of a published step was made durable")
+        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None
+
+
 # -- where two names cannot be exchanged -----------------------------------------------------------
+# Many FUSE file systems and NFS refuse RENAME_EXCHANGE. There `final` is replaced by plain renames
+# (docs/durability.md has the same numbers). E1 renames final to final.replaced, and E2 syncs the
+# parent. D6 renames the partial to final, and D7 syncs the parent. E3 renames final.replaced to the
+# partial, and E4 syncs the parent.
+#
+# final.replaced counts as `final` while `final` is missing, and at no other time. Its files are
+# whole whenever it may count. They are overwritten or deleted after E4 only. Before `final` goes
+# away for any other reason, settle() makes sure that final.replaced does not come back.
 
 
 T = TypeVar("T")
@@ -182,6 +204,10 @@ def missing_path(error: Exception) -> str | None:
 
 
 # -- beside a writer -------------------------------------------------------------------------------
+# A job saves a step again by exchanging two directories, and retires steps by renaming them.
+# Readers take no lock. A name that was listed may be gone when it is opened, and two files that
+# were read one after the other may be of two saves. So a failure counts only where what was looked
+# at is still the same; if it was replaced, the look begins again.
 
 
 def look_beside_a_writer(
@@ -235,33 +261,3 @@ def is_directory(path: str, is_dir: Callable[[str], bool] = os.path.isdir) -> bo
     if not is_dir(path):
         ask_server(path)
     return is_dir(path)
-
-
-# -- D3 and D5 to D7 -------------------------------------------------------------------------------
-
-
-def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
-    """D3 and D5 to D7. Returns what became of the old directory `final`."""
-    fs.sync_dir(partial)  # D3
-    fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
-    fs.sync_dir(partial)  # D5: the manifest's name as well
-    is_there = fs.is_dir(final)
-    if is_there and exchanged(fs, partial, final):  # D6: both names change at once
-        make_durable(fs, parent_of(final))  # D7
-        # A file system that ignores the flag may have renamed over the old directory.
-        return Replaced.HIDDEN if fs.is_dir(partial) else Replaced.NOTHING
-    with came_back(fs, final):
-        is_aside = set_aside(fs, final, is_there=is_there)  # E1, E2
-        fs.rename(partial, final)  # D6
-    make_durable(fs, parent_of(final))  # D7
-    return hidden(fs, final, partial) if is_aside else Replaced.NOTHING  # E3, E4
-
-
-def make_durable(fs: Fs, directory: str) -> None:
-    """D7: sync the directory that has the name of a published step. An error has the fact
-    PUBLISHED."""
-    try:
-        fs.sync_dir(directory)
-    except Exception as error:
-        failed = named(error, "while the name of a published step was made durable")
-        raise failed.with_fact(PUBLISHED, "yes, and whole, but a power cut may undo it") from None

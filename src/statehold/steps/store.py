@@ -11,33 +11,10 @@
     RUN/.ready/                      in memory: new files, made before the next save (ready)
     RUN/.shared/                     names of files that several steps hold (pool)
 
-Commit (docs/durability.md has the same numbers). A crash after any number leaves the step or no
-step, and every older step untouched:
-    D1 write the data files under step-n.partial/     D2 fdatasync each
-    D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
-    D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
-    D7 fsync the run directory
-The engine does D1 and D2 on files that `data_file` opens. For files that are on storage already,
-`link` does D1 and `sync_links` does D2. `commit` does D3 to D7.
-If several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host and
-also writes its record. The peers do D4. Then one rank commits: rank 0, or the first rank of a host
-that has its own store. It leads: only this rank makes, hides and deletes directories, recovers,
-commits, abandons, retains and rewinds. An attempt's name is new every time, so files that a rank of
-a dead job still writes are never in a step of this one.
-
-Retire: R1 rename step-n to step-n.retired. R2 fsync the run directory. Only then R3 may overwrite
-or delete its files. So a name that a restore can find never leads to bytes that are changing.
-
-Overwriting beats allocating, so one retired step is held back and its files are handed to the next
-save. A file is reused only if the kernel confirms that no process on this host has it open or
-mapped, and that no other name links to it. Otherwise it is deleted, so its readers are not
-disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
-
-Invariants: the newest committed step, and a protected step, are never retired.
-
-Steps are saved in order: the refusal of older steps, and the advice in the error.
-
-Invariants: the advice never discards every step of a run.
+Owns: D1 to D7 and R1 to R3 of docs/durability.md, which has the same numbers (Store).
+Invariants: a crash at any moment leaves the step or no step, and every older step untouched. The
+newest committed step, and a protected step, are never retired. A name that a restore can find never
+leads to bytes that are changing.
 
 Not here: the meaning of the bytes (manifest, header), who waits for whom (pipeline).
 """
@@ -85,39 +62,6 @@ from statehold.steps.shelf import DirectoryShelf
 if TYPE_CHECKING:
     from statehold._core import File, Fs
     from statehold.options.keep import Keep
-
-
-# -- the order of steps ----------------------------------------------------------------------------
-
-
-def check_newest(
-    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
-) -> None:
-    """Refuse to save `step` if a newer one is known in the directory `run`.
-
-    steps: lists the committed steps; called only for the message.
-    """
-    newest = max((n for n in known if n is not None), default=None)
-    if newest is None or step >= newest:
-        return
-    hint = (
-        f"did you forget restore()? restore(state) loads step {newest} and returns its number; "
-        f"save greater steps from there. To train from the start again, give the Checkpointer "
-        f"another "
-        "run directory"
-    )
-    with contextlib.suppress(StorageError):
-        older = max((each for each in steps() if each < step), default=None)
-        if older is not None:  # a rewind to anything else could discard every step
-            hint += (
-                f". To continue from step {older}, call restore(state, step={older}) and "
-                f"rewind({older}), which deletes all steps after {older}"
-            )
-    raise StepOrderError(
-        f"step {step} is older than step {newest}, which is saved already",
-        facts={"run": run},
-        hint=hint,
-    )
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -214,6 +158,30 @@ class CommitRecord(Protocol):
 
 class Store(DirectoryShelf):
     """The steps of the run directory `root` on the file system `fs`, which a test may wrap.
+
+    Commit:
+
+        D1 write the data files under step-n.partial/     D2 fdatasync each
+        D3 fsync step-n.partial/                          D4 every rank has done D1 to D3
+        D5 write and fsync the manifest                   D6 rename step-n.partial to step-n
+        D7 fsync the run directory
+
+    The engine does D1 and D2 on files that `data_file` opens. For files that are on storage
+    already, `link` does D1 and `sync_links` does D2. `commit` does D3 to D7.
+
+    If several ranks write, each calls `begin`, `data_file` and `seal`, which is D3 on its own host
+    and also writes its record. The peers do D4. Then one rank commits: rank 0, or the first rank of
+    a host that has its own store. It leads: only this rank makes, hides and deletes directories,
+    recovers, commits, abandons, retains and rewinds. An attempt's name is new every time, so files
+    that a rank of a dead job still writes are never in a step of this one.
+
+    Retire: R1 rename step-n to step-n.retired. R2 fsync the run directory. Only then R3 may
+    overwrite or delete its files.
+
+    Overwriting beats allocating, so one retired step is held back and its files are handed to the
+    next save. A file is reused only if the kernel confirms that no process on this host has it open
+    or mapped, and that no other name links to it. Otherwise it is deleted, so its readers are not
+    disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
 
     keep: which committed steps stay (options/keep). reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
@@ -654,3 +622,37 @@ class Store(DirectoryShelf):
                 self.fs.rename(spare_file, path)
                 return True
         return False
+
+
+# -- the order of steps ----------------------------------------------------------------------------
+# The advice in an error never discards every step of a run.
+
+
+def check_newest(
+    run: str, step: int, known: Iterable[int | None], steps: Callable[[], Iterable[int]]
+) -> None:
+    """Refuse to save `step` if a newer one is known in the directory `run`.
+
+    steps: lists the committed steps; called only for the message.
+    """
+    newest = max((n for n in known if n is not None), default=None)
+    if newest is None or step >= newest:
+        return
+    hint = (
+        f"did you forget restore()? restore(state) loads step {newest} and returns its number; "
+        f"save greater steps from there. To train from the start again, give the Checkpointer "
+        f"another "
+        "run directory"
+    )
+    with contextlib.suppress(StorageError):
+        older = max((each for each in steps() if each < step), default=None)
+        if older is not None:  # a rewind to anything else could discard every step
+            hint += (
+                f". To continue from step {older}, call restore(state, step={older}) and "
+                f"rewind({older}), which deletes all steps after {older}"
+            )
+    raise StepOrderError(
+        f"step {step} is older than step {newest}, which is saved already",
+        facts={"run": run},
+        hint=hint,
+    )

@@ -8,14 +8,6 @@ Invariants: the target's own commit publishes a copy, and not before all of it i
 reader sees half of one. Several ranks copy their parts (`take`). Only the leading rank prepares,
 commits, abandons and retires: rank 0, or the first on each host.
 
-A word in time where steps may fill a storage: any number of them stay, and few more have room.
-
-No step is deleted that a user has not asked to delete, so by default all stay. Then the storage
-must not be full before anybody has heard of it.
-Invariants: it costs one question to the file system for each commit. The files of a step are looked
-at when the first step is there, and again before a warning. A warning comes again only if there was
-room in between. A file system that cannot be asked gives no warning.
-
 Not here: which steps are copied, and when (promoting); the bytes of a copy (copying).
 """
 
@@ -53,61 +45,10 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
     from statehold.steps.store import Store
 
-
-# -- the warning before a storage is full ----------------------------------------------------------
-
-
-# A warning comes if fewer steps than this have room.
-STEPS_LEFT = 10
-
-
-class Filling:
-    """Looks at the storage of one store, on the rank that leads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._step_bytes = 0
-        self._has_warned = False
-
-    def warning(self) -> str:
-        """The text of a warning, after a step was committed; empty if there is none."""
-        store = self._store
-        if store.retention.most is not None or store.fs.backend == "sim":
-            return ""
-        with contextlib.suppress(OSError, StorageError):
-            left = self._steps_left()
-            is_new, self._has_warned = not self._has_warned, left < STEPS_LEFT
-            if is_new and self._has_warned:
-                return (
-                    f"{store.root} keeps {self._kept}, and its storage has room for about {left} "
-                    f"more of {format_bytes(self._step_bytes)}: pass keep= to the Checkpointer, or "
-                    "delete old steps with statehold prune"
-                )
-        return ""
-
-    @property
-    def _kept(self) -> str:
-        return "all steps" if self._store.retention.keep is None else "any number of steps"
-
-    def _steps_left(self) -> int:
-        free = free_bytes(self._store.root)
-        if free < STEPS_LEFT * self._step_bytes or not self._step_bytes:
-            newest = self._store.newest()
-            self._step_bytes = 0 if newest is None else own_bytes(self._store.where(newest))
-        return free // max(self._step_bytes, 1)
-
-
-def own_bytes(directory: str) -> int:
-    """The bytes of files that no other step shares. Raises OSError."""
-    with os.scandir(directory) as entries:
-        found = [entry.stat(follow_symlinks=False) for entry in entries]
-    return sum(each.st_size for each in found if each.st_nlink == 1)
-
+logger = logging.getLogger("statehold")
 
 # -- the places ------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger("statehold")
 
 # By writer, of so many that have saved a step, the rank that copies its files.
 Carriers = Callable[[int], list[int]]
@@ -547,3 +488,59 @@ def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[
         yield place
     finally:
         place.close()
+
+
+# -- the warning before a storage is full ----------------------------------------------------------
+# No step is deleted that a user has not asked to delete, so by default all stay. Then the storage
+# must not be full before anybody has heard of it: a warning comes when few more steps have room.
+#
+# It costs one question to the file system for each commit. The files of a step are looked at when
+# the first step is there, and again before a warning. A warning comes again only if there was room
+# in between. A file system that cannot be asked gives no warning.
+
+
+# A warning comes if fewer steps than this have room.
+STEPS_LEFT = 10
+
+
+class Filling:
+    """Looks at the storage of one store, on the rank that leads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._step_bytes = 0
+        self._has_warned = False
+
+    def warning(self) -> str:
+        """The text of a warning, after a step was committed; empty if there is none."""
+        store = self._store
+        if store.retention.most is not None or store.fs.backend == "sim":
+            return ""
+        with contextlib.suppress(OSError, StorageError):
+            left = self._steps_left()
+            is_new, self._has_warned = not self._has_warned, left < STEPS_LEFT
+            if is_new and self._has_warned:
+                return (
+                    f"{store.root} keeps {self._kept}, and its storage has room for about {left} "
+                    f"more of {format_bytes(self._step_bytes)}: pass keep= to the Checkpointer, or "
+                    "delete old steps with statehold prune"
+                )
+        return ""
+
+    @property
+    def _kept(self) -> str:
+        return "all steps" if self._store.retention.keep is None else "any number of steps"
+
+    def _steps_left(self) -> int:
+        free = free_bytes(self._store.root)
+        if free < STEPS_LEFT * self._step_bytes or not self._step_bytes:
+            newest = self._store.newest()
+            self._step_bytes = 0 if newest is None else own_bytes(self._store.where(newest))
+        return free // max(self._step_bytes, 1)
+
+
+def own_bytes(directory: str) -> int:
+    """The bytes of files that no other step shares. Raises OSError."""
+    with os.scandir(directory) as entries:
+        found = [entry.stat(follow_symlinks=False) for entry in entries]
+    return sum(each.st_size for each in found if each.st_nlink == 1)

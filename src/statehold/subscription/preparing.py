@@ -1,23 +1,10 @@
 """Matches a step with the tensors of a consumer: which pieces differ, and where each belongs.
 
-Owns: which kinds of state a consumer may have; what is known to be in each tensor.
+Owns: which kinds of state a consumer may have; what is known to be in each tensor; what the
+consumer changes itself.
 Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
 that got the same bytes from the step in place, and its version counter has not moved since. So a
 tensor that was replaced, or changed in place, is read as a whole.
-
-Which pieces of a tensor differ between two steps, by their checksums. Pure.
-
-Invariants: a piece that is left out has the same bytes, at the same place of the tensor, in both
-steps. Pieces are compared only if both steps cut the chunk at the same elements: the same box, and
-the same distance to the grid of the file. Otherwise all pieces of the chunk count as different.
-
-What the consumer of a subscription changes itself: the parameters that its optimizers update.
-
-A fused optimizer changes parameters and moves no version counter, so only its step() tells.
-
-Invariants: what an optimizer may have changed since forget() is known to have nothing of a step.
-After an update that nobody sees (updates.why_unseen), that is every tensor.
-
 Not here: the bytes (spare), when they are put into place (subscribe).
 """
 
@@ -47,52 +34,6 @@ if TYPE_CHECKING:
     from statehold.format.saved import PlacedChunk, SavedStep
     from statehold.tensors.destinations import Destination
     from statehold.tensors.matching import Restoration
-
-
-# -- pieces that differ ----------------------------------------------------------------------------
-
-
-class ChangedPiece(NamedTuple):
-    """The bytes [begin, end) of a file of a step, and their checksum in hexadecimal digits."""
-
-    file: str
-    begin: int
-    end: int
-    sum: str
-    file_bytes: int
-
-
-class KnownTensor(NamedTuple):
-    """The chunks of a tensor in a step, by their boxes, and the grid of its checksums."""
-
-    chunks: Mapping[Box, PlacedChunk]
-    block_bytes: int
-
-    @classmethod
-    def of(cls, chunks: Sequence[PlacedChunk], block_bytes: int) -> KnownTensor:
-        return cls({chunk.box: chunk for chunk in chunks}, block_bytes)
-
-
-def changed_pieces(
-    chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None
-) -> Iterator[ChangedPiece]:
-    """The pieces of a chunk whose bytes differ from what is known; None: nothing is."""
-    before = _comparable(chunk, block_bytes, known)
-    if before == chunk.sums:
-        return
-    cut = summed_pieces(chunk.begin, chunk.end, chunk.sums, block_bytes)
-    for index, (begin, end, digits) in enumerate(cut):
-        at = index * SUM_DIGITS
-        if before is None or before[at : at + SUM_DIGITS] != digits:
-            yield ChangedPiece(chunk.file, begin, end, digits, chunk.file_bytes)
-
-
-def _comparable(chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None) -> str | None:
-    """The checksums of the same pieces before; None if they were other pieces."""
-    before = known.chunks.get(chunk.box) if known and known.block_bytes == block_bytes else None
-    if before is None or before.end - before.begin != chunk.end - chunk.begin:
-        return None
-    return before.sums if (before.begin - chunk.begin) % block_bytes == 0 else None
 
 
 # -- where each belongs ----------------------------------------------------------------------------
@@ -221,6 +162,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 # -- what the consumer changes ---------------------------------------------------------------------
+# The optimizers of a consumer update its parameters. A fused optimizer changes parameters and moves
+# no version counter, so only its step() tells. What an optimizer may have changed since forget() is
+# known to have nothing of a step. After an update that nobody sees (updates.why_unseen), that is
+# every tensor.
 
 
 class Changes:
@@ -276,3 +221,52 @@ class Changes:
 
     def before_memory_goes(self, storage: UntypedStorage) -> None:
         """The storage is another memory then, which nothing is known of."""
+
+
+# -- pieces that differ ----------------------------------------------------------------------------
+# Pure. A piece that is left out has the same bytes, at the same place of the tensor, in both steps.
+# Pieces are compared only if both steps cut the chunk at the same elements: the same box, and the
+# same distance to the grid of the file. Otherwise all pieces of the chunk count as different.
+
+
+class ChangedPiece(NamedTuple):
+    """The bytes [begin, end) of a file of a step, and their checksum in hexadecimal digits."""
+
+    file: str
+    begin: int
+    end: int
+    sum: str
+    file_bytes: int
+
+
+class KnownTensor(NamedTuple):
+    """The chunks of a tensor in a step, by their boxes, and the grid of its checksums."""
+
+    chunks: Mapping[Box, PlacedChunk]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[PlacedChunk], block_bytes: int) -> KnownTensor:
+        return cls({chunk.box: chunk for chunk in chunks}, block_bytes)
+
+
+def changed_pieces(
+    chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None
+) -> Iterator[ChangedPiece]:
+    """The pieces of a chunk whose bytes differ from what is known; None: nothing is."""
+    before = _comparable(chunk, block_bytes, known)
+    if before == chunk.sums:
+        return
+    cut = summed_pieces(chunk.begin, chunk.end, chunk.sums, block_bytes)
+    for index, (begin, end, digits) in enumerate(cut):
+        at = index * SUM_DIGITS
+        if before is None or before[at : at + SUM_DIGITS] != digits:
+            yield ChangedPiece(chunk.file, begin, end, digits, chunk.file_bytes)
+
+
+def _comparable(chunk: PlacedChunk, block_bytes: int, known: KnownTensor | None) -> str | None:
+    """The checksums of the same pieces before; None if they were other pieces."""
+    before = known.chunks.get(chunk.box) if known and known.block_bytes == block_bytes else None
+    if before is None or before.end - before.begin != chunk.end - chunk.begin:
+        return None
+    return before.sums if (before.begin - chunk.begin) % block_bytes == 0 else None

@@ -1,5 +1,7 @@
-"""What a capture holds, and how it comes to that: each tensor of a state with its spec, as it was
-then; a tree of plain values; copies of some tensors. No tensor's bytes move here.
+"""What a capture holds, and how it comes to that. No tensor's bytes move here.
+
+A capture has each tensor of a state with its spec, as it was then; a tree of plain values; copies
+of some tensors.
 
 Owns: the walk through a state; which tensors a step holds, and which must be copied at once (eager)
 and which may be copied until the next update (lazy):
@@ -9,18 +11,11 @@ and which may be copied until the next update (lazy):
     eager   everything else: buffers, other tensors, tensors inside state_dict() of objects, tensors
             in param_groups; and whatever is wrapped in Volatile, which wins
 Invariants: the memory of a captured tensor stays alive at the address that it had at capture
-(columns). The tree shares no container with the live state. In a job of several ranks a tensor is
-this rank's box, and its spec says of what: DTensors by their placements, what
-DistributedDataParallel replicates, and the optimizer state of both. All else is this rank's own.
-
-Containers of tensors as flat batches.
-
-Owns: flattening many small dicts, such as those that an optimizer keeps for its parameters, without
-Python for each tensor; and putting plain values of now into the nodes of such dicts.
+(columns). The tree shares no container with the live state.
 
 Not here: modules, optimizers and other objects (kinds), ties and what is recognised from the
-capture before (found), what is known of each tensor, and whether it has changed since (columns),
-the copying (engine, devices), the layout of the file (plan), layouts (placements).
+capture before (found), what is known of each tensor (columns), the copying (engine, devices), the
+layout of the file (plan), layouts (placements).
 """
 
 from __future__ import annotations
@@ -185,6 +180,8 @@ def note_of(parameters: Sequence[TensorSpec]) -> str:
 
 
 # -- containers as batches -------------------------------------------------------------------------
+# Many small dicts, such as those that an optimizer keeps for its parameters, are flattened without
+# Python for each tensor. Plain values of now are put into the nodes of such dicts.
 
 
 # The states of so many parameters are one batch.
@@ -252,6 +249,9 @@ def in_batches(members: Mapping[Any, Any], size: int) -> Iterator[tuple[int, lis
 
 
 # -- one capture -----------------------------------------------------------------------------------
+# In a job of several ranks a tensor is this rank's box, and its spec says of what: DTensors by
+# their placements, what DistributedDataParallel replicates, and the optimizer state of both. All
+# else is this rank's own.
 
 
 class Capturing:

@@ -7,11 +7,6 @@ Invariants: `storage` keeps the memory at `address` alive, whatever becomes of t
 is the live tensor, or an alias of it; either counts the changes of its memory. aliases() show the
 memory as it was at capture. A Structure keeps no tensor alive.
 Not here: which tensors a state has (capture), and which of them are copied at once (captured).
-
-Facts about PyTorch that decide what is here:
-- A detached alias takes 0.5 us, and more when it is collected; the storage, which exists, 0.06 us.
-- `.data = other` leaves a tensor its version counter, `set_` moves it. torch.utils.swap_tensors
-  gives a tensor another counter: the address of what is behind the tensor (`_cdata`) tells.
 """
 
 from __future__ import annotations
@@ -45,6 +40,14 @@ _dtype = attrgetter("dtype")
 _size, _stride, _data_ptr = torch.Tensor.size, torch.Tensor.stride, torch.Tensor.data_ptr
 _detach, _is_neg = torch.Tensor.detach, torch.Tensor.is_neg
 _is_eager, _nbytes = attrgetter("eager"), attrgetter("nbytes")
+
+
+# -- one tensor ------------------------------------------------------------------------------------
+# Facts about PyTorch that decide what is here:
+# - A detached alias takes 0.5 us, and more when it is collected; the storage, which exists, 0.06
+#   us.
+# - `.data = other` leaves a tensor its version counter, `set_` moves it. torch.utils.swap_tensors
+#   gives a tensor another counter: the address of what is behind the tensor (`_cdata`) tells.
 
 
 class Form(NamedTuple):
@@ -138,6 +141,9 @@ def described(
         spec, form, strided, external, owned, is_gated,
         tensor, storage, impl, version, address, wrapper,
     )  # fmt: skip
+
+
+# -- all of them -----------------------------------------------------------------------------------
 
 
 class Stamps:

@@ -1,39 +1,10 @@
 """Tensors in the tree that are not simply bytes of a dtype: complex128, and classes made of others.
 
-Owns: which live tensor can take such a node in place, through the plain tensors that it is made of;
-making a new one, sharded like the parameter beside it.
-Invariants: nothing is filled unless all of it fits; inner tensors keep their storage.
-
-    {"$complex128": {"$tensor": name}}     the tensor is F64 with a last dimension of 2
-    {"$subclass": {"class", "context", "shape", "stride", "part", "tensors": {inner name: node}}}
-"part" is null where inner tensors are as the shape says; else the box that a rank holds: its inner
-tensors mean nothing without it.
-
-Their classes: tensors that consist of other tensors, such as quantized ones.
-
-Owns: the list of classes that a step may hold, how each is taken apart and put together
-(`__tensor_flatten__` and `__tensor_unflatten__`, or an adapter for a class that has neither), and
-how its inner tensors are sharded; which entries of a state_dict() repeat its parts.
+Owns: the list of classes that a step may hold; how each is taken apart, put together and sharded;
+which live tensor can take such a node in place, and which entries of a state_dict() repeat it.
 Invariants: no class is imported or called because a file names it. Its name must be in the list
-here, or a user must have allowed it. The other attributes of a class (its context) are stored as
-plain values. Taking a tensor apart copies nothing and waits for no device.
-
-The names in the list are those of the modules that define the classes. A class that its library has
-moved is not found there, and refused by name.
-
-Facts about bitsandbytes (0.50) that decide what is here:
-- A Params4bit is a parameter whose own memory holds the packed values. Its QuantState holds the
-  other tensors: absmax, code, and with double quantization offset and state2.
-- Until the layer is moved to a device the weight is not quantized, and has no QuantState.
-- Once it is quantized only the QuantState counts. The parameter's own blocksize and quant_type may
-  be defaults.
-- state_dict() of a Linear4bit adds these tensors (one as a copy), and a tensor of JSON with the
-  rest. load_state_dict() of a quantized layer refuses these entries.
-- A conversion of the parameter, such as fully_shard, can lose the QuantState. The layer keeps it.
-- In eval on a CPU with AVX512-BF16, forward() packs the weight in another way. state_dict() of the
-  layer undoes that, and changes the scales: it is not called for such a layer.
-
-Values of a step that are built anew: what the leaves of its tree mean.
+here, or a user must have allowed it. Taking a tensor apart copies nothing and waits for no device.
+Nothing is filled unless all of it fits; inner tensors keep their storage.
 
 Not here: names and nodes of the inner tensors (captured), comparing plain tensors and memory
 (destinations).
@@ -119,6 +90,17 @@ def _above(name: str) -> Iterable[str]:
 
 
 # -- bitsandbytes ----------------------------------------------------------------------------------
+# Facts about bitsandbytes (0.50) that decide what is here:
+# - A Params4bit is a parameter whose own memory holds the packed values. Its QuantState holds the
+#   other tensors: absmax, code, and with double quantization offset and state2.
+# - Until the layer is moved to a device the weight is not quantized, and has no QuantState.
+# - Once it is quantized only the QuantState counts. The parameter's own blocksize and quant_type
+#   may be defaults.
+# - state_dict() of a Linear4bit adds these tensors (one as a copy), and a tensor of JSON with the
+#   rest. load_state_dict() of a quantized layer refuses these entries.
+# - A conversion of the parameter, such as fully_shard, can lose the QuantState. The layer keeps it.
+# - In eval on a CPU with AVX512-BF16, forward() packs the weight in another way. state_dict() of
+#   the layer undoes that, and changes the scales: it is not called for such a layer.
 
 
 def _bits_apart(tensor: Any, path: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -221,6 +203,10 @@ def _quantized_layers(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]
 
 
 # -- the classes -----------------------------------------------------------------------------------
+# A class has `__tensor_flatten__` and `__tensor_unflatten__`, or an adapter here. The names in the
+# list are those of the modules that define the classes. A class that its library has moved is not
+# found there, and refused by name. The other attributes of a class (its context) are stored as
+# plain values.
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,7 +506,14 @@ class _InnerTensor:
 
 
 class Composed:
-    """The nodes of one restore; `memory` takes the plain tensors."""
+    """The nodes of one restore; `memory` takes the plain tensors.
+
+        {"$complex128": {"$tensor": name}}     the tensor is F64 with a last dimension of 2
+        {"$subclass": {"class", "context", "shape", "stride", "part", "tensors": {inner: node}}}
+
+    "part" is null where inner tensors are as the shape says; else the box that a rank holds: its
+    inner tensors mean nothing without it. A new tensor is sharded like the parameter beside it.
+    """
 
     def __init__(self, memory: Destinations) -> None:
         self._memory = memory

@@ -1,15 +1,10 @@
 """Live memory for saved tensors: what fits, what is filled where it is, and what has to be made.
 
-Owns: the comparison of shapes and dtypes, ties, new tensors.
-Invariants: nothing live changes here. A DTensor is compared by its global shape and filled in its
-local tensor; no collective is called. What is made for a sharded parameter is sharded as it is.
-
-Tensors of a step that are converted to the dtype of the live ones: floats of 8 to 64 bits.
-
-Invariants: a tensor is read in its saved dtype, a block of bounded size at a time, and converted
-only after the bytes of the block were verified. The state of a parameter that is converted is made
-in the dtype of the parameter, as torch's load_state_dict() has it.
-
+Owns: the comparison of shapes and dtypes, ties, new tensors; conversions to the dtype of the live
+ones.
+Invariants: a destination changes nothing live. A DTensor is compared by its global shape and filled
+in its local tensor; no collective is called. What is made for a sharded parameter is sharded as it
+is.
 Not here: names and trees (matching), who reads the bytes (engine).
 """
 
@@ -50,6 +45,10 @@ from statehold.tensors.stored import Fill, Wanted
 from statehold.units import MiB
 
 # -- casts -----------------------------------------------------------------------------------------
+# Floats of 8 to 64 bits can be asked for in another dtype. A tensor is read in its saved dtype, a
+# block of bounded size at a time, and converted only after the bytes of the block were verified.
+# The state of a parameter that is converted is made in the dtype of the parameter, as torch's
+# load_state_dict() has it.
 
 
 BLOCK_BYTES = 64 * MiB

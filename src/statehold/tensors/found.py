@@ -6,13 +6,6 @@ Invariants: a recognised tensor is added as it would be in full: the same spec, 
 the order, with the memory and the version that it has now. A tensor at whose address another one
 was found, or that is out of the ordinary in any way, is never recognised.
 
-What one capture saw of each tensor, and of each batch of them, for the next one.
-
-Owns: the facts that decide a tensor's spec, by the tensor's name, with the spec; what batches of
-tensors showed together, by their path; the nodes of containers, and the structure of all.
-Invariants: only facts are kept, and never a tensor. What is equal in the next capture is the same
-object: it is not made again, and plans find at once that nothing has changed.
-
 Not here: which tensors a state has, where they lie, and which of them are eager (captured).
 """
 
@@ -54,6 +47,10 @@ from statehold.tensors.storable import (
 )
 
 # -- what the next capture recognises --------------------------------------------------------------
+# The facts that decide a tensor's spec are kept by the tensor's name, with the spec. What batches
+# of tensors showed together is kept by their path. The nodes of containers and the structure of all
+# are kept, too, and never a tensor. What is equal in the next capture is the same object: it is not
+# made again, and plans find at once that nothing has changed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,10 @@
 """Graph: the graph of a live model, as a part of a state.
 
-Owns: how a model is traced, what counts as a layer, and what the digest of a layer covers.
+Owns: how a model is traced, what counts as a layer, and what the digest of a layer covers; which
+tensors of a step a model can take over.
 Invariants: the model is not changed and not run: torch.fx traces a copy of its modules that shares
 their tensors. Other threads may call models meanwhile. A model that cannot be traced has its
-modules in their order instead; `kind` and `reason` say so. Weights do not count, except for small
-tensors that no step holds.
-
-The digest of a layer covers
-    its class, and its public attributes that are plain values (stride, eps, num_heads, ...)
-    its tensors: name below the layer, dtype, and shape; of a tensor that an earlier layer has, too,
-        that layer
-    the same of the modules in it
-    its inputs; of a function or a method also its name and its constants
-A trace is that of train mode. Neither devices nor requires_grad count.
-
-Which tensors of a step a model can take over: those of the prefix that both graphs share.
-
-Owns: which model of the state and which of the step are meant.
-Invariants: exactly the tensors of the shared layers are taken, each by its whole name. All else in
-the model is kept, and all else in the step is left out: neither is an error. State of optimizers,
-generators and everything else stays as it is: moments belong to the gradients of the old model, and
-a new layer changes these.
+modules in their order instead; `kind` and `reason` say so.
 
 Not here: digests, the record in a step, and prefixes (format/graphs); the restore (restore).
 """
@@ -56,6 +40,8 @@ from statehold.tensors.composed import is_allowed
 from statehold.tensors.kinds import modules, parts
 from statehold.tensors.matching import bare
 from statehold.tensors.storable import local_of
+
+# -- the graph of a model --------------------------------------------------------------------------
 
 # The content of a larger tensor that no step holds does not count.
 _CONSTANT_BYTES_MAX = 1 << 20
@@ -129,7 +115,17 @@ def _form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 class _Layers:
-    """The layers of one model, in the order in which they are found."""
+    """The layers of one model, in the order in which they are found. The digest of a layer covers
+
+        its class, and its public attributes that are plain values (stride, eps, num_heads, ...)
+        its tensors: name below the layer, dtype, and shape; of a tensor that an earlier layer
+            has, too, that layer
+        the same of the modules in it
+        its inputs; of a function or a method also its name and its constants
+
+    A trace is that of train mode. Neither devices nor requires_grad count. Weights do not count,
+    except for small tensors that no step holds.
+    """
 
     kind: Kind
 
@@ -300,6 +296,10 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 # -- the selection ---------------------------------------------------------------------------------
+# A model takes over exactly the tensors of the layers of the prefix that both graphs share, each by
+# its whole name. All else in the model is kept, and all else in the step is left out: neither is an
+# error. State of optimizers, generators and everything else stays as it is: moments belong to the
+# gradients of the old model, and a new layer changes these.
 
 
 class Transfer(Selection):

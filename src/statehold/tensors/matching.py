@@ -1,16 +1,12 @@
 """Match a step with the live state, and say where its bytes go, before anything changes.
 
-Owns: the walk through a live state and a saved tree; tensors, containers and plain values; values
-that have no live counterpart; what is left to do once the bytes have arrived; the report, and the
-error for a state that differs.
+Owns: the walk through a live state and a saved tree, for tensors, containers and plain values; what
+is left to do once the bytes have arrived; the report, and the error for a state that differs.
 Invariants: nothing live changes here. Destinations are live storages wherever there is a tensor of
 the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict entries) is
 allocated.
 Not here: modules, optimizers and other objects (kinds), memory (destinations), the order of the
 acts that are left (restore), choosing the step (checkpointer).
-
-A live dict takes the content of the saved one; entries that the step lacks are missing. In a job of
-several ranks what this rank has no place for may be another's: the caller judges.
 """
 
 from __future__ import annotations
@@ -298,6 +294,8 @@ def saved_names(node: Any, path: str) -> Iterator[str]:
 
 
 # -- the comparison --------------------------------------------------------------------------------
+# A live dict takes the content of the saved one; entries that the step lacks are missing. In a job
+# of several ranks what this rank has no place for may be another's: the caller judges.
 
 
 class Matching:

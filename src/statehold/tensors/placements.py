@@ -1,28 +1,12 @@
 """Where a tensor lies in a job of several ranks: layouts read off DTensors and process groups.
 
-Owns: DTensor -> Layout (meshes, the order of splits), what is replicated, and the check that the
-box so computed has the shape of the local tensor.
+Owns: the way from a DTensor to its Layout, checked against the shape of the local tensor; what is
+replicated; `Piece` and `Pieced`, for frameworks whose parts of a global tensor are not DTensors.
 Invariants: in a job of one rank, or without torch.distributed, nothing has a layout. The ranks of a
 mesh come to the same layouts, without a word between them.
 
-Memory that is a part of a global tensor, for frameworks whose parts are not DTensors.
-
-Owns: `Piece`, which says of plain memory what it is a part of; `Pieced`, an object whose state
-has pieces, and which makes room for a step that has more of them than it has itself.
-Invariants: all ranks that hold a tensor give the same shape and the same layout for it. A rank
-without a part has a Piece with an empty tensor, so that every rank names the same tensors.
-
 Not here: boxes (layout), who writes what (share), memory (tensors), the cutting of the framework
 (integrations).
-
-Facts about PyTorch that decide what is here (torch 2.13):
-- Splits apply in the order of the mesh axes, unless `shard_order` says otherwise. FSDP over tensor
-  parallel on one dim is `_StridedShard(dim, split_factor)`: the later axes of that dim whose sizes
-  multiply to split_factor are applied before it.
-- Uneven pieces are those of torch.chunk; DTensor.from_local() takes any, so shapes are compared.
-- A plain tensor in the optimizer state of a sharded parameter is the same on all ranks (`step`)
-  when it is a scalar, and a piece like the parameter's when it has the local shape. Other shapes,
-  as those of quantized moments, only their own rank understands.
 """
 
 from __future__ import annotations
@@ -42,6 +26,16 @@ from statehold.tensors.storable import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# -- DTensors --------------------------------------------------------------------------------------
+# Facts about PyTorch that decide what is here (torch 2.13):
+# - Splits apply in the order of the mesh axes, unless `shard_order` says otherwise. FSDP over
+#   tensor parallel on one dim is `_StridedShard(dim, split_factor)`: the later axes of that dim
+#   whose sizes multiply to split_factor are applied before it.
+# - Uneven pieces are those of torch.chunk; DTensor.from_local() takes any, so shapes are compared.
+# - A plain tensor in the optimizer state of a sharded parameter is the same on all ranks (`step`)
+#   when it is a scalar, and a piece like the parameter's when it has the local shape. Other shapes,
+#   as those of quantized moments, only their own rank understands.
 
 # A job has few meshes and shapes, but a layout for each spec is looked up at every save.
 _CACHED_MAX = 1 << 16
@@ -197,6 +191,8 @@ def _refused(what: str, path: str, spec: Any) -> UnsupportedValueError:
 
 
 # -- pieces ----------------------------------------------------------------------------------------
+# All ranks that hold a tensor give the same shape and the same layout for it. A rank without a part
+# has a Piece with an empty tensor, so that every rank names the same tensors.
 
 
 class Piece:
@@ -245,7 +241,10 @@ class Piece:
 
 @runtime_checkable
 class Pieced(Protocol):
-    """An object with state_dict() and load_state_dict() whose state has pieces."""
+    """An object with state_dict() and load_state_dict() whose state has pieces.
+
+    It makes room for a step that has more of them than it has itself.
+    """
 
     def state_to_fill(self, saved: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """The state that takes what a step has of this object.

@@ -1,17 +1,10 @@
-"""What the steps of optimizers tell: which update through the gate, which memory only their step()
-changes, and whether gradients wait.
+"""What the steps of optimizers tell: which update through the gate, which memory only they change.
 
-The memory is asked for of tensors that a state has without their optimizer, those of its
-state_dict().
+They also tell whether gradients wait for an update. A step does not hold gradients.
 
-Whether gradients wait for an update: a step does not hold them.
-
-Invariants: reads no memory of tensors, waits for no device, and keeps no gradient alive. A gradient
-waits if it is another tensor than the one that the last step() of its optimizer used: zero_grad()
-drops that one, and the next backward() makes a new one.
-Also here: which parameters need none.
-Not seen: gradients before the first step(), and those that are zeroed in place. Gradients of some
-optimizers alone do not count: the loss of one model may also reach another, as in a GAN.
+Owns: the memory of tensors that a state has without their optimizer, those of its state_dict();
+which parameters need no gradient.
+Invariants: reads no memory of tensors, waits for no device, and keeps no gradient alive.
 """
 
 from __future__ import annotations
@@ -127,6 +120,10 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 # -- gradients -------------------------------------------------------------------------------------
+# A gradient waits if it is another tensor than the one that the last step() of its optimizer used:
+# zero_grad() drops that one, and the next backward() makes a new one. Gradients before the first
+# step() are not seen, and neither are those that are zeroed in place. Gradients of some optimizers
+# alone do not count: the loss of one model may also reach another, as in a GAN.
 
 
 _PROBED_MAX = 64  # parameters that are looked at until one has a gradient

@@ -1,26 +1,10 @@
 """What capture and restore both have to know about a tensor: whether a step can hold it, and where
-its bytes are. Of a DTensor, what counts is the local tensor. Also here: which objects have state.
+its bytes are.
 
-Facts about PyTorch that decide what is here:
-- A detached tensor shares storage and version counter with its origin, and keeps the old storage
-  when `.data` of the origin is replaced. A save holds on to one, or to the tensor and its storage.
-- In-place operations move the counter: under no_grad and inference_mode, through views and
-  `out=`, by foreach optimizers. These change memory without moving it (torch 2.13): **fused**
-  optimizers (only `step` moves, so SGD leaves no trace), running statistics of batch norm,
-  `.data` and NumPy views, writes to the storage, foreign kernels. That is why the gate waits
-  instead of comparing, why buffers are eager, and why a moved counter proves a torn copy but an
-  unmoved one proves nothing.
-- `.data = other` and `set_` leave a detached alias on the old storage, with the old bytes.
-  `untyped_storage().resize_()` frees it under the alias: nothing can be done about that.
-- A DTensor has two counters (torch 2.13). In-place operations on the DTensor, its detach() and
-  views, under no_grad and inference_mode, by for-loop optimizers and copy_, move the counter of the
-  **wrapper** only; operations on `_local_tensor` and to_local() move that of the **local** tensor
-  only; **foreach** (also of optimizers), fused optimizers and `.data` move neither. Both only grow,
-  so their sum moves when either does. What a foreach update leaves is the counter of `step`.
-- The local tensor of a DTensor may still be under way from a collective (AsyncCollectiveTensor);
-  to_local() without grad waits for it.
-- Inference tensors have no counter, and a detached alias of one pretends to: they are eager.
-- Conjugate and negative views are flags: their memory holds other values than they show.
+Owns: the checks of tensors and of objects with state; addresses, strides and version counters of
+memory.
+Invariants: of a DTensor, what counts is the local tensor.
+Not here: what a capture does with them (captured), what a restore fills (destinations).
 """
 
 from __future__ import annotations
@@ -56,7 +40,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank behind a tensor: the tensor itself where it is no DTensor."""
+    """The memory of this rank behind a tensor: the tensor itself where it is no DTensor.
+
+    It may still be under way from a collective (AsyncCollectiveTensor); to_local() without grad
+    waits for it.
+    """
     if not is_dtensor(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -165,7 +153,8 @@ def empty_on(
 
 
 def is_view_of_other_values(tensor: torch.Tensor) -> bool:
-    """Whether the memory holds other values than the tensor shows (conjugate, negative)."""
+    """Whether the memory holds other values than the tensor shows: conjugate and negative views
+    are flags."""
     return tensor.is_conj() or tensor.is_neg()
 
 
@@ -203,6 +192,28 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, begin, size)
     return tensor
+
+
+# -- storages and versions -------------------------------------------------------------------------
+# These facts about PyTorch decide what is here and in a capture.
+# - A detached tensor shares storage and version counter with its origin, and keeps the old storage
+#   when `.data` of the origin is replaced. A save holds on to one, or to the tensor and its
+#   storage.
+# - In-place operations move the counter: under no_grad and inference_mode, through views and
+#   `out=`, by foreach optimizers. These change memory without moving it (torch 2.13): **fused**
+#   optimizers (only `step` moves, so SGD leaves no trace), running statistics of batch norm,
+#   `.data` and NumPy views, writes to the storage, foreign kernels. That is why the gate waits
+#   instead of comparing, why buffers are eager, and why a moved counter proves a torn copy but an
+#   unmoved one proves nothing.
+# - `.data = other` and `set_` leave a detached alias on the old storage, with the old bytes.
+#   `untyped_storage().resize_()` frees it under the alias: nothing can be done about that.
+# - A DTensor has two counters (torch 2.13). In-place operations on the DTensor, its detach() and
+#   views, under no_grad and inference_mode, by for-loop optimizers and copy_, move the counter of
+#   the **wrapper** only. Operations on `_local_tensor` and to_local() move that of the **local**
+#   tensor only. **foreach** (also of optimizers), fused optimizers and `.data` move neither. Both
+#   only grow, so their sum moves when either does. What a foreach update leaves is the counter of
+#   `step`.
+# - Inference tensors have no counter, and a detached alias of one pretends to: they are eager.
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -1,45 +1,16 @@
-"""Every update that torch makes in this process, seen before it runs: the step() of an optimizer,
-and the replay of a CUDA graph that holds one; and what takes memory away.
+"""Every update that torch makes in this process, seen before it runs; and what takes memory away.
 
-Watchers are held weakly, and asked in the order in which they came. The first watcher puts the
-hooks on, and the last one takes them off. While a graph is captured an update does not run, and yet
-torch moves the version counters: watchers are asked to let that happen (`before_capture`).
-Not seen: a step() that was compiled in one graph, a CUDA graph of another library than torch (both:
-`why_unseen`), and updates that are no step().
+An update is the step() of an optimizer, or the replay of a CUDA graph that holds one.
 
-The hook before the step() of every torch optimizer, also where torch.compile traces the step.
-
-torch.compile traces the step.
-
-torch.compile traces the hooks of a step together with the step. A hook that is traced would run at
-the time of tracing, and not at each step. So the action runs outside of what is compiled: torch
-breaks the graph there, once, and compiles the update as without the hook. The graph has guards on
-the list of hooks: a step that was compiled before the hook was there is compiled anew.
-Under fullgraph=True no break is possible, and so no action can run in such a step. The hook notices
-this while the step is traced. It calls the action once, then and there, and from then on
-`runs_blind()` is true: steps may come that no action sees.
-
-Forward and backward happen in a closure: those of Lightning do. So the action comes after a
-closure, and only there if nothing can change parameters before it. That is so for a step() of
-torch.optim, which calls its closure first. Another step() may change parameters first, and so may a
-hook that runs after this one. Then the action comes twice: before everything, and after the
-closure.
-
-Invariants: there is one hook a process, whatever its action does for how many. It stays, without
-an action, when nobody needs it any more: another thread may be going through torch's hooks then,
-and would raise RuntimeError. To take it off and put it on would also compile steps anew.
-
-What takes the memory of a tensor away although the tensor lives, seen before it happens, too.
-torch replaces the memory of a storage when the storage is resized (`untyped_storage().resize_()`,
-as systems that offload parameters do), and when it moves into shared memory (`share_memory_()`, a
-queue of torch.multiprocessing). It frees the old memory at once. Who still copies from there reads
-what others have written since, or ends the process by a segmentation fault.
-
-A thread may take memory away while another one looks for tensors to copy. So a move is noted first,
-and only then asked about: noted() shows it to a capture that was too early for the question.
-
+Owns: the one hook of step(); the watchers, held weakly, which are asked in the order in which they
+came.
 Invariants: no lock is held while somebody waits. A forked child asks nobody.
-Not seen: operators that resize in C++, such as Tensor.resize_() to more elements.
+Not seen: a step() that was compiled in one graph, a CUDA graph of another library than torch (both:
+`why_unseen`), updates that are no step(), and operators that resize in C++, such as
+Tensor.resize_() to more elements.
+
+Not here: replays of CUDA graphs (devices/graphs), what waits before an update
+(checkpoint/save/gate).
 """
 
 from __future__ import annotations
@@ -74,6 +45,12 @@ _CAPTURED = (
     "code runs before its replays: from now on save() returns only when everything is copied. To "
     "let it return early, capture the update with torch.cuda.CUDAGraph or torch.accelerator.Graph"
 )
+
+
+# -- watchers --------------------------------------------------------------------------------------
+# The first watcher puts the hooks on, and the last one takes them off. While a graph is captured an
+# update does not run, and yet torch moves the version counters: watchers are asked to let that
+# happen (`before_capture`).
 
 
 class Watcher(Protocol):
@@ -157,6 +134,14 @@ def _ask(optimizers: Iterable[Optimizer]) -> None:
 
 
 # -- memory that goes ------------------------------------------------------------------------------
+# torch replaces the memory of a storage when the storage is resized (`untyped_storage().resize_()`,
+# as systems that offload parameters do), and when it moves into shared memory (`share_memory_()`, a
+# queue of torch.multiprocessing). It frees the old memory at once. Who still copies from there
+# reads what others have written since, or ends the process by a segmentation fault.
+#
+# A thread may take memory away while another one looks for tensors to copy. So a move is noted
+# first, and only then asked about: noted() shows it to a capture that was too early for the
+# question.
 
 
 _asks_ahead = False
@@ -197,6 +182,24 @@ _wrapping = Wrapping(UntypedStorage, dict.fromkeys(_NAMES, _ahead))
 
 
 # -- the hook of step() ----------------------------------------------------------------------------
+# torch.compile traces the hooks of a step together with the step. A hook that is traced would run
+# at the time of tracing, and not at each step. So the action runs outside of what is compiled:
+# torch breaks the graph there, once, and compiles the update as without the hook. The graph has
+# guards on the list of hooks: a step that was compiled before the hook was there is compiled again.
+#
+# Under fullgraph=True no break is possible, and so no action can run in such a step. The hook
+# notices this while the step is traced. It calls the action once, then and there, and from then on
+# `has_blind_steps` is true: steps may come that no action sees.
+#
+# Forward and backward happen in a closure: those of Lightning do. So the action comes after a
+# closure, and only there if nothing can change parameters before it. That is so for a step() of
+# torch.optim, which calls its closure first. Another step() may change parameters first, and so may
+# a hook that runs after this one. Then the action comes twice: before everything, and after the
+# closure.
+#
+# The hook stays, without an action, when nobody needs it any more: another thread may be going
+# through torch's hooks then, and would raise RuntimeError. To take it off and put it on would also
+# compile steps again.
 
 
 class StepHook:

@@ -1,20 +1,11 @@
 """The trainer's side of its agent: start it, check that it is alive, and say goodbye.
 
-    Agent(options) -> start(), on a background thread -> [the run] -> goodbye()
+    Companion    the agent of a session, for as long as the run is saved
+    Agent        start(), on a background thread -> [the run] -> goodbye()
 
-The agent is a program of its own, started with vfork, so it copies nothing of this process except
-its orders. It has a session of its own, so signals for this process's group or terminal do not
-reach it. It is no child of this process: this process need not wait for it, and a supervisor that
-ends this process with all its children does not end it. Its standard streams lead nowhere,
-because a reader of this process's output waits for the end of that output.
-
-Invariants: the orders go through a pipe, not through arguments or the environment. Without an agent
-training continues, and the reason is logged once.
-
-The agent of a session: it is started when the run is saved, and ended with the run.
-
-Invariants: an agent that gets a goodbye has nothing left to copy. A session has an agent only
-while that could copy a whole step, so not if each host has only a part of one.
+Invariants: without an agent training continues, and the reason is logged once. An agent that gets a
+goodbye has nothing left to copy. A session has an agent only while that could copy a whole step, so
+not if each host has only a part of one.
 
 Not here: its work (process).
 """
@@ -42,7 +33,56 @@ from statehold.observe.background_log import BackgroundLog, log_once
 from statehold.options import Options
 from statehold.options.io import settled
 
+# -- the agent of a session ------------------------------------------------------------------------
+
+
+def companion_of(
+    specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
+) -> Companion:
+    """The agent of the run, not started yet. A run has no agent if another rank leads, or if its
+    disk is handed in."""
+    agent = None
+    if runtime.has_own_fs and levels.store.leads:
+        agent = agent_for(levels.run, specs, runtime.options, log)
+    return Companion(agent, levels)
+
+
+class Companion:
+    """`agent`: None if the run has none."""
+
+    def __init__(self, agent: Agent | None, levels: Levels) -> None:
+        self._agent = agent
+        self._levels = levels
+
+    def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
+        """See that the agent is there. `ahead` runs an action in the background, before the next
+        commit."""
+        if self._agent is None:
+            return
+        hosts = self._levels.hosts
+        if hosts is not None and hosts.are_apart:
+            ahead(self._agent.goodbye)
+            self._agent = None
+        elif self._agent.is_missing:
+            ahead(self._agent.start)
+
+    def end(self) -> None:
+        """The agent is no longer needed, unless a level lacks the newest step."""
+        if self._agent is None:
+            return
+        if self._levels.lacks_newest():
+            self._agent.leave()
+        else:
+            self._agent.goodbye()
+
+
 # -- one agent -------------------------------------------------------------------------------------
+# The agent is a program of its own, started with vfork, so it copies nothing of this process except
+# its orders. These go through a pipe, not through arguments or the environment. It has a session of
+# its own, so signals for this process's group or terminal do not reach it. It is no child of this
+# process: this process need not wait for it, and a supervisor that ends this process with all its
+# children does not end it. Its standard streams lead nowhere, because a reader of this process's
+# output waits for the end of that output.
 
 
 _GOODBYE = b"goodbye\n"
@@ -219,46 +259,3 @@ def _own_pidfd() -> int:
     if found < 0:
         raise OSError(ctypes.get_errno(), "pidfd_open")
     return found
-
-
-# -- the agent of a session ------------------------------------------------------------------------
-
-
-def companion_of(
-    specs: Sequence[Level], runtime: Runtime, levels: Levels, log: BackgroundLog
-) -> Companion:
-    """The agent of the run, not started yet. A run has no agent if another rank leads, or if its
-    disk is handed in."""
-    agent = None
-    if runtime.has_own_fs and levels.store.leads:
-        agent = agent_for(levels.run, specs, runtime.options, log)
-    return Companion(agent, levels)
-
-
-class Companion:
-    """`agent`: None if the run has none."""
-
-    def __init__(self, agent: Agent | None, levels: Levels) -> None:
-        self._agent = agent
-        self._levels = levels
-
-    def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
-        """See that the agent is there. `ahead` runs an action in the background, before the next
-        commit."""
-        if self._agent is None:
-            return
-        hosts = self._levels.hosts
-        if hosts is not None and hosts.are_apart:
-            ahead(self._agent.goodbye)
-            self._agent = None
-        elif self._agent.is_missing:
-            ahead(self._agent.start)
-
-    def end(self) -> None:
-        """The agent is no longer needed, unless a level lacks the newest step."""
-        if self._agent is None:
-            return
-        if self._levels.lacks_newest():
-            self._agent.leave()
-        else:
-            self._agent.goodbye()

@@ -2,8 +2,7 @@
 
     every      the user's cadence of a level: each n-th step, so much time, or "auto"
     costs      the measured costs of saving, and the best intervals
-    turns      which calls of save() save, the same on all ranks
-    schedule   combines the three for one session
+    schedule   which calls of save() save, the same on all ranks; which step goes to which level
 
 Not here: the formulae (planners/intervals).
 """

@@ -1,32 +1,9 @@
 """When a step is saved, and when it is copied to which level: by the user, or by measurement.
 
-Rank 0 measures on its training thread and chooses with every committed save. It announces to the
-other ranks the steps of the first level, and gives each copier its interval. A process that
-is alone counts time as time. Several ranks cannot, so rank 0 converts it to steps.
+    Turns       which calls of save() save: the cadence of the first level, the same on all ranks
+    Schedule    the cadences of all levels, from what rank 0 measures on its training thread
 
 Invariants: a call that saves nothing costs microseconds, and touches no tensor, file or other rank.
-
-Which calls of save() save: the cadence of the first level, the same on all ranks of a job.
-
-A call is due if its step is past a multiple of n that the call before was not past. This looks back
-at one call only, due or not, and at n. Ranks with the same calls and the same n make the same
-decision without a message, whatever they decided before. A fixed n needs nothing else.
-
-If n changes (a time, or "auto"), rank 0 alone measures and decides. It announces n with the outcome
-of a committed save (learn), and of the next ones until n is in force. n comes into force with the
-LAG-th save that follows. No more than two saves are ever under way, so by then every rank has had
-that outcome, and the next one, and either announces n.
-
-A rank that missed both keeps the old n. It saves when no other rank does, or does not save when
-they do. This cannot last. A save that not all ranks take part in fails on those that do, and the
-rank's own next save is at most n steps away. After every failed save, a rank looks for the rule
-that rank 0 has left on the board. It adopts the rule if that is in force since a later call than
-its own (adopt). All ranks count all calls alike, and the rule on the board is no older than the
-newest save that rank 0 has ended. So no rank goes back, and with the rule of rank 0 it decides as
-rank 0 does.
-
-Until the first rule comes, n doubles with each save, so there are soon enough calls without a save.
-Pure; learn and adopt may be called from another thread.
 
 Not here: the measurements (costs), the best interval (planners/intervals), how ranks talk
 (save/publishing).
@@ -48,6 +25,25 @@ from statehold.planners.intervals import Loss, rates_by_level, rates_of
 from statehold.ranks.membership import Membership
 
 # -- which calls of save() save --------------------------------------------------------------------
+# A call is due if its step is past a multiple of n that the call before was not past. This looks
+# back at one call only, due or not, and at n. Ranks with the same calls and the same n make the
+# same decision without a message, whatever they decided before. A fixed n needs nothing else.
+#
+# If n changes (a time, or "auto"), rank 0 alone measures and decides. It announces n with the
+# outcome of a committed save (learn), and of the next ones until n is in force. n comes into force
+# with the LAG-th save that follows. No more than two saves are ever under way, so by then every
+# rank has had that outcome, and the next one, and either announces n.
+#
+# A rank that missed both keeps the old n. It saves when no other rank does, or does not save when
+# they do. This cannot last. A save that not all ranks take part in fails on those that do, and the
+# rank's own next save is at most n steps away. After every failed save, a rank looks for the rule
+# that rank 0 has left on the board. It adopts the rule if that is in force since a later call than
+# its own (adopt). All ranks count all calls alike, and the rule on the board is no older than the
+# newest save that rank 0 has ended. So no rank goes back, and with the rule of rank 0 it decides as
+# rank 0 does.
+#
+# Until the first rule comes, n doubles with each save, so there are soon enough calls without a
+# save.
 
 
 # When a save is called, the save 3 back has ended, because only two may be under way. One more, so
@@ -66,7 +62,7 @@ class SaveRule:
 
 
 class Turns:
-    """The turns of one rank.
+    """The turns of one rank. Pure; learn and adopt may be called from another thread.
 
     steps: the fixed interval; None: rank 0 announces it. lag: the number of saves after which a
         rule holds; LAG among several ranks.
@@ -148,6 +144,9 @@ def is_past_next(last: int | None, step: int, steps: int) -> bool:
 
 
 # -- which step goes to which level ----------------------------------------------------------------
+# Rank 0 chooses with every committed save. It announces to the other ranks the steps of the first
+# level, and gives each copier its interval. A process that is alone counts time as time. Several
+# ranks cannot, so rank 0 converts it to steps.
 
 
 NEVER = 1 << 62

@@ -5,15 +5,8 @@
     promotions   the copies from the first level to the others
     notes        the run's notes about itself, for people and commands
 
-Invariants: nothing on the storage changes before prepare(), and only one job changes it.
-
-Opens the levels of a run: their places, their hosts, and the copies between them.
-
-Invariants: everything is closed in the opposite order of opening, even after an error.
-
-The notes of a run in its directory: its levels, and its id. Only rank 0 writes them, and only if
-the run is on a real file system. No save and no restore depends on a note, and none fails because
-of one.
+Invariants: nothing on the storage changes before prepare(), and only one job changes it. Everything
+is closed in the opposite order of opening, even after an error.
 
 Not here: what a user says of a level (specs), the work of a level (steps/target), the copies
 (promoting), the files of the notes (remembered, steps/owners).
@@ -47,69 +40,6 @@ from statehold.steps.target import DirectoryPlace, Target
 
 if TYPE_CHECKING:
     from statehold.checkpoint.levels.hosts.discovery import Exchange, Hosts
-
-
-# -- the notes of a run ----------------------------------------------------------------------------
-
-
-class RunNotes:
-    """The notes of a run.
-
-    is_alone: no level can be on several hosts. writes: whether this rank writes the notes.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        specs: Sequence[Level],
-        places: Sequence[Target],
-        identity: Identity,
-        *,
-        is_alone: bool,
-        writes: bool,
-    ) -> None:
-        self._run, self._specs, self._places, self._identity = run, specs, places, identity
-        self._is_alone = is_alone
-        self._writes = writes
-        self._noted: list[str] | None = None
-
-    @property
-    def has_id(self) -> bool:
-        return self._identity.own is not None
-
-    def write(self) -> None:
-        """Note the levels; again if somebody has removed the notes with the run directory.
-
-        Until the ranks have met, each of them may be on a host of its own. The next save notes what
-        is known then.
-        """
-        apart = [at.name for at in self._places if at.may_be_apart and not self._is_alone]
-        if not self._writes or (apart == self._noted and self._identity.is_noted):
-            return
-        self._noted = apart
-        try:
-            if any(place.owned is not None for place in self._places):
-                self._identity.establish()
-            remember(self._specs, self._run, apart)
-        except (OSError, StateholdError) as error:
-            logger.debug(
-                "cannot write the id and the levels of the run into its directory: %s", error
-            )
-
-    def restored(self, step: int, served: Collection[str]) -> None:
-        """`step` was restored from the levels named in `served`: find out which run owns it."""
-        if not self._writes:
-            return
-        with contextlib.suppress(StorageError, CorruptionError):  # the next copy asks again
-            for place in self._places:
-                if place.owned is not None and place.name in served:
-                    has_steps = any(each.steps() for each in self._places if _is_ours(each))
-                    place.owned.restored(step, has_steps=has_steps)
-
-
-def _is_ours(place: Target) -> bool:
-    """Whether a level is of this run, as long as the run has no id: no other one is named there."""
-    return place.owned is None or place.owned.owner() is None
 
 
 # -- the levels ------------------------------------------------------------------------------------
@@ -408,3 +338,69 @@ def _close(place: Target) -> None:
         place.close()
     except StateholdError as error:  # at the end no caller is left to get the error
         logger.warning("could not remove a retired step\n%s", error)
+
+
+# -- the notes of a run ----------------------------------------------------------------------------
+
+
+class RunNotes:
+    """The notes of a run in its directory: its levels, and its id.
+
+    Only rank 0 writes them, and only if the run is on a real file system. No save and no restore
+    depends on a note, and none fails because of one.
+
+    is_alone: no level can be on several hosts. writes: whether this rank writes the notes.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        specs: Sequence[Level],
+        places: Sequence[Target],
+        identity: Identity,
+        *,
+        is_alone: bool,
+        writes: bool,
+    ) -> None:
+        self._run, self._specs, self._places, self._identity = run, specs, places, identity
+        self._is_alone = is_alone
+        self._writes = writes
+        self._noted: list[str] | None = None
+
+    @property
+    def has_id(self) -> bool:
+        return self._identity.own is not None
+
+    def write(self) -> None:
+        """Note the levels; again if somebody has removed the notes with the run directory.
+
+        Until the ranks have met, each of them may be on a host of its own. The next save notes what
+        is known then.
+        """
+        apart = [at.name for at in self._places if at.may_be_apart and not self._is_alone]
+        if not self._writes or (apart == self._noted and self._identity.is_noted):
+            return
+        self._noted = apart
+        try:
+            if any(place.owned is not None for place in self._places):
+                self._identity.establish()
+            remember(self._specs, self._run, apart)
+        except (OSError, StateholdError) as error:
+            logger.debug(
+                "cannot write the id and the levels of the run into its directory: %s", error
+            )
+
+    def restored(self, step: int, served: Collection[str]) -> None:
+        """`step` was restored from the levels named in `served`: find out which run owns it."""
+        if not self._writes:
+            return
+        with contextlib.suppress(StorageError, CorruptionError):  # the next copy asks again
+            for place in self._places:
+                if place.owned is not None and place.name in served:
+                    has_steps = any(each.steps() for each in self._places if _is_ours(each))
+                    place.owned.restored(step, has_steps=has_steps)
+
+
+def _is_ours(place: Target) -> bool:
+    """Whether a level is of this run, as long as the run has no id: no other one is named there."""
+    return place.owned is None or place.owned.owner() is None

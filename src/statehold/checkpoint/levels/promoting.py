@@ -5,23 +5,9 @@
     meet     all parts are there, or one rank failed: commit at the level, or give up
 
 Invariants: at most one step is under way to a level. A busy level gets the next step that is
-committed once it is free. Ranks meet under the number of the copy, which rank 0 counts and
-announces. So a rank that missed a copy fails that copy and no other. A rank that starts a copy does
-not wait for an earlier one: the copy is queued. A level that fails costs a warning: training
-continues, the step stays at its source, and the next one is tried again. An older step is never
-put next to a newer one. Copies on other hosts go with a step to its level, and are complete
-only when the level has the step. All ranks share out a copy by what they know when it begins.
-
-The messages of ranks about their parts of a copy, and the end of a failed copy.
-
-Invariants: a copy is committed only if all ranks have copied their parts of the same save. A step
-that is saved again meanwhile has two manifests, and ranks may have read either. Copied files are
-kept for the next attempt, unless the level is full or the source damaged.
-
-The speed of copies to a level: a limit in bytes a second, and the priority of the training.
-
-Invariants: a copy never exceeds the limit, even if earlier time was unused. It makes up for short
-delays. A waiting thread is woken at once when the copy is to stop.
+committed once it is free. A rank that starts a copy does not wait for an earlier one: the copy is
+queued. A level that fails costs a warning: training continues, the step stays at its source, and
+the next one is tried again. An older step is never put next to a newer one.
 
 Not here: when a level wants a step (cadence), the bytes (steps/copying), a level's commit
 (steps/target).
@@ -70,118 +56,11 @@ from statehold.steps.copying import Copy, part_of
 from statehold.steps.shelf import Shelf
 from statehold.steps.target import Carriers, DirectoryPlace, Share, Target, last_saved_s
 
-# -- the speed of a copy ---------------------------------------------------------------------------
-
-
-BURST_S = 0.25
-NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
-
-
-def give_way_to_training() -> None:
-    """Give this thread, and those that it starts, only the processor time that others leave."""
-    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
-        thread = threading.get_native_id()
-        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
-
-
-class Throttle:
-    """Call it with a number of bytes before they are moved; it returns when they may pass.
-
-    give_way: returns when no save needs the processors and the memory more; may be replaced at any
-        time. Raises ClosedError after stop().
-    """
-
-    def __init__(
-        self,
-        bytes_per_s: int | None,
-        give_way: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self.give_way = give_way
-        self._clock = clock
-        self._stopped = threading.Event()
-        self._free_s = 0.0  # when the bytes that have passed so far are paid for
-
-    def begin(self) -> None:
-        """A copy begins; unused time before it does not count."""
-        self._free_s = max(self._free_s, self._clock())
-
-    def __call__(self, nbytes: int) -> None:
-        self.give_way()
-        if self._bytes_per_s is not None:
-            self._free_s = max(self._free_s, self._clock() - BURST_S)
-            delay_s = self._free_s - self._clock()
-            self._free_s += nbytes / self._bytes_per_s
-            if delay_s > 0:
-                self._stopped.wait(delay_s)
-        if self._stopped.is_set():
-            raise ClosedError("a copy to another level was stopped")
-
-    def stop(self) -> None:
-        """Let no more bytes pass."""
-        self._stopped.set()
-
-
-# -- the parts of all ranks ------------------------------------------------------------------------
-
-
-def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
-    """The message of a rank: its part of the step with this manifest is there, or it has failed.
-
-    landed: sha256 of the manifest of the last copy that is complete, as this rank knows it; or "".
-    """
-    reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
-    message = {
-        "reason": reason,
-        "resumable": failure is not None and is_resumable(failure),
-        "manifest": sha256(manifest),
-        "landed": landed,
-    }
-    return json.dumps(message).encode()
-
-
-class PartFailedError(PeerFailedError):
-    """The same for rank 0, which knows whether the copy `is_resumable` on all ranks."""
-
-    def __init__(self, rank: int, reason: str, is_resumable: bool) -> None:
-        super().__init__(rank, reason)
-        self.is_resumable = is_resumable
-
-
-def check_parts(messages: Sequence[bytes], step: int) -> bytes:
-    """Rank 0: raises PeerFailedError if the parts do not make a step.
-
-    Returns which copies are complete, as any rank knows it, for landed_copies().
-    """
-    parts = [json.loads(each) for each in messages]
-    failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
-    if failed:
-        rank, first = failed[0]
-        raise PartFailedError(rank, first["reason"], all(part["resumable"] for _, part in failed))
-    for rank, part in enumerate(parts):
-        if part["manifest"] != parts[0]["manifest"]:
-            raise PeerFailedError(rank, f"step {step} was saved again while it was copied")
-    return json.dumps(sorted({part["landed"] for part in parts} - {""})).encode()
-
-
-def landed_copies(told: bytes) -> list[str]:
-    """sha256 of the manifests of complete copies, from the answer of check_parts()."""
-    found: list[str] = json.loads(told or b"[]")
-    return found
-
-
-def is_resumable(error: Exception) -> bool:
-    """Whether the copied files are worth keeping for another copy of the same step."""
-    if isinstance(error, PartFailedError):
-        return error.is_resumable
-    if isinstance(error, NoSpaceError):
-        return False
-    return isinstance(error, StorageError | ClosedError | PeerLostError)
-
-
 # -- the copies to a level -------------------------------------------------------------------------
+# Ranks meet under the number of the copy, which rank 0 counts and announces. So a rank that missed
+# a copy fails that copy and no other. All ranks share out a copy by what they know when it begins.
+# Copies on other hosts go with a step to its level, and are complete only when the level has the
+# step.
 
 
 # The suffix of a level's name for its copies on other hosts.
@@ -719,3 +598,120 @@ def _steps(place: DirectoryPlace) -> list[int]:
 
 def _manifest(place: Shelf, step: int) -> bytes:
     return place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+
+
+# -- the parts of all ranks ------------------------------------------------------------------------
+# A copy is committed only if all ranks have copied their parts of the same save. A step that is
+# saved again meanwhile has two manifests, and ranks may have read either. Copied files are kept for
+# the next attempt, unless the level is full or the source damaged.
+
+
+def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
+    """The message of a rank: its part of the step with this manifest is there, or it has failed.
+
+    landed: sha256 of the manifest of the last copy that is complete, as this rank knows it; or "".
+    """
+    reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
+    message = {
+        "reason": reason,
+        "resumable": failure is not None and is_resumable(failure),
+        "manifest": sha256(manifest),
+        "landed": landed,
+    }
+    return json.dumps(message).encode()
+
+
+class PartFailedError(PeerFailedError):
+    """The same for rank 0, which knows whether the copy `is_resumable` on all ranks."""
+
+    def __init__(self, rank: int, reason: str, is_resumable: bool) -> None:
+        super().__init__(rank, reason)
+        self.is_resumable = is_resumable
+
+
+def check_parts(messages: Sequence[bytes], step: int) -> bytes:
+    """Rank 0: raises PeerFailedError if the parts do not make a step.
+
+    Returns which copies are complete, as any rank knows it, for landed_copies().
+    """
+    parts = [json.loads(each) for each in messages]
+    failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
+    if failed:
+        rank, first = failed[0]
+        raise PartFailedError(rank, first["reason"], all(part["resumable"] for _, part in failed))
+    for rank, part in enumerate(parts):
+        if part["manifest"] != parts[0]["manifest"]:
+            raise PeerFailedError(rank, f"step {step} was saved again while it was copied")
+    return json.dumps(sorted({part["landed"] for part in parts} - {""})).encode()
+
+
+def landed_copies(told: bytes) -> list[str]:
+    """sha256 of the manifests of complete copies, from the answer of check_parts()."""
+    found: list[str] = json.loads(told or b"[]")
+    return found
+
+
+def is_resumable(error: Exception) -> bool:
+    """Whether the copied files are worth keeping for another copy of the same step."""
+    if isinstance(error, PartFailedError):
+        return error.is_resumable
+    if isinstance(error, NoSpaceError):
+        return False
+    return isinstance(error, StorageError | ClosedError | PeerLostError)
+
+
+# -- the speed of a copy ---------------------------------------------------------------------------
+
+
+BURST_S = 0.25
+NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
+
+
+def give_way_to_training() -> None:
+    """Give this thread, and those that it starts, only the processor time that others leave."""
+    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
+        thread = threading.get_native_id()
+        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
+class Throttle:
+    """Call it with a number of bytes before they are moved; it returns when they may pass.
+
+    give_way: returns when no save needs the processors and the memory more; may be replaced at any
+        time. Raises ClosedError after stop().
+
+    Copies never exceed the limit, even if earlier time was unused. They make up for short delays. A
+    waiting thread is woken at once when the copy is to stop.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: int | None,
+        give_way: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self.give_way = give_way
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._free_s = 0.0  # when the bytes that have passed so far are paid for
+
+    def begin(self) -> None:
+        """A copy begins; unused time before it does not count."""
+        self._free_s = max(self._free_s, self._clock())
+
+    def __call__(self, nbytes: int) -> None:
+        self.give_way()
+        if self._bytes_per_s is not None:
+            self._free_s = max(self._free_s, self._clock() - BURST_S)
+            delay_s = self._free_s - self._clock()
+            self._free_s += nbytes / self._bytes_per_s
+            if delay_s > 0:
+                self._stopped.wait(delay_s)
+        if self._stopped.is_set():
+            raise ClosedError("a copy to another level was stopped")
+
+    def stop(self) -> None:
+        """Let no more bytes pass."""
+        self._stopped.set()

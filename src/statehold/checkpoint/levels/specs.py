@@ -5,11 +5,6 @@
 Invariants: a level is a value, validated when it is made, and opens nothing. Levels are in the
 order in which a restore looks at them. Saves go into the first level, and copies to the others.
 
-Whether the ranks of a job have the same levels, and the difference if not.
-
-All ranks go through the levels together, by name and in order, and would wait in vain for a rank
-with other levels. The place of a level, and its limit of bandwidth, may differ from host to host.
-
 Not here: when a step is due (cadence), how it gets there (promoting), reading it (steps/nearest).
 """
 
@@ -294,6 +289,8 @@ def levels_of(levels: Sequence[Level] | None, options: Options) -> tuple[Level, 
 
 
 # -- the same levels on all ranks ------------------------------------------------------------------
+# All ranks go through the levels together, by name and in order, and would wait in vain for a rank
+# with other levels. The place of a level, and its limit of bandwidth, may differ from host to host.
 
 
 ROUND = "levels"

@@ -11,8 +11,6 @@
 Invariants: another run is only read. No lock is taken there and nothing changes, because its job
 may go on. A step that it retires, or saves again, is noticed as in a run of one's own.
 
-What one call of restore() asks for, checked.
-
 Not here: how one step gets into the state (restoring); a run that begins with a step of another as
 its own (checkpoint/levels/forking).
 """
@@ -56,41 +54,6 @@ from statehold.steps.nearest import Nearest
 from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.graph import transfer_into
 from statehold.tensors.restore import check_takes_values
-
-# -- what the caller asks for ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """selection: None is the prefix that the model shares with the step. source: another run, whose
-    step is read; None is the run itself."""
-
-    choice: Choice
-    selection: Selection | None
-    source: str | None = None
-
-
-def requested(
-    choice: Choice, source: str | os.PathLike[str] | None, prefix: bool, selection: Selection
-) -> Request:
-    """The arguments of Checkpointer.restore() as one value. Raises UsageError."""
-    named = None if source is None else check_step(source, "the source")
-    if named is not None and not named.is_newest and choice != Choice():
-        raise UsageError(
-            "a step is given twice",
-            facts={"source": os.fspath(source or ""), "also given": "step, best or tag"},
-            hint="leave one of them out",
-        )
-    if not isinstance(prefix, bool):
-        raise UsageError("prefix is True or False", facts={"got": shown(prefix)})
-    if prefix and (selection.has_patterns or not selection.strict or selection.cast):
-        raise UsageError(
-            "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",
-            hint="restore twice: once with prefix=True, and once with what else you need",
-        )
-    chosen = choice if named is None or named.is_newest else Choice.of(named)
-    return Request(chosen, None if prefix else selection, None if named is None else named.run)
-
 
 # -- the call --------------------------------------------------------------------------------------
 
@@ -268,3 +231,38 @@ class RestoreCalls:
 def _chosen(selection: Selection, _: SavedStep) -> Selection:
     """What is chosen before any step is open."""
     return selection
+
+
+# -- what the caller asks for ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """selection: None is the prefix that the model shares with the step. source: another run, whose
+    step is read; None is the run itself."""
+
+    choice: Choice
+    selection: Selection | None
+    source: str | None = None
+
+
+def requested(
+    choice: Choice, source: str | os.PathLike[str] | None, prefix: bool, selection: Selection
+) -> Request:
+    """The arguments of Checkpointer.restore() as one value. Raises UsageError."""
+    named = None if source is None else check_step(source, "the source")
+    if named is not None and not named.is_newest and choice != Choice():
+        raise UsageError(
+            "a step is given twice",
+            facts={"source": os.fspath(source or ""), "also given": "step, best or tag"},
+            hint="leave one of them out",
+        )
+    if not isinstance(prefix, bool):
+        raise UsageError("prefix is True or False", facts={"got": shown(prefix)})
+    if prefix and (selection.has_patterns or not selection.strict or selection.cast):
+        raise UsageError(
+            "prefix=True chooses what is restored, so only, skip, rename, strict and cast cannot",
+            hint="restore twice: once with prefix=True, and once with what else you need",
+        )
+    chosen = choice if named is None or named.is_newest else Choice.of(named)
+    return Request(chosen, None if prefix else selection, None if named is None else named.run)

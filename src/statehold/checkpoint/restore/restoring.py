@@ -1,24 +1,15 @@
 """Restoring: choose a step, match it with the live state, read it, and agree with the other ranks.
 
-Alone, or on each of several ranks:
     choose    rank 0 lists the committed steps; the newest is tried first
     match     the live state with the step; nothing changes yet
     read      every wanted byte, verified, into place
     finish    the plain values
-After `match` and after `read` the ranks agree: all continue, or none does. If a copy of a file that
-one rank reads is bad, all ranks begin again without that copy, while there is another one. Damage
-beyond that makes all ranks try the next older step. Any other error on one rank is an error on all.
 
-A writer may save the step again, or retire it, during the restore. After every failure the ranks
-check whether the step is still the one that they opened. If it is not, they list the steps and
-begin again. They believe in damage if they find it once more under the lock of the run, where no
-other process can change the step. Without the lock the step is skipped, and stays.
+Invariants: after `match` and after `read` the ranks agree: all continue, or none does. No rank
+changes a byte before all ranks have matched. A step counts as restored only when all ranks have
+read and verified it, from the same save of it. Any error on one rank is an error on all, except
+damage.
 
-A rank that is at its place again reads its own record first, which is enough if the layout is the
-same. If that does not match on some rank, all ranks read the records of all.
-
-Invariants: no rank changes a byte before all ranks have matched. A step counts as restored only
-when all ranks have read and verified it, from the same save of it.
 Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (steps/nearest),
 agreeing (ranks/rounds).
 """
@@ -70,6 +61,18 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("statehold")
+
+# -- restoring -------------------------------------------------------------------------------------
+# Damage: if a copy of a file that one rank reads is bad, all ranks begin again without that copy,
+# while there is another one. Damage beyond that makes all ranks try the next older step.
+#
+# A writer may save the step again, or retire it, during the restore. After every failure the ranks
+# check whether the step is still the one that they opened. If it is not, they list the steps and
+# begin again. They believe in damage if they find it once more under the lock of the run, where no
+# other process can change the step. Without the lock the step is skipped, and stays.
+#
+# A rank that is at its place again reads its own record first, which is enough if the layout is the
+# same. If that does not match on some rank, all ranks read the records of all.
 
 # A writer that saves one step again and again must not keep a reader for ever.
 BEGINNINGS_MAX = 100
@@ -355,6 +358,9 @@ class Restorer:
                 reading.finish(self._devices.load)
         finally:  # also after an early error: nothing more is put into the state
             reading.job.cancel()
+
+
+# -- what ranks tell each other --------------------------------------------------------------------
 
 
 def listed(steps: Iterable[int]) -> str:

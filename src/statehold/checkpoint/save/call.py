@@ -11,11 +11,6 @@ Invariants: a call that fails has begun nothing, and the other ranks get its err
 interrupts the call, even Ctrl-C, the native job ends before the memory that it copies from is
 released.
 
-What the caller of save() says about a step: metrics and tags, checked.
-
-Invariants: what is accepted here can be written into a manifest, and read back the same. NaN and
-infinity are values: a run may well have them. Nothing waits for a device.
-
 Not here: the background work (pipeline), copies from devices (tensors/devices).
 """
 
@@ -54,50 +49,6 @@ if TYPE_CHECKING:
     from statehold.layout.plan import SavePlan
     from statehold.layout.share import PlanCache
     from statehold.tensors.captured import Capture, CapturedTensor
-
-
-# -- what the caller says of a step ----------------------------------------------------------------
-
-
-def labels(metrics: Mapping[str, float] | None, tags: Sequence[str]) -> About:
-    """What a manifest says of these. Raises UsageError."""
-    metrics = {} if metrics is None else metrics
-    if not isinstance(metrics, Mapping):
-        raise _refused("metrics must be a dict of names and numbers", metrics, '{"val_loss": 2.1}')
-    if isinstance(tags, str) or not isinstance(tags, Sequence):
-        raise _refused("tags must be a list of texts", tags, '["before-lr-drop"]')
-    _check_names("metrics", metrics)
-    _check_names("tags", tags)
-    numbers_by_name = {name: _number(name, value) for name, value in metrics.items()}
-    return About(metrics=numbers_by_name, tags=tuple(dict.fromkeys(tags)))
-
-
-def _check_names(what: str, names: Iterable[object]) -> None:
-    found = list(names)
-    if len(found) > NAMES_MAX:
-        facts = {"expected": f"at most {NAMES_MAX}", "got": len(found)}
-        raise UsageError(f"a step has too many {what}", facts=facts)
-    for name in found:
-        if not is_name(name):
-            facts = {"expected": f"{NAMED}", "got": shown(name)}
-            raise UsageError(f"{what} need names", facts=facts)
-
-
-def _number(name: str, value: Any) -> float:
-    """The number. Tensors are refused, because reading one may wait for its device."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            facts = {"metric": name, "expected": "at most 1.8e308", "got": shown(value)}
-            raise UsageError("a metric is too large for a float", facts=facts) from None
-    facts = {"metric": name, "expected": "an int or a float", "got": shown(value)}
-    hint = "pass value.item(), which waits for the device" if hasattr(value, "item") else None
-    raise UsageError("a metric is not a number", facts=facts, hint=hint)
-
-
-def _refused(summary: str, got: object, example: str) -> UsageError:
-    return UsageError(summary, facts={"expected": f"such as {example}", "got": shown(got)})
 
 
 # -- the call --------------------------------------------------------------------------------------
@@ -332,3 +283,49 @@ def _moved() -> TornSnapshot:
         "another thread took the memory of a tensor away while save() looked at the state",
         hint="share or resize tensors on the thread that saves, or not during save()",
     )
+
+
+# -- what the caller says of a step ----------------------------------------------------------------
+# What is accepted here can be written into a manifest, and read back the same. NaN and infinity are
+# values: a run may well have them. Nothing here waits for a device.
+
+
+def labels(metrics: Mapping[str, float] | None, tags: Sequence[str]) -> About:
+    """What a manifest says of these. Raises UsageError."""
+    metrics = {} if metrics is None else metrics
+    if not isinstance(metrics, Mapping):
+        raise _refused("metrics must be a dict of names and numbers", metrics, '{"val_loss": 2.1}')
+    if isinstance(tags, str) or not isinstance(tags, Sequence):
+        raise _refused("tags must be a list of texts", tags, '["before-lr-drop"]')
+    _check_names("metrics", metrics)
+    _check_names("tags", tags)
+    numbers_by_name = {name: _number(name, value) for name, value in metrics.items()}
+    return About(metrics=numbers_by_name, tags=tuple(dict.fromkeys(tags)))
+
+
+def _check_names(what: str, names: Iterable[object]) -> None:
+    found = list(names)
+    if len(found) > NAMES_MAX:
+        facts = {"expected": f"at most {NAMES_MAX}", "got": len(found)}
+        raise UsageError(f"a step has too many {what}", facts=facts)
+    for name in found:
+        if not is_name(name):
+            facts = {"expected": f"{NAMED}", "got": shown(name)}
+            raise UsageError(f"{what} need names", facts=facts)
+
+
+def _number(name: str, value: Any) -> float:
+    """The number. Tensors are refused, because reading one may wait for its device."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            facts = {"metric": name, "expected": "at most 1.8e308", "got": shown(value)}
+            raise UsageError("a metric is too large for a float", facts=facts) from None
+    facts = {"metric": name, "expected": "an int or a float", "got": shown(value)}
+    hint = "pass value.item(), which waits for the device" if hasattr(value, "item") else None
+    raise UsageError("a metric is not a number", facts=facts, hint=hint)
+
+
+def _refused(summary: str, got: object, example: str) -> UsageError:
+    return UsageError(summary, facts={"expected": f"such as {example}", "got": shown(got)})

@@ -1,31 +1,14 @@
 """The gate: nothing updates the state while bytes of it are still being copied.
 
-Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
-HPDC'24, section 4). Only the update changes them. So the gate stands before every update that torch
-makes (`updates`), and waits until every save under way is staged. It stands before all torch
-optimizers, not only those in the state. A fused optimizer that the state does not name changes
-parameters without moving a version counter, so nothing else would notice. Loops whose update is not
-a torch optimizer call Checkpointer.gate() themselves.
+    Gate       stands before every update that torch makes (tensors/updates), and waits until every
+               save under way is staged
+    Trainer    the thread that trains, as save() sees it: its gate, its tensors, errors to be raised
 
-A step() that was compiled in one graph runs past the gate, and the replay of a CUDA graph of
-another library than torch does too. Once there is such an update, save() returns only after its
-copies are made, and logs what to do about it.
+Invariants: a failed save opens the gate, and training continues. The checkpointer's next call
+raises the error. No optimizer raises it.
 
-Nothing takes the memory away either, from which a save still copies: a storage that is resized or
-shared waits, too (tensors/memory_moves).
-
-A failed save opens the gate, and training continues. The checkpointer's next call raises the error.
-No optimizer raises it.
-
-The gate remembers which optimizers have passed it. Memory that only those change can be copied
-lazily, even if a state has their state_dict() instead of themselves. The gate also sees whether
-gradients wait for the next update, and logs one warning if a step is saved then.
-
-The thread that trains, as save() sees it: its updates, its tensors, and errors to be raised.
-
-Invariants: a Trainer lasts as long as its Checkpointer, over all sessions. So the next call raises
-the error of a save even if the session was closed meanwhile. The number of a call is the same on
-all ranks.
+Not here: how an update is seen before it runs (tensors/updates), copies from devices, which a
+stream waits for (tensors/devices/copying).
 """
 
 from __future__ import annotations
@@ -56,6 +39,25 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("statehold")
+
+
+# -- the gate --------------------------------------------------------------------------------------
+# Parameters and optimizer state stay unchanged during forward and backward (DataStates-LLM,
+# HPDC'24, section 4). Only the update changes them. So the gate stands before all torch optimizers,
+# not only those in the state. A fused optimizer that the state does not name changes parameters
+# without moving a version counter, so nothing else would notice. Loops whose update is not a torch
+# optimizer call Checkpointer.gate() themselves.
+#
+# A step() that was compiled in one graph runs past the gate, and the replay of a CUDA graph of
+# another library than torch does too. Once there is such an update, save() returns only after its
+# copies are made, and logs what to do about it.
+#
+# Nothing takes the memory away either, from which a save still copies: a storage that is resized or
+# shared waits, too.
+#
+# The gate remembers which optimizers have passed it. Memory that only those change can be copied
+# lazily, even if a state has their state_dict() instead of themselves. The gate also sees whether
+# gradients wait for the next update, and logs one warning if a step is saved then.
 
 
 class Pass(Protocol):
@@ -235,6 +237,9 @@ class Trainer:
 
     gate: stands before its updates. seen: recognises its tensors. watched: the saves whose errors
         may have to be raised. calls: how often save() was called.
+
+    It lasts as long as its Checkpointer, over all sessions. So the next call raises the error of a
+    save even if the session was closed meanwhile. The number of a call is the same on all ranks.
     """
 
     gate: Gate = field(default_factory=Gate)

@@ -1,19 +1,16 @@
-"""One save, with its events and figures: Save for the trainer, Passage for those who save.
+"""One save, with its events and figures, for all who have to do with it.
 
-The three events come in this order: "staged" (the state may change), "written" (the bytes are
+    Save         what the trainer gets of it
+    Passage      what those have who take it through its events
+    Work         what the stage thread and the commit thread know of it
+    Callbacks    the functions of on_commit
+
+Invariants: the events come in this order: "staged" (the state may change), "written" (the bytes are
 durable on this rank), "committed" (durable on all ranks, and published). A save that fails reaches
 no further event, and every wait for an event raises its error. The handle of a step that was not
 due reaches no event.
 
-The callbacks of on_commit: called after a step is committed, on a thread of their own.
-
-Invariants: no save and no step of the trainer waits for a callback, and none fails because of one.
-Callbacks come in the order of commits, one at a time. What a callback raises is logged. If one
-hangs, later commits wait for it in a queue of QUEUED_MAX; beyond that they are left out, and a
-warning says so. The end of a session waits CLOSE_S for callbacks, and the end of the program not
-at all.
-
-One save under way, as the stage thread and the commit thread know it.
+Not here: the threads that take a save (pipeline), its call (call).
 """
 
 from __future__ import annotations
@@ -275,6 +272,11 @@ def _checked(event: Event) -> Event:
 
 
 # -- functions that are called after a commit ------------------------------------------------------
+# Callbacks run on a thread of their own. No save and no step of the trainer waits for a callback,
+# and none fails because of one. Callbacks come in the order of commits, one at a time. What a
+# callback raises is logged. If one hangs, later commits wait for it in a queue of QUEUED_MAX;
+# beyond that they are left out, and a warning says so. The end of a session waits CLOSE_S for
+# callbacks, and the end of the program not at all.
 
 
 QUEUED_MAX = 100

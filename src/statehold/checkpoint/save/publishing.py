@@ -3,36 +3,12 @@
     Alone      manifest -> commit
     Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
                                                 -> the others: wait for the outcome from rank 0
+    Across     the same into a level that each host has for itself, in two rounds
 
 Invariants: rank 0 commits only when the records of all ranks are durable, belong to one step, and
 were planned with the same knowledge (claims). A rank that fails announces why, and the others fail
-with its reason. After the commit nothing fails the save, on any rank: a later error is logged on
-its rank, and rank 0 announces the commit in any case. All of this runs on the commit thread. It
-uses no collective, and the training thread waits for nothing here.
-
-Saves into a level that each host has for itself: D3 to D7 by all ranks, in two rounds.
-
-    Across     record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
-               -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
-
-Invariants: a step is committed when every host has published the same manifest. If a rank is lost
-between the rounds, or a host cannot publish, the save fails on all ranks, and the error names the
-rank. Some hosts may have published such a step. It does not count, and the next save removes it
-(levels/hosts/place). Older steps are retired only after the second round. If the job turns out to
-be on one host, this class does what Together does.
-
-The work after a commit: it may fail, and the step stays committed.
-
-Invariants: once a step is published, no error makes its save a failed one. A later error is logged,
-together with what is safe, and the rest of the work continues.
-
-The step of another run that this run began from: each step of the run says so again.
-
-A run keeps its newest steps only, so the first one cannot be the only one that knows.
-
-Invariants: asked once, by the rank that commits, before its first commit. Levels that are not
-directories are not asked, because a save would wait for them. A manifest that cannot be read is no
-reason to fail a save: an older step knows the same.
+with its reason. After the commit nothing fails the save, on any rank. All of this runs on the
+commit thread. It uses no collective, and the training thread waits for nothing here.
 
 Not here: how ranks talk (peers), the content of files (record, manifest), the files (store).
 """
@@ -83,62 +59,6 @@ from statehold.ranks.peers import Peers
 if TYPE_CHECKING:
     from statehold.format.entries import About, Origin
     from statehold.steps.target import DirectoryPlace
-
-
-# -- the step that the run began from --------------------------------------------------------------
-
-
-class Descent:
-    """near: the levels of the run that are directories, the nearest first. restored: the step that
-    a run without steps began from by restore(source=...), if any."""
-
-    def __init__(
-        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
-    ) -> None:
-        self._near = near
-        self._restored = restored
-        self._parent: Origin | None = None
-        self._is_known = False
-
-    @property
-    def parent(self) -> Origin | None:
-        """None if the run began with nothing."""
-        if not self._is_known:
-            said = next(self._said(), None)
-            self._parent = self._restored() if said is None else said.parent
-            self._is_known = True
-        return self._parent
-
-    def _said(self) -> Iterator[About]:
-        """What the steps of the run say, the newest step of the nearest level first."""
-        for place in self._near:
-            with contextlib.suppress(StateholdError):
-                for step in reversed(place.steps()):
-                    with contextlib.suppress(StateholdError):
-                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-                        yield Manifest.decode(raw, f"{place.name}: step {step}").about
-
-
-# -- work after a commit ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
-    """Run work that follows the commit of `step`; log its error instead of raising it.
-
-    doing: completes "could not ..." in the log.
-    """
-    try:
-        yield
-    except BaseException as error:
-        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
-
-
-def _text(error: BaseException) -> str:
-    """The error, with its traceback if it is not one of statehold's own."""
-    if isinstance(error, StateholdError):
-        return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 # -- one rank alone, or all together ---------------------------------------------------------------
@@ -499,7 +419,18 @@ def publisher_of(
 
 
 class Across(Together):
-    """One of several ranks that save into a level that each host has for itself."""
+    """One of several ranks that save into a level that each host has for itself: D3 to D7 in two
+    rounds.
+
+        record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
+            -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
+
+    A step is committed when every host has published the same manifest. If a rank is lost between
+    the rounds, or a host cannot publish, the save fails on all ranks, and the error names the rank.
+    Some hosts may have published such a step. It does not count, and the next save removes it
+    (levels/hosts/place). Older steps are retired only after the second round. If the job turns out
+    to be on one host, this class does what Together does.
+    """
 
     def announce(self, work: Work) -> None:
         if not work.place.is_apart:
@@ -533,3 +464,67 @@ class Across(Together):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):
             place.landed(step, manifest.raw, range(self._peers.world_size))
+
+
+# -- work after a commit ---------------------------------------------------------------------------
+# This work may fail, and the step stays committed. The error is logged, together with what is safe,
+# and the rest of the work continues. Rank 0 announces the commit in any case.
+
+
+@contextlib.contextmanager
+def after_commit(log: BackgroundLog, step: int, doing: str) -> Iterator[None]:
+    """Run work that follows the commit of `step`; log its error instead of raising it.
+
+    doing: completes "could not ..." in the log.
+    """
+    try:
+        yield
+    except BaseException as error:
+        log.error("step %d is committed and safe; could not %s\n%s", step, doing, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    """The error, with its traceback if it is not one of statehold's own."""
+    if isinstance(error, StateholdError):
+        return str(error)
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+# -- the step that the run began from --------------------------------------------------------------
+# Each step of a run says from which step of another run the run began. A run keeps its newest steps
+# only, so the first one cannot be the only one that knows.
+#
+# The rank that commits asks once, before its first commit. It asks no levels that are not
+# directories, because a save would wait for them. A manifest that cannot be read is no reason to
+# fail a save: an older step knows the same.
+
+
+class Descent:
+    """near: the levels of the run that are directories, the nearest first. restored: the step that
+    a run without steps began from by restore(source=...), if any."""
+
+    def __init__(
+        self, near: Sequence[DirectoryPlace], restored: Callable[[], Origin | None]
+    ) -> None:
+        self._near = near
+        self._restored = restored
+        self._parent: Origin | None = None
+        self._is_known = False
+
+    @property
+    def parent(self) -> Origin | None:
+        """None if the run began with nothing."""
+        if not self._is_known:
+            said = next(self._said(), None)
+            self._parent = self._restored() if said is None else said.parent
+            self._is_known = True
+        return self._parent
+
+    def _said(self) -> Iterator[About]:
+        """What the steps of the run say, the newest step of the nearest level first."""
+        for place in self._near:
+            with contextlib.suppress(StateholdError):
+                for step in reversed(place.steps()):
+                    with contextlib.suppress(StateholdError):
+                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                        yield Manifest.decode(raw, f"{place.name}: step {step}").about

@@ -11,24 +11,8 @@
                       finish_first, finish D2 of them, and of files instead of refuted ones
                       files                the files of the step other than the rank's own
 
-A linked file is compared where the bytes lie, if that is host memory that stays as it is until the
-next update. Bytes of a device, and those that are copied before save() returns, are copied to
-staging memory as for a write. There they are hashed, and the buffer is given back. If some are not
-as in the file, they stay in their buffer, and the rest comes from the file (native/write_job.h).
-
 Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
-anything fails, the save fails, and no tensor is in two files of it or in none. Jobs get their files
-in the order in which they were started (native/lending.h). What is copied before save() returns is
-started first: nothing there waits for a write that could be later.
-
-The proof that tensors have the bytes of a file, where they lie: reads memory, and no storage.
-
-Version counters say what has probably not changed, and never that it has not: an extension, NumPy
-or `.data` may write without counting. So the bytes are hashed, piece by piece as those of the file
-were, and compared with its checksums (decision S2).
-
-Invariants: the bytes of the header are not compared; nobody but the file has them. The threads are
-those of one proof, and leave the processor to training.
+anything fails, the save fails, and no tensor is in two files of it or in none.
 
 Not here: which parts go where (sharing), second names (taking), the files' names (steps/pool).
 """
@@ -59,90 +43,15 @@ if TYPE_CHECKING:
     from statehold.tensors.columns import Stamps, Tensors
 
 
-# -- the proof -------------------------------------------------------------------------------------
-
-
-_NICENESS = 5  # like the threads that copy
-
-
-class BytesClaim(NamedTuple):
-    """`tensors`, in file order and dense in host memory, have the bytes of a file.
-
-    plan, sums: of the file.
-    """
-
-    plan: SavePlan
-    tensors: Tensors
-    sums: bytes
-
-
-class FilePiece(NamedTuple):
-    """A piece of a tensor of a file, both by number, and its checksum in the file."""
-
-    file: int
-    tensor: int
-    address: int
-    nbytes: int
-    expected: int
-
-
-def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
-    """Of each claim, the indices of tensors that differ from the file."""
-    found = [piece for file, claim in enumerate(claims) for piece in _pieces(file, claim)]
-    left = iter(found)  # next() takes one at a time, whichever thread asks
-
-    def compare(_: int) -> list[FilePiece]:
-        return [
-            each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
-        ]
-
-    count = min(settled(runtime.options.io).copy_threads, len(found))
-    differing = [set[int]() for _ in claims]
-    if count:
-        with low_priority(count) as threads:
-            for piece in chain.from_iterable(threads.map(compare, range(count))):
-                differing[piece.file].add(piece.tensor)
-    return differing
-
-
-def differing(plan: SavePlan, sums: bytes, others: bytes) -> set[int]:
-    """The indices of tensors with other checksums in one file of this plan than in another."""
-    places = enumerate(windows(plan))
-    return {index for index, (low, high) in places if sums[low:high] != others[low:high]}
-
-
-def windows(plan: SavePlan) -> list[tuple[int, int]]:
-    """Where in the checksums of a file those of each tensor are: [begin, end) in bytes."""
-    at = SUM_BYTES * piece_count(0, plan.data_begin, BLOCK_BYTES)
-    found = []
-    for spec, begin in zip(plan.specs, plan.begins, strict=True):
-        end = at + SUM_BYTES * piece_count(begin, spec.nbytes, BLOCK_BYTES)
-        found.append((at, end))
-        at = end
-    return found
-
-
-def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
-    plan, tensors, sums = claim
-    places = zip(plan.begins, plan.specs, tensors.addresses, windows(plan), strict=True)
-    for index, (at, spec, address, (low, high)) in enumerate(places):
-        cuts = pieces(at, spec.nbytes, BLOCK_BYTES)
-        expected = struct.iter_unpack("<Q", sums[low:high])
-        for (begin, end), (value,) in zip(cuts, expected, strict=True):
-            yield FilePiece(file, index, address + begin - at, end - begin, value)
-
-
-def low_priority(count: int) -> ThreadPoolExecutor:
-    """So many threads that leave the processor to training."""
-    return ThreadPoolExecutor(count, "statehold-proof", initializer=_yield)
-
-
-def _yield() -> None:
-    with contextlib.suppress(OSError):  # of this thread alone
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-
-
 # -- the files of a save ---------------------------------------------------------------------------
+# A linked file is compared where the bytes lie, if that is host memory that stays as it is until
+# the next update. Bytes of a device, and those that are copied before save() returns, are copied to
+# staging memory as for a write. There they are hashed, and the buffer is given back. If some are
+# not as in the file, they stay in their buffer, and the rest comes from the file
+# (native/write_job.h).
+#
+# Jobs get their files in the order in which they were started (native/lending.h). What is copied
+# before save() returns is started first: nothing there waits for a write that could be later.
 
 
 @dataclass(eq=False, slots=True)
@@ -498,3 +407,91 @@ def plan_file(
     """The plan of a file with these parts, by the rank and at the step of another plan."""
     specs = [part.spec for part in parts]
     return plan_save(specs, step=of.step, world_size=of.world_size, rank=of.rank, frozen=frozen)
+
+
+# -- the proof -------------------------------------------------------------------------------------
+# Reads memory, and no storage. Version counters say what has probably not changed, and never that
+# it has not: an extension, NumPy or `.data` may write without counting. So the bytes are hashed,
+# piece by piece as those of the file were, and compared with its checksums (decision S2). The bytes
+# of the header are not compared; nobody but the file has them. The threads are those of one proof,
+# and leave the processor to training.
+
+
+_NICENESS = 5  # like the threads that copy
+
+
+class BytesClaim(NamedTuple):
+    """`tensors`, in file order and dense in host memory, have the bytes of a file.
+
+    plan, sums: of the file.
+    """
+
+    plan: SavePlan
+    tensors: Tensors
+    sums: bytes
+
+
+class FilePiece(NamedTuple):
+    """A piece of a tensor of a file, both by number, and its checksum in the file."""
+
+    file: int
+    tensor: int
+    address: int
+    nbytes: int
+    expected: int
+
+
+def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
+    """Of each claim, the indices of tensors that differ from the file."""
+    found = [piece for file, claim in enumerate(claims) for piece in _pieces(file, claim)]
+    left = iter(found)  # next() takes one at a time, whichever thread asks
+
+    def compare(_: int) -> list[FilePiece]:
+        return [
+            each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
+        ]
+
+    count = min(settled(runtime.options.io).copy_threads, len(found))
+    differing = [set[int]() for _ in claims]
+    if count:
+        with low_priority(count) as threads:
+            for piece in chain.from_iterable(threads.map(compare, range(count))):
+                differing[piece.file].add(piece.tensor)
+    return differing
+
+
+def differing(plan: SavePlan, sums: bytes, others: bytes) -> set[int]:
+    """The indices of tensors with other checksums in one file of this plan than in another."""
+    places = enumerate(windows(plan))
+    return {index for index, (low, high) in places if sums[low:high] != others[low:high]}
+
+
+def windows(plan: SavePlan) -> list[tuple[int, int]]:
+    """Where in the checksums of a file those of each tensor are: [begin, end) in bytes."""
+    at = SUM_BYTES * piece_count(0, plan.data_begin, BLOCK_BYTES)
+    found = []
+    for spec, begin in zip(plan.specs, plan.begins, strict=True):
+        end = at + SUM_BYTES * piece_count(begin, spec.nbytes, BLOCK_BYTES)
+        found.append((at, end))
+        at = end
+    return found
+
+
+def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
+    plan, tensors, sums = claim
+    places = zip(plan.begins, plan.specs, tensors.addresses, windows(plan), strict=True)
+    for index, (at, spec, address, (low, high)) in enumerate(places):
+        cuts = pieces(at, spec.nbytes, BLOCK_BYTES)
+        expected = struct.iter_unpack("<Q", sums[low:high])
+        for (begin, end), (value,) in zip(cuts, expected, strict=True):
+            yield FilePiece(file, index, address + begin - at, end - begin, value)
+
+
+def low_priority(count: int) -> ThreadPoolExecutor:
+    """So many threads that leave the processor to training."""
+    return ThreadPoolExecutor(count, "statehold-proof", initializer=_yield)
+
+
+def _yield() -> None:
+    with contextlib.suppress(OSError):  # of this thread alone
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)

@@ -8,32 +8,11 @@
     ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
     goes_on     the job has restored a step: the next save links its shared files, if it can
 
-A part is expected to stay the same if it did so in the last saves, or at first if it is a parameter
-that needs no gradient. Whether it did is proven in each save (shared).
-
 Invariants: at most one file that may be linked has a part. A part is in a shared file, or in the
 one that the rank writes, and never in both. While nothing stays the same, a save does nothing here
 but compare checksums after its commit.
 
-The shared files of the step that a job goes on from: its first save links them, too.
-
-Without this, a job that is started again, or a child that has just begun from a step of its parent,
-would write all that never changes once more.
-
-The step that wrote such a file is in its header, and in no document. So the header is read, too:
-the file is compared with a plan of that step.
-
-Invariants: this only reads. What a file holds is compared with memory by the save that links it
-(shared), so a state that was changed since the restore is no danger.
-
-Which parts of a state go to files that steps share: pure arithmetic on sizes and on history.
-
-Owns: what has to be true of a part before it goes to such a file, how parts are put together into
-files, and how long a part that changed after all stays out of them.
-Invariants: no file is made smaller than FILE_BYTES_MIN, and a rank has few of them however large
-its state is. A part that keeps changing is written to shared files ever more rarely.
-
-Not here: which sizes make a file (checkpoint/save/sharing).
+Not here: the proof that a part is as in its file, and the files of one save (shared).
 """
 
 from __future__ import annotations
@@ -72,175 +51,11 @@ if TYPE_CHECKING:
     from statehold.steps.target import DirectoryPlace
     from statehold.tensors.columns import Stamps, Tensors
 
-
-# -- how parts become files ------------------------------------------------------------------------
-
-
-# A smaller tensor is written with what changes: a checksum, a name and a place cost as much.
-PART_BYTES_MIN = 64 << 10
-FILE_BYTES_MIN = 8 * MiB
-FILE_BYTES = 64 * MiB
-# With more files, their names and syncs would take longer than what they save.
-FILES_MAX = 64
-_SAVES_MAX = 64
-
-
-def grouped(sizes: Sequence[int]) -> list[range]:
-    """Runs of neighbouring parts, each for one file; parts that make no file are in no run."""
-    total = sum(sizes)
-    if total < FILE_BYTES_MIN:
-        return []
-    wanted = max(FILE_BYTES, -(-total // FILES_MAX))
-    groups, begin, nbytes = list[range](), 0, 0
-    for index, size in enumerate(sizes):
-        nbytes += size
-        if nbytes >= wanted:
-            groups.append(range(begin, index + 1))
-            begin, nbytes = index + 1, 0
-    if nbytes >= FILE_BYTES_MIN or not groups:
-        groups.append(range(begin, len(sizes)))
-    elif nbytes:
-        groups[-1] = range(groups[-1].start, len(sizes))
-    return groups
-
-
-class History:
-    """For how many saves each part has been the same, and for how many it has to be.
-
-    That is one, at first. It doubles each time that a part changes which was in a shared file.
-    """
-
-    def __init__(self) -> None:
-        self._same: dict[Key, int] = {}
-        self._needed: dict[Key, int] = {}
-
-    def saved(self, same: Iterable[Key], changed: Iterable[Key]) -> None:
-        """A save has compared these with the save before."""
-        for key in same:
-            self._same[key] = self._same.get(key, 0) + 1
-        for key in changed:
-            self._same.pop(key, None)
-
-    def predict(self, keys: Iterable[Key]) -> None:
-        """Nothing is known of these yet, and nobody is expected to change them."""
-        for key in keys:
-            if key not in self._needed:
-                self._same.setdefault(key, 1)
-
-    def broke(self, keys: Iterable[Key]) -> None:
-        """These were in a shared file, and have changed."""
-        for key in keys:
-            self._same.pop(key, None)
-            self._needed[key] = min(_SAVES_MAX, 2 * self._needed.get(key, 1))
-
-    def keep(self, keys: Collection[Key]) -> None:
-        """The state has only these parts from now on."""
-        self._same = {key: count for key, count in self._same.items() if key in keys}
-        self._needed = {key: count for key, count in self._needed.items() if key in keys}
-
-    @property
-    def same(self) -> Set[Key]:
-        """All that may be quiet. No other part is."""
-        return self._same.keys()
-
-    def is_quiet(self, key: Key) -> bool:
-        """Whether the part may go to a shared file."""
-        return self._same.get(key, 0) >= self._needed.get(key, 1)
-
-    def __bool__(self) -> bool:
-        """Whether any part may be quiet."""
-        return bool(self._same)
-
-
-# -- the step that the job goes on from ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class KnownFile:
-    """A shared file of a committed step. keys, begins: of its parts, in file order. sums: of all
-    its pieces, as a save has them. header: as it is in the file; nobody has compared it."""
-
-    path: str
-    header: bytes
-    keys: tuple[Key, ...]
-    begins: tuple[int, ...]
-    file_bytes: int
-    sums: bytes
-
-
-def known_files(store: Store, step: int, rank: int | None, world: int) -> list[KnownFile]:
-    """The shared files that `rank` of `world` ranks (None: the only one) has written of a step.
-
-    Nothing if the step cannot be read, or if another number of ranks has saved it.
-    """
-    with contextlib.suppress(StateholdError):
-        if step in store.steps() and _shares(store, step):
-            saved = store.open(step, rank, world)
-            if saved.world_size == world:
-                return _files(store.fs, saved, store.path(step))
-    return []
-
-
-def _shares(store: Store, step: int) -> bool:
-    """Whether any file of the step may be shared. Most steps need no look at their documents."""
-    return any(is_shared(name) for name, _ in store.fs.listdir(store.where(step)))
-
-
-def _files(fs: Fs, saved: SavedStep, directory: str) -> list[KnownFile]:
-    held: dict[str, list[tuple[Key, PlacedChunk]]] = {}
-    foreign = set()  # files of an optimizer on tiers, whose padding is no tensor of the state
-    for name, chunks in saved.own_chunks():
-        tensor = saved.tensors.get(name)
-        for chunk in chunks:
-            if tensor is None:
-                foreign.add(chunk.file)
-                continue
-            key = name, tensor.dtype, chunk.box.shape, chunk.box.offsets
-            held.setdefault(chunk.file, []).append((key, chunk))
-    headers = {file.name: file.header_sums for file in saved.files}
-    known = (
-        _known(fs, f"{directory}/{name}", headers[name], sorted(found, key=_begin))
-        for name, found in held.items()
-        if is_shared(name) and name not in foreign
-    )
-    return [each for each in known if each is not None]
-
-
-def _begin(each: tuple[Key, PlacedChunk]) -> int:
-    return each[1].begin
-
-
-def _known(
-    fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]
-) -> KnownFile | None:
-    chunks = [chunk for _, chunk in found]
-    header = _header(fs, path, chunks[0].begin, chunks[0].file_bytes)
-    if header is None:
-        return None
-    return KnownFile(
-        path=path,
-        header=header,
-        keys=tuple(key for key, _ in found),
-        begins=tuple(map(attrgetter("begin"), chunks)),
-        file_bytes=chunks[0].file_bytes,
-        sums=sums_to_bytes("".join((header_sums, *(chunk.sums for chunk in chunks)))),
-    )
-
-
-def _header(fs: Fs, path: str, nbytes: int, file_bytes: int) -> bytes | None:
-    """None if the file is gone, or cut: a restore of other parts has not looked at it."""
-    raw = bytearray(nbytes)
-    with contextlib.suppress(StorageError), contextlib.closing(fs.open_read(path)) as file:
-        if file.size_bytes() == file_bytes:
-            file.read_into(raw, 0)
-            return bytes(raw)
-    return None
-
+logger = logging.getLogger("statehold")
 
 # -- from save to save -----------------------------------------------------------------------------
-
-
-logger = logging.getLogger("statehold")
+# A part is expected to stay the same if it did so in the last saves, or at first if it is a
+# parameter that needs no gradient. Whether it did is proven in each save.
 
 
 class Sharing:
@@ -505,3 +320,177 @@ def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:
     """The plan of a file for parts that equal its own, from other places of the state."""
     specs = tuple([part.spec for part in parts])
     return RankPlan(replace(plan.save, specs=specs), Share(parts, held=()))
+
+
+# -- the step that the job goes on from ------------------------------------------------------------
+# The first save of a job links the shared files of the step that it goes on from. Without this, a
+# job that is started again, or a child that has just begun from a step of its parent, would write
+# all that never changes once more.
+#
+# The step that wrote such a file is in its header, and in no document. So the header is read, too:
+# the file is compared with a plan of that step. This only reads. The save that links a file
+# compares it with memory, so a state that was changed since the restore is no danger.
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFile:
+    """A shared file of a committed step. keys, begins: of its parts, in file order. sums: of all
+    its pieces, as a save has them. header: as it is in the file; nobody has compared it."""
+
+    path: str
+    header: bytes
+    keys: tuple[Key, ...]
+    begins: tuple[int, ...]
+    file_bytes: int
+    sums: bytes
+
+
+def known_files(store: Store, step: int, rank: int | None, world: int) -> list[KnownFile]:
+    """The shared files that `rank` of `world` ranks (None: the only one) has written of a step.
+
+    Nothing if the step cannot be read, or if another number of ranks has saved it.
+    """
+    with contextlib.suppress(StateholdError):
+        if step in store.steps() and _shares(store, step):
+            saved = store.open(step, rank, world)
+            if saved.world_size == world:
+                return _files(store.fs, saved, store.path(step))
+    return []
+
+
+def _shares(store: Store, step: int) -> bool:
+    """Whether any file of the step may be shared. Most steps need no look at their documents."""
+    return any(is_shared(name) for name, _ in store.fs.listdir(store.where(step)))
+
+
+def _files(fs: Fs, saved: SavedStep, directory: str) -> list[KnownFile]:
+    held: dict[str, list[tuple[Key, PlacedChunk]]] = {}
+    foreign = set()  # files of an optimizer on tiers, whose padding is no tensor of the state
+    for name, chunks in saved.own_chunks():
+        tensor = saved.tensors.get(name)
+        for chunk in chunks:
+            if tensor is None:
+                foreign.add(chunk.file)
+                continue
+            key = name, tensor.dtype, chunk.box.shape, chunk.box.offsets
+            held.setdefault(chunk.file, []).append((key, chunk))
+    headers = {file.name: file.header_sums for file in saved.files}
+    known = (
+        _known(fs, f"{directory}/{name}", headers[name], sorted(found, key=_begin))
+        for name, found in held.items()
+        if is_shared(name) and name not in foreign
+    )
+    return [each for each in known if each is not None]
+
+
+def _begin(each: tuple[Key, PlacedChunk]) -> int:
+    return each[1].begin
+
+
+def _known(
+    fs: Fs, path: str, header_sums: str, found: Sequence[tuple[Key, PlacedChunk]]
+) -> KnownFile | None:
+    chunks = [chunk for _, chunk in found]
+    header = _header(fs, path, chunks[0].begin, chunks[0].file_bytes)
+    if header is None:
+        return None
+    return KnownFile(
+        path=path,
+        header=header,
+        keys=tuple(key for key, _ in found),
+        begins=tuple(map(attrgetter("begin"), chunks)),
+        file_bytes=chunks[0].file_bytes,
+        sums=sums_to_bytes("".join((header_sums, *(chunk.sums for chunk in chunks)))),
+    )
+
+
+def _header(fs: Fs, path: str, nbytes: int, file_bytes: int) -> bytes | None:
+    """None if the file is gone, or cut: a restore of other parts has not looked at it."""
+    raw = bytearray(nbytes)
+    with contextlib.suppress(StorageError), contextlib.closing(fs.open_read(path)) as file:
+        if file.size_bytes() == file_bytes:
+            file.read_into(raw, 0)
+            return bytes(raw)
+    return None
+
+
+# -- how parts become files ------------------------------------------------------------------------
+# Pure arithmetic on sizes and on history. No file is made smaller than FILE_BYTES_MIN, and a rank
+# has few of them however large its state is. A part that keeps changing is written to shared files
+# ever more rarely.
+
+
+# A smaller tensor is written with what changes: a checksum, a name and a place cost as much.
+PART_BYTES_MIN = 64 << 10
+FILE_BYTES_MIN = 8 * MiB
+FILE_BYTES = 64 * MiB
+# With more files, their names and syncs would take longer than what they save.
+FILES_MAX = 64
+_SAVES_MAX = 64
+
+
+def grouped(sizes: Sequence[int]) -> list[range]:
+    """Runs of neighbouring parts, each for one file; parts that make no file are in no run."""
+    total = sum(sizes)
+    if total < FILE_BYTES_MIN:
+        return []
+    wanted = max(FILE_BYTES, -(-total // FILES_MAX))
+    groups, begin, nbytes = list[range](), 0, 0
+    for index, size in enumerate(sizes):
+        nbytes += size
+        if nbytes >= wanted:
+            groups.append(range(begin, index + 1))
+            begin, nbytes = index + 1, 0
+    if nbytes >= FILE_BYTES_MIN or not groups:
+        groups.append(range(begin, len(sizes)))
+    elif nbytes:
+        groups[-1] = range(groups[-1].start, len(sizes))
+    return groups
+
+
+class History:
+    """For how many saves each part has been the same, and for how many it has to be.
+
+    That is one, at first. It doubles each time that a part changes which was in a shared file.
+    """
+
+    def __init__(self) -> None:
+        self._same: dict[Key, int] = {}
+        self._needed: dict[Key, int] = {}
+
+    def saved(self, same: Iterable[Key], changed: Iterable[Key]) -> None:
+        """A save has compared these with the save before."""
+        for key in same:
+            self._same[key] = self._same.get(key, 0) + 1
+        for key in changed:
+            self._same.pop(key, None)
+
+    def predict(self, keys: Iterable[Key]) -> None:
+        """Nothing is known of these yet, and nobody is expected to change them."""
+        for key in keys:
+            if key not in self._needed:
+                self._same.setdefault(key, 1)
+
+    def broke(self, keys: Iterable[Key]) -> None:
+        """These were in a shared file, and have changed."""
+        for key in keys:
+            self._same.pop(key, None)
+            self._needed[key] = min(_SAVES_MAX, 2 * self._needed.get(key, 1))
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """The state has only these parts from now on."""
+        self._same = {key: count for key, count in self._same.items() if key in keys}
+        self._needed = {key: count for key, count in self._needed.items() if key in keys}
+
+    @property
+    def same(self) -> Set[Key]:
+        """All that may be quiet. No other part is."""
+        return self._same.keys()
+
+    def is_quiet(self, key: Key) -> bool:
+        """Whether the part may go to a shared file."""
+        return self._same.get(key, 0) >= self._needed.get(key, 1)
+
+    def __bool__(self) -> bool:
+        """Whether any part may be quiet."""
+        return bool(self._same)

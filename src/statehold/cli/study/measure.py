@@ -1,15 +1,9 @@
 """Times one strategy: makes its files, overwrites them, reads them cold and warm, deletes them.
 
+Owns: the cases on storage, and the two kinds of sessions that move their bytes.
 Invariants: no file of a case ever stays. A write ends when the bytes are durable. Before a cold
 read the kernel is asked to drop these files from its cache. It is asked file by file, and not for
 the whole machine, which needs no privilege and leaves other jobs their cache.
-
-Strategies of the native core: bytes that only move, and whole saves by the engine.
-
-Owns: one session for each kind, with one interface; `open_session`.
-Invariants: an engine reads its saves back with the checksums that it took, so a timed restore has
-been verified, as statehold's own are.
-
 Not here: what is timed and how often (sweep, study).
 """
 
@@ -32,7 +26,84 @@ if TYPE_CHECKING:
     from statehold._core import WriteJob
 
 
+# -- all of them -----------------------------------------------------------------------------------
+
+
+_READ_BYTES = 1 << 22
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """GB/s of each operation of a case, or why there are none (`refused`)."""
+
+    rates: dict[Operation, float]
+    refused: str = ""
+
+
+class Bench:
+    """Where cases are run: a directory, and memory with the state, and with `others`."""
+
+    def __init__(self, directory: str, state: State, *others: State) -> None:
+        self.directory = directory
+        self.state = state
+        states = (state, *others)
+        self.memory: MappedMemory = kept(
+            max(spans_of(each, aligned=True)[-1][1] for each in states)
+        )
+
+    def open(self, strategy: Strategy) -> tuple[TimedStrategy, int]:
+        """A strategy, ready to be timed, and the bytes that it moves."""
+        session = open_session(strategy, self.state, self.memory, self.directory)
+        return session, self.state.total_bytes
+
+    def time(self, case: Case) -> Timing:
+        rates: dict[Operation, float] = {}
+        try:
+            self._run(case, rates)
+        except (OSError, StateholdError) as error:
+            return Timing({}, str(error).splitlines()[0])
+        return Timing(rates)
+
+    def _run(self, case: Case, rates: dict[Operation, float]) -> None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._clear)
+            session, nbytes = self.open(case.strategy)
+            closing.callback(session.close)
+            for operation in case.operations:
+                _prepare(session, operation)
+                rates[operation] = nbytes / session.seconds(operation) / GB
+
+    def _clear(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.directory):
+                os.unlink(entry.path)
+
+
+def _prepare(session: TimedStrategy, operation: Operation) -> None:
+    """Bring the page cache into the state that the restore should find."""
+    if operation.is_write:
+        return
+    for path in session.paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if operation.is_warm:
+                _fill_cache(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _fill_cache(descriptor: int) -> None:
+    buffer = bytearray(_READ_BYTES)
+    at = 0
+    while count := os.preadv(descriptor, [buffer], at):
+        at += count
+
+
 # -- one strategy ----------------------------------------------------------------------------------
+# The native core moves bytes only, or its engine saves and restores. An engine reads its saves back
+# with the checksums that it took, so a timed restore has been verified, as statehold's own are.
 
 
 STAGING_BYTES = 512 * MiB
@@ -143,78 +214,3 @@ class EngineSession:
     def close(self) -> None:
         self._engine.close()
         self._fs.close()
-
-
-# -- all of them -----------------------------------------------------------------------------------
-
-
-_READ_BYTES = 1 << 22
-GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """GB/s of each operation of a case, or why there are none (`refused`)."""
-
-    rates: dict[Operation, float]
-    refused: str = ""
-
-
-class Bench:
-    """Where cases are run: a directory, and memory with the state, and with `others`."""
-
-    def __init__(self, directory: str, state: State, *others: State) -> None:
-        self.directory = directory
-        self.state = state
-        states = (state, *others)
-        self.memory: MappedMemory = kept(
-            max(spans_of(each, aligned=True)[-1][1] for each in states)
-        )
-
-    def open(self, strategy: Strategy) -> tuple[TimedStrategy, int]:
-        """A strategy, ready to be timed, and the bytes that it moves."""
-        session = open_session(strategy, self.state, self.memory, self.directory)
-        return session, self.state.total_bytes
-
-    def time(self, case: Case) -> Timing:
-        rates: dict[Operation, float] = {}
-        try:
-            self._run(case, rates)
-        except (OSError, StateholdError) as error:
-            return Timing({}, str(error).splitlines()[0])
-        return Timing(rates)
-
-    def _run(self, case: Case, rates: dict[Operation, float]) -> None:
-        with contextlib.ExitStack() as closing:
-            closing.callback(self._clear)
-            session, nbytes = self.open(case.strategy)
-            closing.callback(session.close)
-            for operation in case.operations:
-                _prepare(session, operation)
-                rates[operation] = nbytes / session.seconds(operation) / GB
-
-    def _clear(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self.directory):
-                os.unlink(entry.path)
-
-
-def _prepare(session: TimedStrategy, operation: Operation) -> None:
-    """Bring the page cache into the state that the restore should find."""
-    if operation.is_write:
-        return
-    for path in session.paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            if operation.is_warm:
-                _fill_cache(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _fill_cache(descriptor: int) -> None:
-    buffer = bytearray(_READ_BYTES)
-    at = 0
-    while count := os.preadv(descriptor, [buffer], at):
-        at += count

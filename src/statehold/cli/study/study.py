@@ -1,15 +1,11 @@
-"""A whole study: rounds of cases until the time is over, a choice, and its proof.
+"""A whole study: rounds of cases until the time is over, a choice, its proof, and the result.
 
-Owns: the order of the work, and its duration; the result.
+Owns: the order of the work, and its duration; the JSON document of a study, and the reasons for the
+chosen settings.
 Invariants: the candidates of the choice are measured first, so a study that runs out of time has
 them. Figures of one case lie minutes apart, so a median has seen the storage at several times. At
 the end the choice and the best are measured again in turns, and that ratio is reported.
 Not here: the cases (sweep), the choice (choose).
-
-The results of a study, as a document and as sentences.
-
-Owns: the JSON document of a study; the reasons for the chosen settings.
-Invariants: pure. Every figure comes with the number of its measurements and its range.
 """
 
 from __future__ import annotations
@@ -260,6 +256,7 @@ def _duel(clock: _Clock, kind: str, chosen: Strategy, rival: Strategy) -> list[R
 
 
 # -- the results -----------------------------------------------------------------------------------
+# Pure. Every figure comes with the number of its measurements and its range.
 
 
 _SETTINGS = {

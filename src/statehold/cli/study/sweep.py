@@ -1,14 +1,9 @@
 """The measurements: one factor at a time around a centre, then the best of each together.
 
-Owns: the strategies of a study, the comparisons behind its findings, the order of rounds.
-Invariants: pure. A full factorial of the factors would have thousands of cases, so `full` only
-takes more values of each. Every comparison differs in one thing, so a finding has one cause.
-
-The memory that a study saves from and restores into.
-
-Invariants: the kept memory is touched. It has huge pages if the kernel gives them, and bytes that
-no storage can take for zeros. Restoring writes the same bytes into it again, so it never changes.
-
+Owns: the strategies of a study, the comparisons behind its findings, the order of rounds; the
+memory that a study saves from and restores into.
+Invariants: every comparison differs in one thing, so a finding has one cause. A full factorial of
+the factors would have thousands of cases, so `full` only takes more values of each.
 Not here: how a case is run (measure), the conclusions from the figures (choose).
 """
 
@@ -24,43 +19,6 @@ from dataclasses import dataclass, replace
 from statehold.cli.study.strategies import Case, MovedBy, Operation, Strategy
 from statehold.options.io import DEFAULTS
 from statehold.units import KiB, MiB
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-_PATTERN_BYTES = 1 << 20
-
-
-class MappedMemory:
-    """So many bytes at `address`, seen as `view`."""
-
-    def __init__(self, nbytes: int) -> None:
-        # Private: shared memory has other, smaller pages, and slower faults.
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, max(1, nbytes), flags=private)
-        self.view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.nbytes = nbytes
-
-    def prefer_huge_pages(self) -> None:
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-
-
-def kept(nbytes: int) -> MappedMemory:
-    memory = MappedMemory(nbytes)
-    with contextlib.suppress(OSError):  # a kernel without them: slower, for all strategies alike
-        memory.prefer_huge_pages()
-    pattern = os.urandom(_PATTERN_BYTES)
-    for at in range(0, nbytes, _PATTERN_BYTES):
-        part = memory.view[at : min(nbytes, at + _PATTERN_BYTES)]
-        part[:] = pattern[: len(part)]
-    return memory
-
-
-def new(nbytes: int) -> MappedMemory:
-    """As an allocator gives it: none of its pages exists yet."""
-    return MappedMemory(nbytes)
-
 
 # -- the strategies --------------------------------------------------------------------------------
 
@@ -178,3 +136,45 @@ def cases_of(figures: Iterable[Figure]) -> list[Case]:
 def ordered(cases: Sequence[Case], round_index: int) -> list[Case]:
     """There and back, so that a drift in the meantime affects both ends alike."""
     return list(cases) if round_index % 2 == 0 else list(reversed(cases))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+_PATTERN_BYTES = 1 << 20
+
+
+class MappedMemory:
+    """So many bytes at `address`, seen as `view`."""
+
+    def __init__(self, nbytes: int) -> None:
+        # Private: shared memory has other, smaller pages, and slower faults.
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, max(1, nbytes), flags=private)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.nbytes = nbytes
+
+    def prefer_huge_pages(self) -> None:
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+
+
+def kept(nbytes: int) -> MappedMemory:
+    """Memory that stays: its pages are touched, and huge if the kernel gives such.
+
+    It has bytes that no storage can take for zeros. Restoring writes the same bytes into it again,
+    so it never changes.
+    """
+    memory = MappedMemory(nbytes)
+    with contextlib.suppress(OSError):  # a kernel without them: slower, for all strategies alike
+        memory.prefer_huge_pages()
+    pattern = os.urandom(_PATTERN_BYTES)
+    for at in range(0, nbytes, _PATTERN_BYTES):
+        part = memory.view[at : min(nbytes, at + _PATTERN_BYTES)]
+        part[:] = pattern[: len(part)]
+    return memory
+
+
+def new(nbytes: int) -> MappedMemory:
+    """As an allocator gives it: none of its pages exists yet."""
+    return MappedMemory(nbytes)

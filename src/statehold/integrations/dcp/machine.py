@@ -7,10 +7,6 @@ and thrown away without close(). The staging memory is never larger than the mov
 directory is absolute as soon as it is given. Without one, the error says how to give it. Telemetry
 fails no save and no load.
 Not here: what is moved (writing, reader), the reports (checkpoint/telemetry).
-
-Telemetry is as for a Checkpointer. A run is here the directory of the checkpoints. The ranks that
-publish a save report it, because torch does not announce its end to the others. The events of a
-trace belong to the process, and its file is written again at the end of each call.
 """
 
 from __future__ import annotations
@@ -45,6 +41,107 @@ TRACES_MAX = 16
 
 _traces: dict[str, Trace] = {}
 _guard = threading.Lock()
+
+
+# -- the common part of a reader and a writer ------------------------------------------------------
+
+
+class StepEndpoint:
+    """A directory that torch may replace, and the machine that moves bytes from or to it."""
+
+    _call: str  # a call of torch that may give it
+
+    def __init__(self, path: str | os.PathLike[str] | None, options: Options) -> None:
+        super().__init__()
+        self._path = None if path is None else absolute(path, "the checkpoint")
+        self._machine = Machine(options)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory of the next call."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._path = absolute(checkpoint_id, "the checkpoint")
+
+    def _directory(self) -> str:
+        path = self.checkpoint_id
+        if path is None:
+            raise UsageError(
+                f"a {self._call} needs a directory",
+                hint=f"give {self._call}() a checkpoint_id, or the {type(self).__name__} a path",
+            )
+        return path
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+class Machine:
+    """Opens engines with `options`."""
+
+    watch = UNWATCHED  # not of the instance, which is pickled
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.borrowed_fs: Fs | None = None  # for tests
+
+    def at(self, directory: str) -> Machine:
+        """The machine for the checkpoint `directory`, watched.
+
+        Options that were not given come from the profile of its storage.
+        """
+        options, note = self.options, ""
+        if self.borrowed_fs is None:  # a profile belongs to a real storage
+            options, note = tuned(options, directory)
+        log_once(note)
+        found = copy.copy(self)
+        found.options, found.watch = options, watch_of(directory, options.trace)
+        return found
+
+    @contextlib.contextmanager
+    def storage(self) -> Iterator[Fs]:
+        if self.borrowed_fs is not None:
+            yield self.borrowed_fs
+            return
+        moving = settled(self.options.io)
+        fs = _core.open_fs(moving.backend, moving.queue_depth)
+        try:
+            yield fs
+        finally:
+            fs.close()
+
+    @contextlib.contextmanager
+    def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
+        """An engine for moving `nbytes`."""
+        moving = settled(self.options.io)
+        buffer = moving.buffer_bytes
+        needed = (max(0, nbytes) // buffer + 2) * buffer
+        given = self.options.staging_size
+        size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
+        staging = min(size, needed)
+        engine = open_engine(fs, staging, buffer, moving.copy_threads)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process among those that load or save, and their number."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+# -- telemetry -------------------------------------------------------------------------------------
+# Telemetry is as for a Checkpointer. A run is here the directory of the checkpoints. The ranks that
+# publish a save report it, because torch does not announce its end to the others. The events of a
+# trace belong to the process, and its file is written again at the end of each call.
 
 
 def watch_of(directory: str, trace: str | os.PathLike[str] | None) -> Watch:
@@ -110,98 +207,3 @@ class SaveWatch:
             tensors=found.tensors,
             committed_s=time.perf_counter() - self._begin_s,
         )
-
-
-# -- the ranks -------------------------------------------------------------------------------------
-
-
-def rank_and_world() -> tuple[int, int]:
-    """The rank of this process among those that load or save, and their number."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-# -- the machine -----------------------------------------------------------------------------------
-
-
-class Machine:
-    """Opens engines with `options`."""
-
-    watch = UNWATCHED  # not of the instance, which is pickled
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.borrowed_fs: Fs | None = None  # for tests
-
-    def at(self, directory: str) -> Machine:
-        """The machine for the checkpoint `directory`, watched.
-
-        Options that were not given come from the profile of its storage.
-        """
-        options, note = self.options, ""
-        if self.borrowed_fs is None:  # a profile belongs to a real storage
-            options, note = tuned(options, directory)
-        log_once(note)
-        found = copy.copy(self)
-        found.options, found.watch = options, watch_of(directory, options.trace)
-        return found
-
-    @contextlib.contextmanager
-    def storage(self) -> Iterator[Fs]:
-        if self.borrowed_fs is not None:
-            yield self.borrowed_fs
-            return
-        moving = settled(self.options.io)
-        fs = _core.open_fs(moving.backend, moving.queue_depth)
-        try:
-            yield fs
-        finally:
-            fs.close()
-
-    @contextlib.contextmanager
-    def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
-        """An engine for moving `nbytes`."""
-        moving = settled(self.options.io)
-        buffer = moving.buffer_bytes
-        needed = (max(0, nbytes) // buffer + 2) * buffer
-        given = self.options.staging_size
-        size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
-        staging = min(size, needed)
-        engine = open_engine(fs, staging, buffer, moving.copy_threads)
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-
-# -- the common part of a reader and a writer ------------------------------------------------------
-
-
-class StepEndpoint:
-    """A directory that torch may replace, and the machine that moves bytes from or to it."""
-
-    _call: str  # a call of torch that may give it
-
-    def __init__(self, path: str | os.PathLike[str] | None, options: Options) -> None:
-        super().__init__()
-        self._path = None if path is None else absolute(path, "the checkpoint")
-        self._machine = Machine(options)
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory of the next call."""
-        return self._path
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._path = absolute(checkpoint_id, "the checkpoint")
-
-    def _directory(self) -> str:
-        path = self.checkpoint_id
-        if path is None:
-            raise UsageError(
-                f"a {self._call} needs a directory",
-                hint=f"give {self._call}() a checkpoint_id, or the {type(self).__name__} a path",
-            )
-        return path

@@ -1,25 +1,12 @@
 """StorageReader: dcp.load from a step directory of a Checkpointer or a StorageWriter.
 
-Invariants: names are those that torch's planners give to the saved state. A subtree can be loaded
-as one object, too. Every byte that is used was verified. read_metadata() reads the records of a
-step, read_data() its data. One load reads one save: if the step is saved again or retired between
-the two, or if two ranks opened different saves, the load raises an error.
+Owns: a step in the terms of torch: items by name, chunks as a planner needs them, objects; which
+bytes are read straight into their place, and which go through separate memory.
+Invariants: names are those that torch's planners give to the saved state. Every byte that is used
+was verified. read_metadata() reads the records of a step, read_data() its data. One load reads one
+save: if the step is saved again or retired between the two, or if two ranks opened different saves,
+the load raises an error.
 Not here: which items are loaded (the planner), the engine (machine).
-
-A step in the terms of torch: items by name, chunks as a planner needs them, objects.
-
-Invariants: entries that each rank saved for itself are never put together in a tensor that ranks
-share now. An item that is not available is an error only for a caller that asks for it.
-
-Boxes of chunks -> the tensors that a planner shows, read and verified by the engine.
-
-Owns: which bytes are read straight into their place, and which go through separate memory.
-Invariants: nothing is reported as read before its checksum was verified. A box costs the pieces
-that hold it, not its chunk. Memory in addition to the targets is the staging memory, a buffer on
-each device, and at most WAVE_BYTES and one item. One engine reads all of a load.
-
-Straight: host tensors of the saved dtype, and tensors on a device, which take other dtypes, too.
-Other host tensors (torch's readers convert, too) are first read into separate memory, in waves.
 """
 
 from __future__ import annotations
@@ -86,250 +73,6 @@ if TYPE_CHECKING:
     from statehold._core import Engine
     from statehold.checkpoint.telemetry.watch import RestoreWatch
     from statehold.format.saved import PlacedChunk, SavedStep
-
-WAVE_BYTES = 256 * MiB
-_HINT = "load an older checkpoint; the state that was being loaded is incomplete"
-
-
-@dataclass(frozen=True, slots=True)
-class WantedBox:
-    """`box` of a chunk, in elements of `dtype` from the chunk's first, goes to `target`.
-
-    `shared`: other processes read it, too.
-    """
-
-    name: str
-    chunk: PlacedChunk
-    dtype: torch.dtype
-    box: Box
-    target: torch.Tensor
-    shared: bool = False
-
-    @property
-    def is_straight(self) -> bool:
-        target = self.target
-        if overlaps_itself(target):
-            return False
-        is_as_saved = target.dtype == self.dtype and not is_view_of_other_values(target)
-        return is_as_saved or is_external(target)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes in the step."""
-        return self.box.numel * self.dtype.itemsize
-
-    @property
-    def extra_bytes(self) -> int:
-        return 0 if self.is_straight else self.nbytes
-
-
-def read(
-    machine: Machine,
-    directory: str,
-    saved: SavedStep,
-    wanted: Sequence[WantedBox],
-    watch: RestoreWatch,
-) -> None:
-    """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
-    with contextlib.ExitStack() as opened:
-        fs = opened.enter_context(machine.storage())
-        nbytes = sum(each.nbytes for each in wanted)
-        engine = opened.enter_context(machine.engine(fs, nbytes))
-        devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
-        for wave in _waves(wanted):
-            _read_wave(engine, devices, directory, saved, wave, watch)
-
-
-def _waves(wanted: Iterable[WantedBox]) -> Iterator[list[WantedBox]]:
-    wave: list[WantedBox] = []
-    extra = 0
-    for each in wanted:
-        if wave and extra + each.extra_bytes > WAVE_BYTES:
-            yield wave
-            wave, extra = [], 0
-        wave.append(each)
-        extra += each.extra_bytes
-    if wave:
-        yield wave
-
-
-def _read_wave(
-    engine: Engine,
-    devices: Devices,
-    directory: str,
-    saved: SavedStep,
-    wave: Sequence[WantedBox],
-    watch: RestoreWatch,
-) -> None:
-    straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
-    plan = ReadPlan(saved, hint=_HINT)
-    for each, target in zip(wave, straight, strict=True):
-        plan.place(
-            each.name,
-            each.chunk,
-            each.box,
-            target,
-            dtype=each.dtype,
-            external=is_external(target),
-            shared=each.shared,
-        )
-    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
-    with watch.reading(saved.step, reading.job):
-        reading.finish(devices.load)
-    for each, target in zip(wave, straight, strict=True):
-        if target is not each.target:
-            each.target.copy_(target)
-    # Autograd did not see these writes: raise the version, for tensors that it saved for backward.
-    torch.autograd.graph.increment_version(
-        [each.target for each in wave if not each.target.is_inference()]
-    )
-
-
-def _host_memory(wanted: WantedBox) -> torch.Tensor:
-    return torch.empty(wanted.box.shape, dtype=wanted.dtype, device="cpu")
-
-
-# -- a step in the terms of torch ------------------------------------------------------------------
-
-
-_Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it
-
-
-class Contents:
-    """The contents of a step: its items, and the places of their tensors' chunks."""
-
-    def __init__(self, saved: SavedStep) -> None:
-        self.saved = saved
-        self.leaves = leaves(saved.state)
-        self.containers = containers(saved.state)
-        self._chunks: dict[_Asked, list[PlacedChunk] | StateMismatchError] = {}
-        for name in tensors_of(saved.state):
-            self._look_up(name, None)
-        self.items = _Items(self)
-
-    def _look_up(
-        self, name: str, among: tuple[int, ...] | None
-    ) -> list[PlacedChunk] | StateMismatchError:
-        if (name, among) not in self._chunks:
-            box = Box.whole(self.saved.tensors[name].shape)
-            try:
-                self._chunks[name, among] = self.saved.chunks(name, box, among)
-            except StateMismatchError as error:  # raised to a caller that asks for this tensor
-                self._chunks[name, among] = error
-        return self._chunks[name, among]
-
-    def node(self, name: str) -> Any:
-        """The node of an item in the tree: a leaf, or a whole subtree. KeyError."""
-        return self.leaves[name].node if name in self.leaves else self.containers[name]
-
-    def chunks_of(self, name: str, among: tuple[int, ...] | None = None) -> list[PlacedChunk]:
-        """The chunks of a tensor. `among`: the ranks that hold it together; None: each its own."""
-        found = self._look_up(name, among)
-        if isinstance(found, StateMismatchError):
-            raise found
-        return found
-
-    def dtype(self, name: str) -> torch.dtype:
-        return dtypes.dtype_of(self.saved.tensors[name].dtype, name)
-
-    def shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape, or offsets, of the step in elements of torch."""
-        return dtypes.torch_shape(self.dtype(name), stored)
-
-    def wanted(
-        self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None
-    ) -> WantedBox:
-        """The request of a planner for one chunk."""
-        name = self.node(item.storage_index.fqn)["$tensor"]
-        offsets = tuple(item.storage_index.offset or ())
-        chunks = self.chunks_of(name, among)
-        chunk = next((c for c in chunks if self.shape(name, c.box.offsets) == offsets), None)
-        if chunk is None or tuple(target.shape) != tuple(item.lengths):
-            raise UsageError(
-                "a planner asks for an entry that the checkpoint does not have",
-                facts={
-                    "name": item.storage_index.fqn,
-                    "chunk at": list(offsets),
-                    "expected": f"a tensor of shape {list(item.lengths)}",
-                    "got": list(target.shape) if chunk else "no such chunk",
-                },
-            )
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        return self.part(name, chunk, box, target)
-
-    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> WantedBox:
-        shape = self.shape(name, chunk.box.shape)
-        is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
-        shared = is_whole and rank_and_world()[1] > 1
-        return WantedBox(name, chunk, self.dtype(name), box, target, shared)
-
-
-class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
-    """The items of a step.
-
-    Containers are found by name, for planners that do not flatten state dicts, but are not listed.
-    """
-
-    def __init__(self, step: Contents) -> None:
-        self._step = step
-
-    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        tensor = tensor_of(self._step.node(name))
-        return BytesStorageMetadata() if tensor is None else self._tensor(tensor)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._step.leaves or name in self._step.containers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._step.leaves)
-
-    def __len__(self) -> int:
-        return len(self._step.leaves)
-
-    def _tensor(self, name: str) -> TensorStorageMetadata:
-        step = self._step
-        chunks = [
-            ChunkStorageMetadata(
-                offsets=torch.Size(step.shape(name, chunk.box.offsets)),
-                sizes=torch.Size(step.shape(name, chunk.box.shape)),
-            )
-            for chunk in step.chunks_of(name)
-        ]
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=step.dtype(name)),
-            size=torch.Size(step.shape(name, step.saved.tensors[name].shape)),
-            chunks=chunks,
-        )
-
-
-class Builder:
-    """Makes objects of nodes; their tensors are filled once `wanted` was read."""
-
-    def __init__(self, step: Contents) -> None:
-        self._step = step
-        self.wanted: list[WantedBox] = []
-
-    def build(self, name: str) -> Any:
-        node = self._step.node(name)
-        if isinstance(node, Differs):
-            raise StateMismatchError(
-                "ranks saved different values under one name",
-                facts={"name": name, "saved": str(node)},
-                hint="load on as many ranks as saved, where each takes its own",
-            )
-        return values.decode(node, lambda tag, payload: value_of(tag, payload, self._tensor))
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        step = self._step
-        shape = step.shape(name, step.saved.tensors[name].shape)
-        made = torch.empty(shape, dtype=step.dtype(name), device="cpu")
-        for chunk in step.chunks_of(name):
-            offsets = step.shape(name, chunk.box.offsets)
-            box = Box.whole(step.shape(name, chunk.box.shape))
-            target = made[tuple(slice(a, a + n) for a, n in zip(offsets, box.shape, strict=True))]
-            self.wanted.append(step.part(name, chunk, box, target))
-        return made
-
 
 # -- the reader ------------------------------------------------------------------------------------
 
@@ -520,3 +263,259 @@ def _pickled(value: Any) -> io.BytesIO:
     torch.save(value, data)
     data.seek(0)
     return data
+
+
+# -- a step in the terms of torch ------------------------------------------------------------------
+# A subtree can be loaded as one object, too. Entries that each rank saved for itself are never put
+# together in a tensor that ranks share now. An item that is not available is an error only for a
+# caller that asks for it.
+
+
+_Asked = tuple[str, tuple[int, ...] | None]  # the name of a tensor, and the ranks that share it
+
+
+class Contents:
+    """The contents of a step: its items, and the places of their tensors' chunks."""
+
+    def __init__(self, saved: SavedStep) -> None:
+        self.saved = saved
+        self.leaves = leaves(saved.state)
+        self.containers = containers(saved.state)
+        self._chunks: dict[_Asked, list[PlacedChunk] | StateMismatchError] = {}
+        for name in tensors_of(saved.state):
+            self._look_up(name, None)
+        self.items = _Items(self)
+
+    def _look_up(
+        self, name: str, among: tuple[int, ...] | None
+    ) -> list[PlacedChunk] | StateMismatchError:
+        if (name, among) not in self._chunks:
+            box = Box.whole(self.saved.tensors[name].shape)
+            try:
+                self._chunks[name, among] = self.saved.chunks(name, box, among)
+            except StateMismatchError as error:  # raised to a caller that asks for this tensor
+                self._chunks[name, among] = error
+        return self._chunks[name, among]
+
+    def node(self, name: str) -> Any:
+        """The node of an item in the tree: a leaf, or a whole subtree. KeyError."""
+        return self.leaves[name].node if name in self.leaves else self.containers[name]
+
+    def chunks_of(self, name: str, among: tuple[int, ...] | None = None) -> list[PlacedChunk]:
+        """The chunks of a tensor. `among`: the ranks that hold it together; None: each its own."""
+        found = self._look_up(name, among)
+        if isinstance(found, StateMismatchError):
+            raise found
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        return dtypes.dtype_of(self.saved.tensors[name].dtype, name)
+
+    def shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape, or offsets, of the step in elements of torch."""
+        return dtypes.torch_shape(self.dtype(name), stored)
+
+    def wanted(
+        self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None
+    ) -> WantedBox:
+        """The request of a planner for one chunk."""
+        name = self.node(item.storage_index.fqn)["$tensor"]
+        offsets = tuple(item.storage_index.offset or ())
+        chunks = self.chunks_of(name, among)
+        chunk = next((c for c in chunks if self.shape(name, c.box.offsets) == offsets), None)
+        if chunk is None or tuple(target.shape) != tuple(item.lengths):
+            raise UsageError(
+                "a planner asks for an entry that the checkpoint does not have",
+                facts={
+                    "name": item.storage_index.fqn,
+                    "chunk at": list(offsets),
+                    "expected": f"a tensor of shape {list(item.lengths)}",
+                    "got": list(target.shape) if chunk else "no such chunk",
+                },
+            )
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        return self.part(name, chunk, box, target)
+
+    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> WantedBox:
+        shape = self.shape(name, chunk.box.shape)
+        is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
+        shared = is_whole and rank_and_world()[1] > 1
+        return WantedBox(name, chunk, self.dtype(name), box, target, shared)
+
+
+class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """The items of a step.
+
+    Containers are found by name, for planners that do not flatten state dicts, but are not listed.
+    """
+
+    def __init__(self, step: Contents) -> None:
+        self._step = step
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = tensor_of(self._step.node(name))
+        return BytesStorageMetadata() if tensor is None else self._tensor(tensor)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._step.leaves or name in self._step.containers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._step.leaves)
+
+    def __len__(self) -> int:
+        return len(self._step.leaves)
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
+        step = self._step
+        chunks = [
+            ChunkStorageMetadata(
+                offsets=torch.Size(step.shape(name, chunk.box.offsets)),
+                sizes=torch.Size(step.shape(name, chunk.box.shape)),
+            )
+            for chunk in step.chunks_of(name)
+        ]
+        return TensorStorageMetadata(
+            properties=TensorProperties(dtype=step.dtype(name)),
+            size=torch.Size(step.shape(name, step.saved.tensors[name].shape)),
+            chunks=chunks,
+        )
+
+
+class Builder:
+    """Makes objects of nodes; their tensors are filled once `wanted` was read."""
+
+    def __init__(self, step: Contents) -> None:
+        self._step = step
+        self.wanted: list[WantedBox] = []
+
+    def build(self, name: str) -> Any:
+        node = self._step.node(name)
+        if isinstance(node, Differs):
+            raise StateMismatchError(
+                "ranks saved different values under one name",
+                facts={"name": name, "saved": str(node)},
+                hint="load on as many ranks as saved, where each takes its own",
+            )
+        return values.decode(node, lambda tag, payload: value_of(tag, payload, self._tensor))
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        step = self._step
+        shape = step.shape(name, step.saved.tensors[name].shape)
+        made = torch.empty(shape, dtype=step.dtype(name), device="cpu")
+        for chunk in step.chunks_of(name):
+            offsets = step.shape(name, chunk.box.offsets)
+            box = Box.whole(step.shape(name, chunk.box.shape))
+            target = made[tuple(slice(a, a + n) for a, n in zip(offsets, box.shape, strict=True))]
+            self.wanted.append(step.part(name, chunk, box, target))
+        return made
+
+
+# -- reading ---------------------------------------------------------------------------------------
+# Boxes of chunks go to the tensors that a planner shows. Host tensors of the saved dtype are read
+# straight, and tensors on a device, which take other dtypes, too. Other host tensors (torch's
+# readers convert, too) are first read into separate memory, in waves.
+#
+# Nothing is reported as read before its checksum was verified. A box costs the pieces that hold it,
+# not its chunk. Memory in addition to the targets is the staging memory, a buffer on each device,
+# and at most WAVE_BYTES and one item. One engine reads all of a load.
+
+WAVE_BYTES = 256 * MiB
+_HINT = "load an older checkpoint; the state that was being loaded is incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBox:
+    """`box` of a chunk, in elements of `dtype` from the chunk's first, goes to `target`.
+
+    `shared`: other processes read it, too.
+    """
+
+    name: str
+    chunk: PlacedChunk
+    dtype: torch.dtype
+    box: Box
+    target: torch.Tensor
+    shared: bool = False
+
+    @property
+    def is_straight(self) -> bool:
+        target = self.target
+        if overlaps_itself(target):
+            return False
+        is_as_saved = target.dtype == self.dtype and not is_view_of_other_values(target)
+        return is_as_saved or is_external(target)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in the step."""
+        return self.box.numel * self.dtype.itemsize
+
+    @property
+    def extra_bytes(self) -> int:
+        return 0 if self.is_straight else self.nbytes
+
+
+def read(
+    machine: Machine,
+    directory: str,
+    saved: SavedStep,
+    wanted: Sequence[WantedBox],
+    watch: RestoreWatch,
+) -> None:
+    """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
+    with contextlib.ExitStack() as opened:
+        fs = opened.enter_context(machine.storage())
+        nbytes = sum(each.nbytes for each in wanted)
+        engine = opened.enter_context(machine.engine(fs, nbytes))
+        devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
+        for wave in _waves(wanted):
+            _read_wave(engine, devices, directory, saved, wave, watch)
+
+
+def _waves(wanted: Iterable[WantedBox]) -> Iterator[list[WantedBox]]:
+    wave: list[WantedBox] = []
+    extra = 0
+    for each in wanted:
+        if wave and extra + each.extra_bytes > WAVE_BYTES:
+            yield wave
+            wave, extra = [], 0
+        wave.append(each)
+        extra += each.extra_bytes
+    if wave:
+        yield wave
+
+
+def _read_wave(
+    engine: Engine,
+    devices: Devices,
+    directory: str,
+    saved: SavedStep,
+    wave: Sequence[WantedBox],
+    watch: RestoreWatch,
+) -> None:
+    straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
+    plan = ReadPlan(saved, hint=_HINT)
+    for each, target in zip(wave, straight, strict=True):
+        plan.place(
+            each.name,
+            each.chunk,
+            each.box,
+            target,
+            dtype=each.dtype,
+            external=is_external(target),
+            shared=each.shared,
+        )
+    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
+    with watch.reading(saved.step, reading.job):
+        reading.finish(devices.load)
+    for each, target in zip(wave, straight, strict=True):
+        if target is not each.target:
+            each.target.copy_(target)
+    # Autograd did not see these writes: raise the version, for tensors that it saved for backward.
+    torch.autograd.graph.increment_version(
+        [each.target for each in wave if not each.target.is_inference()]
+    )
+
+
+def _host_memory(wanted: WantedBox) -> torch.Tensor:
+    return torch.empty(wanted.box.shape, dtype=wanted.dtype, device="cpu")

@@ -1,16 +1,16 @@
 """Checkpoints of other libraries -> a live state.
 
-Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
-Invariants: everything is matched before anything changes. A restore that would load nothing, and a
-prefix in `rename` that matches nothing, are errors.
-Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
-StorageReader); the meaning of `rename` (selection).
-
 If a part can have several names, they are tried in this order, for a module "model" and an
 optimizer "optim":
     model.layers.0.weight         layers.0.weight
     optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
     optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
+
+Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
+Invariants: everything is matched before anything changes. A restore that would load nothing, and a
+prefix in `rename` that matches nothing, are errors.
+Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
+StorageReader); the meaning of `rename` (selection).
 """
 
 from __future__ import annotations
@@ -128,89 +128,6 @@ def _load(targets: dict[str, Any], reader: StorageReader) -> None:
         load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
     except CheckpointException as error:  # a BaseException that wraps the errors of the ranks
         raise next(fault for fault, _ in error.failures.values()) from error
-
-
-# -- reading -------------------------------------------------------------------------------------
-
-
-class _ForeignReader(StorageReader):
-    """Reads a checkpoint of any format, by the names of its tensors and values."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.objects: dict[str, Any] = {}  # the values that were read
-        kind, place = recognised(path)
-        tree = kind.read(place)
-        check_names(tree, path)
-        self._entries: dict[str, Any] = {}
-        for name, value in leaves(tree, lists=(list,)):
-            if name in self._entries:
-                facts = {"name": name, "path": path}
-                raise CorruptionError("a checkpoint has a name twice", facts=facts)
-            self._entries[name] = value
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _described(value) for name, value in self._entries.items()})
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:  # before anything is filled
-            if item.type is LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                self.objects[item.dest_index.fqn] = self._value(name, self._entries[name])
-        for item in plan.items:
-            if item.type is not LoadItemType.BYTE_IO:
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(_asked(self._entries[item.storage_index.fqn], item))
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _value(self, name: str, entry: Any) -> Any:
-        value = read_now(entry)
-        untrusted.check_data(value, name, self._path, "leave this entry out of the state")
-
-        def leaf(each: Any) -> Any:
-            return in_memory(each) if isinstance(each, Streamed) else storable(each, name)
-
-        return replaced(value, leaf)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.exists(checkpoint_id)
-
-
-def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(value, Streamed):
-        return BytesStorageMetadata()
-    boxes = [chunk.box for chunk in _boxes(value)] or [Box.whole(value.shape)]
-    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
-    size = torch.Size(value.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, chunks)
-
-
-def _boxes(value: Streamed) -> list[StreamedChunk]:
-    """The chunks, if they are boxes of the tensor; none if they are runs of its elements."""
-    chunks = value.chunks
-    return [chunk for chunk in chunks if len(chunk.box.shape) == len(value.shape)]
-
-
-def _asked(value: Streamed, item: ReadItem) -> torch.Tensor:
-    """The part of a chunk that a planner asks for."""
-    at = tuple(item.storage_index.offset or ())
-    found = next((chunk for chunk in _boxes(value) if chunk.box.offsets == at), None)
-    values = in_memory(value) if found is None else found.elements(value.dtype)
-    return part_of(values, Box(tuple(item.storage_offsets), tuple(item.lengths)))
 
 
 # -- matching -----------------------------------------------------------------------------------
@@ -447,3 +364,86 @@ def _made(
 
 def _dtype(saved: TensorStorageMetadata) -> torch.dtype:
     return saved.properties.dtype
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class _ForeignReader(StorageReader):
+    """Reads a checkpoint of any format, by the names of its tensors and values."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.objects: dict[str, Any] = {}  # the values that were read
+        kind, place = recognised(path)
+        tree = kind.read(place)
+        check_names(tree, path)
+        self._entries: dict[str, Any] = {}
+        for name, value in leaves(tree, lists=(list,)):
+            if name in self._entries:
+                facts = {"name": name, "path": path}
+                raise CorruptionError("a checkpoint has a name twice", facts=facts)
+            self._entries[name] = value
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _described(value) for name, value in self._entries.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:  # before anything is filled
+            if item.type is LoadItemType.BYTE_IO:
+                name = item.storage_index.fqn
+                self.objects[item.dest_index.fqn] = self._value(name, self._entries[name])
+        for item in plan.items:
+            if item.type is not LoadItemType.BYTE_IO:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(_asked(self._entries[item.storage_index.fqn], item))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _value(self, name: str, entry: Any) -> Any:
+        value = read_now(entry)
+        untrusted.check_data(value, name, self._path, "leave this entry out of the state")
+
+        def leaf(each: Any) -> Any:
+            return in_memory(each) if isinstance(each, Streamed) else storable(each, name)
+
+        return replaced(value, leaf)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.exists(checkpoint_id)
+
+
+def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, Streamed):
+        return BytesStorageMetadata()
+    boxes = [chunk.box for chunk in _boxes(value)] or [Box.whole(value.shape)]
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
+    size = torch.Size(value.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, chunks)
+
+
+def _boxes(value: Streamed) -> list[StreamedChunk]:
+    """The chunks, if they are boxes of the tensor; none if they are runs of its elements."""
+    chunks = value.chunks
+    return [chunk for chunk in chunks if len(chunk.box.shape) == len(value.shape)]
+
+
+def _asked(value: Streamed, item: ReadItem) -> torch.Tensor:
+    """The part of a chunk that a planner asks for."""
+    at = tuple(item.storage_index.offset or ())
+    found = next((chunk for chunk in _boxes(value) if chunk.box.offsets == at), None)
+    values = in_memory(value) if found is None else found.elements(value.dtype)
+    return part_of(values, Box(tuple(item.storage_offsets), tuple(item.lengths)))

@@ -1,35 +1,16 @@
 """StorageWriter: dcp.save and dcp.async_save into one committed step directory.
 
-The path of a save: when the coordinator has every plan, it makes the directory
-`<checkpoint_id>.<attempt>.partial` (prepare_global_plan). The name travels to the ranks in their
-plans. Every rank writes its files there (write_data). The coordinator writes the manifest and
-renames the directory (finish). If a save fails or dies on any rank, the checkpoint at checkpoint_id
-stays as it was. A rank that fails removes the directory with the files of all ranks at once: then
-nobody publishes it. What other ranks write from then on fails, or goes when they close it.
+    prepare_global_plan    the coordinator makes `<checkpoint_id>.<attempt>.partial`; the name
+                           travels to the ranks in their plans
+    write_data             every rank writes its files there
+    finish                 the coordinator writes the manifest and renames the directory
 
-Invariants: an error on any rank reaches the caller of save through torch. Nothing is pickled. A
-writer holds no memory, file or thread between two calls, so it can be pickled at any time. torch
-runs each save on one thread. A writer may run several saves at once, each into its own directory.
+Invariants: if a save fails or dies on any rank, the checkpoint at checkpoint_id stays as it was. An
+error on any rank reaches the caller of save through torch. Nothing is pickled. A writer holds no
+memory, file or thread between two calls, so it can be pickled at any time. torch runs each save on
+one thread. A writer may run several saves at once, each into its own directory.
 Not here: which rank writes what (the planner), the bytes (writing), the records (commit), the
 renames (publish).
-
-Saves with use_collectives=False: the ranks meet in the store of the process group instead.
-
-torch then runs the whole save on each rank by itself. Every planner makes a "global" plan of its
-own rank, and every rank calls finish(). The ranks have not shared out the writing. So a plain
-tensor or a value belongs to the rank that saved it, as with the stock writer, and a box of a
-DTensor to the lowest rank that wrote it.
-
-Invariants: there is one attempt, made by rank 0 before any rank writes. The step is published once
-every rank has written all of its part, or not at all. If a rank fails, or does not come within
-`timeout_s`, the save fails on all ranks, with the number of that rank.
-
-Copies of a state for dcp.async_save, in host memory that is reused.
-
-torch's default makes a new copy for every save, whose pages have to be faulted in each time. Here a
-copy goes back to a pool once torch has dropped its state dict. A save that begins earlier gets
-memory of its own. So memory is never written while a save still reads it, and nothing depends on
-the order in which saves end, or on whether they fail.
 """
 
 from __future__ import annotations
@@ -85,160 +66,12 @@ from statehold.tensors.devices.graphs import refuse_in_capture
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-
-class Staged(dict[str, Any]):
-    """A state dict in staging memory; a subclass, because a dict cannot be watched."""
-
-    __slots__ = ("__weakref__",)
-
-    # for the process checkpointer, which needs only a dict
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class StagingPool:
-    """Stagers of torch, each with the memory of one copy."""
-
-    def __init__(self) -> None:
-        self._idle: list[DefaultStager] = []
-        self._guard = threading.Lock()
-
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy that no later change of `state` reaches; complete when this returns."""
-        with self._guard:
-            stager = self._idle.pop() if self._idle else _new_stager()
-        copied = stager.stage(state)
-        assert isinstance(copied, dict)  # a Future only if it were asynchronous
-        staged = Staged(copied)
-        weakref.finalize(staged, self._give_back, stager).atexit = False
-        return staged
-
-    def _give_back(self, stager: DefaultStager) -> None:
-        with self._guard:
-            self._idle.append(stager)
-
-    def close(self) -> None:
-        """Free the memory of unused copies."""
-        with self._guard:
-            idle, self._idle = self._idle, []
-        for stager in idle:
-            stager.close()
-
-
-def _new_stager() -> DefaultStager:
-    """Each copy waits for its own device. After non-blocking copies torch waits only for the
-    current device, and tensors of another one might not be complete."""
-    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pinned,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
-
-
-# -- ranks without collectives ---------------------------------------------------------------------
-
-
-_SAVE = 1  # the only round of its Peers
-
-
-def is_missing(error: BaseException) -> TypeGuard[StorageError]:
-    """Whether a file or the directory that it is in does not exist."""
-    return isinstance(error, StorageError) and error.errno == errno.ENOENT
-
-
-class SaveRound:
-    """The ranks of one save, from its begin to its end."""
-
-    def __init__(self, final: str, timeout_s: float) -> None:
-        self.rank, self.world_size = rank_and_world()
-        self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
-        self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
-
-    def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
-        """The result of `make` on rank 0, on every rank."""
-        raw = self._peers.agree(
-            "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
-        )
-        return dataclasses.replace(SaveDestination(**json.loads(raw)), rank=self.rank)
-
-    def failed(self, error: BaseException) -> BaseException:
-        """Report to the others that this rank will not come. Returns the error that ends the save:
-        a rank that fails removes the files of the others, who then miss them."""
-        first = self._peers.failure(_SAVE) if is_missing(error) else None
-        if first is None:
-            self._peers.fail(_SAVE, named(error, "while saving a checkpoint"))
-        return first or error
-
-    def end(
-        self, sent: Sent, publish: Callable[[Iterator[Sent]], None], is_there: Callable[[], bool]
-    ) -> None:
-        """Hand over the files of this rank; returns once rank 0 has published them with the rest.
-
-        is_there: whether the checkpoint is published, for a rank that gets no outcome from rank 0.
-        """
-        try:
-            self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
-            if self.rank:
-                self._wait(is_there)
-            else:
-                self._conclude(sent, publish)
-        finally:
-            self._board.close()
-
-    def _wait(self, is_there: Callable[[], bool]) -> None:
-        try:
-            self._peers.outcome(_SAVE)
-        except StateholdError as error:
-            # Rank 0 may have been lost after it committed, before it could announce the outcome.
-            if isinstance(error, PeerFailedError) or not is_there():
-                raise
-
-    def _sents(self, own: Sent) -> Iterator[Sent]:
-        """Of all ranks, once all have arrived. Raises if one does not."""
-        others = self._peers.gather(_SAVE)[1:]
-        yield own
-        yield from (_sent_from(own.place, raw) for raw in others)
-
-    def _conclude(self, own: Sent, publish: Callable[[Iterator[Sent]], None]) -> None:
-        try:
-            publish(self._sents(own))
-        except BaseException as error:
-            self._peers.conclude(_SAVE, named(error, "while publishing a checkpoint"))
-            raise
-        try:
-            self._peers.conclude(_SAVE, b"")
-        except StateholdError as error:  # the others check for themselves
-            logger.warning("the checkpoint is committed; could not tell the other ranks\n%s", error)
-
-
-# -- notes -----------------------------------------------------------------------------------------
-
-
-def _sent_to(sent: Sent) -> dict[str, Any]:
-    """The part without files and values, which a rank leaves in its own record."""
-    entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
-    pieces = [dataclasses.astuple(piece) for piece in sent.pieces if not piece.local]
-    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "digests": {**sent.digests}}
-
-
-def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
-    note = json.loads(raw)
-    pieces = tuple(
-        WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
-        for name, dtype, shape, (offsets, sizes), _ in note["pieces"]
-    )
-    own = dataclasses.replace(place, rank=note["rank"])
-    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)
-
+logger = logging.getLogger("statehold")
 
 # -- the writer ------------------------------------------------------------------------------------
+# A rank that fails removes the directory with the files of all ranks at once: then nobody publishes
+# it. What other ranks write from then on fails, or goes when they close it.
 
-
-logger = logging.getLogger("statehold")
 
 _PARTIAL = r"\.[0-9a-f]{16}\.partial"
 _OURS = re.compile(r"manifest\.json|rank-[0-9]{5}-of-[0-9]{5}(-[0-9]+)?\.(safetensors|json)")
@@ -547,3 +380,168 @@ def _paths(metadata: Metadata) -> Mapping[str, Path]:
     if not isinstance(data, Mapping):
         return {}
     return {name: path for name, path in data.items() if type(path) is tuple and path}
+
+
+# -- copies for dcp.async_save ---------------------------------------------------------------------
+# torch's default makes a new copy in host memory for every save, whose pages have to be faulted in
+# each time. Here a copy goes back to a pool once torch has dropped its state dict. A save that
+# begins earlier gets memory of its own. So memory is never written while a save still reads it, and
+# nothing depends on the order in which saves end, or on whether they fail.
+
+
+class Staged(dict[str, Any]):
+    """A state dict in staging memory; a subclass, because a dict cannot be watched."""
+
+    __slots__ = ("__weakref__",)
+
+    # for the process checkpointer, which needs only a dict
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class StagingPool:
+    """Stagers of torch, each with the memory of one copy."""
+
+    def __init__(self) -> None:
+        self._idle: list[DefaultStager] = []
+        self._guard = threading.Lock()
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy that no later change of `state` reaches; complete when this returns."""
+        with self._guard:
+            stager = self._idle.pop() if self._idle else _new_stager()
+        copied = stager.stage(state)
+        assert isinstance(copied, dict)  # a Future only if it were asynchronous
+        staged = Staged(copied)
+        weakref.finalize(staged, self._give_back, stager).atexit = False
+        return staged
+
+    def _give_back(self, stager: DefaultStager) -> None:
+        with self._guard:
+            self._idle.append(stager)
+
+    def close(self) -> None:
+        """Free the memory of unused copies."""
+        with self._guard:
+            idle, self._idle = self._idle, []
+        for stager in idle:
+            stager.close()
+
+
+def _new_stager() -> DefaultStager:
+    """Each copy waits for its own device. After non-blocking copies torch waits only for the
+    current device, and tensors of another one might not be complete."""
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=pinned,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+# -- ranks without collectives ---------------------------------------------------------------------
+# With use_collectives=False torch runs the whole save on each rank by itself. Every planner makes a
+# "global" plan of its own rank, and every rank calls finish(). The ranks have not shared out the
+# writing. So a plain tensor or a value belongs to the rank that saved it, as with the stock writer,
+# and a box of a DTensor to the lowest rank that wrote it.
+#
+# The ranks meet in the store of the process group. There is one attempt, made by rank 0 before any
+# rank writes. The step is published once every rank has written all of its part, or not at all. If
+# a rank fails, or does not come within `timeout_s`, the save fails on all ranks, with the number of
+# that rank.
+
+
+_SAVE = 1  # the only round of its Peers
+
+
+def is_missing(error: BaseException) -> TypeGuard[StorageError]:
+    """Whether a file or the directory that it is in does not exist."""
+    return isinstance(error, StorageError) and error.errno == errno.ENOENT
+
+
+class SaveRound:
+    """The ranks of one save, from its begin to its end."""
+
+    def __init__(self, final: str, timeout_s: float) -> None:
+        self.rank, self.world_size = rank_and_world()
+        self._board = StoreBoard(_get_default_store(), f"dcp:{final}")
+        self._peers = Peers(self._board, Membership(self.rank, self.world_size), timeout_s)
+
+    def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
+        """The result of `make` on rank 0, on every rank."""
+        raw = self._peers.agree(
+            "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
+        )
+        return dataclasses.replace(SaveDestination(**json.loads(raw)), rank=self.rank)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Report to the others that this rank will not come. Returns the error that ends the save:
+        a rank that fails removes the files of the others, who then miss them."""
+        first = self._peers.failure(_SAVE) if is_missing(error) else None
+        if first is None:
+            self._peers.fail(_SAVE, named(error, "while saving a checkpoint"))
+        return first or error
+
+    def end(
+        self, sent: Sent, publish: Callable[[Iterator[Sent]], None], is_there: Callable[[], bool]
+    ) -> None:
+        """Hand over the files of this rank; returns once rank 0 has published them with the rest.
+
+        is_there: whether the checkpoint is published, for a rank that gets no outcome from rank 0.
+        """
+        try:
+            self._peers.arrive(_SAVE, json.dumps(_sent_to(sent)).encode())
+            if self.rank:
+                self._wait(is_there)
+            else:
+                self._conclude(sent, publish)
+        finally:
+            self._board.close()
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        try:
+            self._peers.outcome(_SAVE)
+        except StateholdError as error:
+            # Rank 0 may have been lost after it committed, before it could announce the outcome.
+            if isinstance(error, PeerFailedError) or not is_there():
+                raise
+
+    def _sents(self, own: Sent) -> Iterator[Sent]:
+        """Of all ranks, once all have arrived. Raises if one does not."""
+        others = self._peers.gather(_SAVE)[1:]
+        yield own
+        yield from (_sent_from(own.place, raw) for raw in others)
+
+    def _conclude(self, own: Sent, publish: Callable[[Iterator[Sent]], None]) -> None:
+        try:
+            publish(self._sents(own))
+        except BaseException as error:
+            self._peers.conclude(_SAVE, named(error, "while publishing a checkpoint"))
+            raise
+        try:
+            self._peers.conclude(_SAVE, b"")
+        except StateholdError as error:  # the others check for themselves
+            logger.warning("the checkpoint is committed; could not tell the other ranks\n%s", error)
+
+
+# -- notes -----------------------------------------------------------------------------------------
+
+
+def _sent_to(sent: Sent) -> dict[str, Any]:
+    """The part without files and values, which a rank leaves in its own record."""
+    entry = sent.entry and [sent.entry.name, sent.entry.bytes, sent.entry.sha256]
+    pieces = [dataclasses.astuple(piece) for piece in sent.pieces if not piece.local]
+    return {"rank": sent.place.rank, "pieces": pieces, "entry": entry, "digests": {**sent.digests}}
+
+
+def _sent_from(place: SaveDestination, raw: bytes) -> Sent:
+    note = json.loads(raw)
+    pieces = tuple(
+        WrittenBox(name, dtype, tuple(shape), Box(tuple(offsets), tuple(sizes)), local=False)
+        for name, dtype, shape, (offsets, sizes), _ in note["pieces"]
+    )
+    own = dataclasses.replace(place, rank=note["rank"])
+    return Sent(own, pieces, {}, RecordEntry(*note["entry"]), note["digests"], None)

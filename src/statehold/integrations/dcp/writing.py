@@ -1,16 +1,16 @@
 """One rank's part of a save: the planner's items -> data files, and the facts for the commit.
 
+A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.
+Tensors are copied from the places that the planner shows, device memory in pieces through the
+staging buffers. If a planner makes new tensors in resolve_data (to convert dtypes, say), all of a
+rank's new tensors exist at once: the layout of a file is known before its first byte is written.
+
 Owns: the file of each chunk, and the encoding of values.
 Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for.
 Nothing is pickled: a value that no step can hold is UnsupportedValueError with the name that torch
 gives it.
 Not here: who writes what (the planner), records and manifest (commit), what becomes of the files
 of an attempt that fails (writer).
-
-A safetensors file holds a name once, so the n-th chunk of a name goes to the rank's n-th file.
-Tensors are copied from the places that the planner shows, device memory in pieces through the
-staging buffers. If a planner makes new tensors in resolve_data (to convert dtypes, say), all of a
-rank's new tensors exist at once: the layout of a file is known before its first byte is written.
 """
 
 from __future__ import annotations

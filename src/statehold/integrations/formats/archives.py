@@ -1,23 +1,11 @@
-"""Files of torch.save -> trees of streamed tensors, and back, in bounded memory.
+"""Files of torch.save: in and out in bounded memory, one for a whole step or a shard of many.
 
-Owns: where the bytes of each tensor lie in an archive, and its checksums (CRC-32).
+Owns: where the bytes of each tensor lie in an archive, and its checksums (CRC-32); directories of
+shards with an index, as Hugging Face writes them.
 Invariants: no pickle is trusted: torch reads it with weights_only, and reads no data. A record is
 verified before its bytes are used for the first time. What is written is an archive as torch.save
-writes it, with all checksums. A file of the format before torch 1.6 is read as a whole, and has to
-fit into the memory that is available.
-
-Directories of shards with an index, as Hugging Face writes them.
-
-Invariants: a file that the index names is there, and no name of the index leads out of the
-directory.
-
+writes it, with all checksums.
 Not here: which file holds what (one module for each format).
-
-Files of torch.save: one for a whole step, and shards of pytorch_model.bin for imports.
-
-Invariants: what is written can be read with torch.load(weights_only=True). Values that this refuses
-become the nearest ones that it takes, and are named: NumPy scalars become numbers, a deque becomes
-a list, a frozenset a set.
 """
 
 from __future__ import annotations
@@ -60,35 +48,9 @@ from statehold.integrations.formats.streamed import (
 from statehold.process.host_memory import available
 from statehold.units import MiB
 
-
-def indexed(directory: str, index_name: str, suffix: str) -> tuple[list[str], dict[str, str]]:
-    """The files of a directory, and its index: which name is in which file, if it has one."""
-    path = os.path.join(directory, index_name)
-    if not os.path.exists(path):
-        names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
-        return [os.path.join(directory, name) for name in names], {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            index = {str(key): str(name) for key, name in json.load(file)["weight_map"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        facts = {"file": path, "expected": 'JSON with a "weight_map"', "cause": repr(fault)[:200]}
-        raise CorruptionError("the index of a checkpoint cannot be read", facts=facts) from fault
-    files = sorted({os.path.join(directory, os.path.basename(name)) for name in index.values()})
-    for each in files:
-        if not os.path.isfile(each):
-            raise MissingFileError("a checkpoint lacks a file", facts={"file": each})
-    return files, index
-
-
-SMALL_BYTES = PART_BYTES
-_ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
-_CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
-_CRC_AT = 16  # in an entry of the central directory
-_SIZES_AT = 28  # of the name, the extra field and the comment
-
-
 # -- in ------------------------------------------------------------------------------------------
+# A file of the format before torch 1.6 is read as a whole, and has to fit into the memory that is
+# available.
 
 
 def is_head(head: bytes) -> bool:
@@ -400,6 +362,9 @@ def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
 
 
 # -- whole steps, and shards of pytorch_model.bin --------------------------------------------------
+# What is written can be read with torch.load(weights_only=True). Values that this refuses become
+# the nearest ones that it takes, and are named: NumPy scalars become numbers, a deque becomes a
+# list, a frozenset a set.
 
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -445,3 +410,34 @@ def read_shards(path: str) -> dict[str, Any]:
                 raise CorruptionError("a checkpoint has a name twice", facts={"name": name})
             found[name] = value
     return found
+
+
+# -- shards with an index --------------------------------------------------------------------------
+# A file that the index names is there, and no name of the index leads out of the directory.
+
+
+def indexed(directory: str, index_name: str, suffix: str) -> tuple[list[str], dict[str, str]]:
+    """The files of a directory, and its index: which name is in which file, if it has one."""
+    path = os.path.join(directory, index_name)
+    if not os.path.exists(path):
+        names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
+        return [os.path.join(directory, name) for name in names], {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            index = {str(key): str(name) for key, name in json.load(file)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        facts = {"file": path, "expected": 'JSON with a "weight_map"', "cause": repr(fault)[:200]}
+        raise CorruptionError("the index of a checkpoint cannot be read", facts=facts) from fault
+    files = sorted({os.path.join(directory, os.path.basename(name)) for name in index.values()})
+    for each in files:
+        if not os.path.isfile(each):
+            raise MissingFileError("a checkpoint lacks a file", facts={"file": each})
+    return files, index
+
+
+SMALL_BYTES = PART_BYTES
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"  # torch's magic number, pickled
+_CENTRAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x07\x08"
+_CRC_AT = 16  # in an entry of the central directory
+_SIZES_AT = 28  # of the name, the extra field and the comment

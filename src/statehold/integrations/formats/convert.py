@@ -1,24 +1,11 @@
 """export_step() and import_step(): steps and checkpoints of other libraries, one into the other.
 
+Owns: a step as a tree of streamed tensors and values, and such a tree as a committed step.
 Invariants: the source is never changed. A destination appears whole or not at all, and a second
 call goes on where the first one was killed. What the format of the destination cannot hold is named
 in a warning, or in an error if it is a tensor.
 Not here: the formats (one module each), which format a path has, and the table of all
 (recognition).
-
-A tree of streamed tensors -> a committed step.
-
-Owns: the names of the tensors, the one data file, its checksums.
-Invariants: the step is committed by D3 to D7 (steps/store), under the lock of the run. Until
-then its bytes lie in a directory that no reader takes for a step, with a journal, so a second try
-goes on where the first one was killed. A job that saves into the run in between clears that
-directory, and a second try begins again. Checksums are those of the bytes as they were read from
-the source. Memory is one part.
-
-A step as a tree of streamed tensors and values, for exports.
-
-Invariants: every byte was verified before it is handed out. A tensor that no other format can hold
-as a tensor is an error with its name. Memory is the engine's buffers and one part.
 """
 
 from __future__ import annotations
@@ -267,6 +254,7 @@ def counted(what: str, total: int, report: Report | None) -> Iterator[Done]:
 
 
 # -- the tensors of a step -------------------------------------------------------------------------
+# Every byte was verified before it is handed out. Memory is the engine's buffers and one part.
 
 
 BUFFER_BYTES = 4 * MiB
@@ -353,6 +341,11 @@ def engine_for_parts() -> Iterator[Engine]:
 
 
 # -- writing a step --------------------------------------------------------------------------------
+# The step is committed by D3 to D7 (steps/store), under the lock of the run. Until then its bytes
+# lie in a directory that no reader takes for a step, with a journal, so a second try goes on where
+# the first one was killed. A job that saves into the run in between clears that directory, and a
+# second try begins again. Checksums are those of the bytes as they were read from the source.
+# Memory is one part.
 
 
 _SUM_BYTES = 8

@@ -5,31 +5,12 @@
     optimizer      as an optimizer of torch is saved: state by "model.NAME", param_groups by names
     deepspeed      all else: counters, client state, the loss scaler
 
+Owns: checkpoints of ZeRO, stages 1 to 3, of any number of ranks, into such a state; universal
+checkpoints into such a state, and back.
 Invariants: no class of DeepSpeed is needed or trusted: four classes that its files name become
 plain values. Any other is an error with its name. Files of several tensor-parallel or pipeline
 ranks are refused.
 Not here: archives (archives).
-
-Checkpoints of DeepSpeed's ZeRO, stages 1 to 3, of any number of ranks -> a state.
-
-Facts: each rank has flat partitions of the fp32 weights and of the moments. In stages 1 and 2 a
-rank says where in its partition it has how much of which parameter, and the parts of a parameter
-follow each other by rank. In stage 3 each parameter is cut into equal parts, the last one padded,
-which lie in the order of `param_shapes`.
-Invariants: the parts of a parameter have as many elements as its shape, or the import fails.
-
-Universal checkpoints of DeepSpeed -> a state, and back.
-
-    DST/latest_universal                     the name of the directory below
-    DST/global_stepN/mp_rank_00_model_states.pt
-    DST/global_stepN/zero/optimizer_state.pt
-    DST/global_stepN/zero/NAME/fp32.pt, exp_avg.pt, ...
-
-Facts: DeepSpeed loads the parameters by name, on any number of ranks, and takes fp32 weights. It
-reads `latest_universal` if a job names no directory.
-Invariants: a state that an import made goes out as it came in. Of a state of torch, the master
-weights are the weights of the model, converted to float32, and the optimizer has to be saved by the
-names of its parameters, as a Checkpointer does.
 """
 
 from __future__ import annotations
@@ -164,6 +145,11 @@ def _plain_values(value: Any) -> Any:
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------
+# Each rank has flat partitions of the fp32 weights and of the moments. In stages 1 and 2 a rank
+# says where in its partition it has how much of which parameter, and the parts of a parameter
+# follow each other by rank. In stage 3 each parameter is cut into equal parts, the last one padded,
+# which lie in the order of `param_shapes`. The parts of a parameter have as many elements as its
+# shape, or the import fails.
 
 
 LATEST = "latest"
@@ -306,6 +292,15 @@ def _joined(name: str, shape: tuple[int, ...], pieces: Sequence[Any]) -> Any:
 
 
 # -- universal checkpoints -------------------------------------------------------------------------
+# DST/latest_universal names the directory DST/global_stepN. There are mp_rank_00_model_states.pt,
+# zero/optimizer_state.pt and, for each parameter, zero/NAME/fp32.pt, exp_avg.pt, ...
+#
+# DeepSpeed loads the parameters by name, on any number of ranks, and takes fp32 weights. It reads
+# `latest_universal` if a job names no directory.
+#
+# A state that an import made goes out as it came in. Of a state of torch, the master weights are
+# the weights of the model, converted to float32, and the optimizer has to be saved by the names of
+# its parameters, as a Checkpointer does.
 
 
 LATEST_UNIVERSAL, ZERO, OPTIMIZER = "latest_universal", "zero", "optimizer_state.pt"

@@ -1,15 +1,10 @@
-"""torch.load() of data alone: tensors, plain values, NumPy, and a stand-in for all else.
+"""What others have pickled, read without trust: files of torch.save, metadata of checkpoints.
 
-Owns: the one call of torch.load() for what others have written; the error for all that is not data.
-Invariants: weights_only is on, so no code of a file runs. What torch does not know becomes a
-Foreign, which does nothing, unless the user has named it with torch.serialization.add_safe_globals.
-So an entry that nobody takes does no harm, and one that is taken is refused with its place.
+Owns: the one call of torch.load() for what others have written, and the error for all that is not
+data; the one place that unpickles and pickles the `.metadata` of stock checkpoints.
+Invariants: no code that a file names runs, unless the user has named it, too, with
+torch.serialization.add_safe_globals.
 Not here: which file, and where in it (archives).
-
-The one place that reads a pickle, and writes one: the `.metadata` of stock checkpoints.
-
-Invariants: only the classes of stock metadata, listed below, are imported or called. Any other name
-in the pickle is an error before anything of it happens.
 """
 
 from __future__ import annotations
@@ -31,6 +26,10 @@ from statehold.errors import CorruptionError, StateholdError, UnsupportedValueEr
 
 # What torch.load(weights_only=True) raises for a pickle that holds more than data.
 UnpicklingError = pickle.UnpicklingError
+
+# -- the metadata of stock checkpoints -------------------------------------------------------------
+# Only the classes of stock metadata, listed here, are imported or called. Any other name in the
+# pickle is an error before anything of it happens.
 
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
@@ -101,6 +100,9 @@ def dump_metadata(metadata: Metadata) -> bytes:
 
 
 # -- files of torch.save ---------------------------------------------------------------------------
+# weights_only is on: data are tensors, plain values and NumPy. What torch does not know becomes a
+# Foreign, which does nothing. So an entry that nobody takes does no harm, and one that is taken is
+# refused with its place.
 
 
 _GLOBAL = re.compile(r"(?:GLOBAL|class|Unsupported operand) (\S+)")

@@ -1,20 +1,13 @@
-"""The Trainer of Lightning with checkpoints that are steps of statehold.
+"""The Trainer of Lightning with checkpoints that are steps of statehold (docs/integrations.md).
 
     trainer = Trainer(callbacks=[StateholdCallback(), ModelCheckpoint("out", save_last=True)])
     trainer.fit(model, loader, ckpt_path="last")
 
-See docs/integrations.md. Fabric needs nothing of this: pass its model and optimizer to a
-Checkpointer.
+StateholdCallback is what a script adds. It puts its layer over the strategy, opens the run when the
+training begins, and saves once more if the process has to leave. Fabric needs nothing of this: pass
+its model and optimizer to a Checkpointer.
 
-StateholdCallback: what a script adds to a Trainer of Lightning.
-
-The callback puts its layer over the strategy (strategy), opens the run when the training begins,
-and saves once more if the process has to leave.
-
-Callbacks of Lightning that average weights, and change those of the module by themselves.
-
-They write in hooks, and not by an optimizer, so no save would notice them: a step could have the
-weights of two moments. Here each of these changes waits for the copies of saves under way.
+Not here: what a step holds, and how it comes back (strategy).
 """
 
 from __future__ import annotations
@@ -35,39 +28,7 @@ from statehold.integrations.lightning.strategy import KEEP, StrategyLayer
 __all__ = ["StateholdCallback"]
 
 
-# What changes the weights of the module, by the name of the callback.
-_CHANGES = {
-    "StochasticWeightAveraging": ("transfer_weights",),
-    "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
-}
-
-
-def wait_for_copies(trainer: Any, gate: Callable[[], None]) -> None:
-    """Have the callbacks of a Trainer call `gate` before they change weights."""
-    for kind, names in _CHANGES.items():
-        averaging = getattr(callbacks, kind, ())  # an older Lightning has fewer
-        for each in trainer.callbacks:
-            if isinstance(each, averaging):
-                for name in names:
-                    _guard(each, name, gate)
-
-
-def _guard(callback: Any, name: str, gate: Callable[[], None]) -> None:
-    vars(callback).pop(name, None)  # of an earlier Trainer
-    setattr(callback, name, partial(_after, gate, getattr(callback, name)))
-
-
-def _after(gate: Callable[[], None], change: Callable[..., None], *args: Any) -> None:
-    gate()
-    change(*args)
-
-
-EVALUATING = ("teardown", "load_checkpoint")
-FITTING = (
-    *EVALUATING, "setup", "process_dataloader", "on_train_start",
-    "load_optimizer_state_dict", "save_checkpoint", "remove_checkpoint",
-    "lightning_module_state_dict", "optimizer_state",
-)  # fmt: skip
+# -- the callback ----------------------------------------------------------------------------------
 
 
 class StateholdCallback(Callback):
@@ -138,3 +99,43 @@ class StateholdCallback(Callback):
         if is_main and self.leave_within_s is not None:
             ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=self.leave_within_s)
         return ckpt
+
+
+# -- callbacks that average weights ----------------------------------------------------------------
+# Some callbacks of Lightning change the weights of the module by themselves. They write in hooks,
+# and not by an optimizer, so no save would notice them: a step could have the weights of two
+# moments. Here each of these changes waits for the copies of saves under way.
+
+# What changes the weights of the module, by the name of the callback.
+_CHANGES = {
+    "StochasticWeightAveraging": ("transfer_weights",),
+    "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
+}
+
+
+def wait_for_copies(trainer: Any, gate: Callable[[], None]) -> None:
+    """Have the callbacks of a Trainer call `gate` before they change weights."""
+    for kind, names in _CHANGES.items():
+        averaging = getattr(callbacks, kind, ())  # an older Lightning has fewer
+        for each in trainer.callbacks:
+            if isinstance(each, averaging):
+                for name in names:
+                    _guard(each, name, gate)
+
+
+def _guard(callback: Any, name: str, gate: Callable[[], None]) -> None:
+    vars(callback).pop(name, None)  # of an earlier Trainer
+    setattr(callback, name, partial(_after, gate, getattr(callback, name)))
+
+
+def _after(gate: Callable[[], None], change: Callable[..., None], *args: Any) -> None:
+    gate()
+    change(*args)
+
+
+EVALUATING = ("teardown", "load_checkpoint")
+FITTING = (
+    *EVALUATING, "setup", "process_dataloader", "on_train_start",
+    "load_optimizer_state_dict", "save_checkpoint", "remove_checkpoint",
+    "lightning_module_state_dict", "optimizer_state",
+)  # fmt: skip

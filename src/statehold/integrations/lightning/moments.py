@@ -1,26 +1,15 @@
 """The moment in a batch at which a step was saved, and what Lightning had to do after it.
 
-Lightning saves in hooks. After the hook come, in this order: a validation that is due, schedulers
-that look at a metric, the hooks at the end of the epoch, and the iterators of the next epoch.
-Lightning's own resume goes on with the next batch, and leaves out what lies between. Here the loops
-take up the batch where the hook was, so all of that happens once, and draws the same numbers.
-
     AFTER_BATCH        in on_train_batch_end: everything is still to come
     AFTER_VALIDATION   in on_validation_end: the validation of this batch is done
     AFTER_EPOCH        in on_train_epoch_end: its hooks have been called
     OTHER              anywhere else, such as in an exception: left to Lightning
 
 Owns: the counters of a checkpoint that say this, and `advance` of the loop of an epoch until its
-first call. No batch is trained in that call, because it had been trained before the save.
-
-What was logged in an epoch that is not over: means over its batches, and the newest values.
-
-Lightning keeps it in the results of the loop, and in three dicts of the Trainer. Callbacks and
-schedulers read it at the end of the epoch, and Lightning itself saves none of it.
-
-Owns: the state of both, as plain values and tensors. Results of a rank are those of its batches.
-Invariants: a restored result is one that the module has not logged yet. When it logs the name for
-the first time, Lightning makes a result of its own arguments, which takes over the restored sums.
+first call; what was logged in an epoch that is not over, as plain values and tensors.
+Invariants: what follows the hook happens once, and draws the same numbers. No batch is trained
+again.
+Not here: when a step is saved and restored (strategy).
 """
 
 from __future__ import annotations
@@ -41,6 +30,14 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torchmetrics import Metric
 
 _ADVANCE = "advance"
+
+
+# -- the moment ------------------------------------------------------------------------------------
+# Lightning saves in hooks. After the hook come, in this order: a validation that is due, schedulers
+# that look at a metric, the hooks at the end of the epoch, and the iterators of the next epoch.
+# Lightning's own resume goes on with the next batch, and leaves out what lies between. Here the
+# loops take up the batch where the hook was. No batch is trained in the first call of `advance`,
+# because it had been trained before the save.
 
 
 class Moment(Enum):
@@ -137,6 +134,12 @@ class _Trained:
 
 
 # -- what was logged -------------------------------------------------------------------------------
+# Means over the batches of the epoch, and the newest values. Lightning keeps them in the results of
+# the loop, and in three dicts of the Trainer. Callbacks and schedulers read them at the end of the
+# epoch, and Lightning itself saves none of it. Results of a rank are those of its batches.
+#
+# A restored result is one that the module has not logged yet. When it logs the name for the first
+# time, Lightning makes a result of its own arguments, which takes over the restored sums.
 
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")

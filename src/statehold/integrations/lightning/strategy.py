@@ -1,52 +1,17 @@
 """The strategy of a Trainer, while it fits: its checkpoints are steps of statehold.
 
-Lightning has three seams, and none is enough alone. A CheckpointIO is called on rank 0 only, with
-state dicts; and ModelParallelStrategy, which gathers or copies all weights first, has none. A
-subclass of a strategy would be needed for each of them. A callback sees neither the path
-of a save nor that of a restore. So a callback puts this layer over the public methods of the
-strategy that the Trainer has, and takes it away at the end.
-
-Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What
-the layer does not know is left to the strategy: checkpoints that Lightning has written, and every
-method without a run that is open.
-
-What happens to a checkpoint after save() has returned, in a thread of rank 0.
-
-Owns: the thread. For each save, in order, it waits until the step is committed and gives it to its
-paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
-It also writes the files for load_from_checkpoint(). The newest is next, and after each the
-thread rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
-Invariants: at most one save waits for its turn when another one begins, so the run still has every
-step that is not held yet. After a save that failed nothing is removed any more.
-A file that cannot be written is logged, and fails no training: the step has everything.
-
-What a Trainer gets back from a step: everything, before the first batch.
-
-Lightning asks for the checkpoint, then for the optimizers, and makes the iterators of the loaders
-last. So the generators of random numbers are put back after each of them. When the training begins,
-the loops go on from the moment of the save (moments).
-
-Invariants: a checkpoint that Lightning has written is left to the strategy. All ranks take the step
-that rank 0 has found. With another number of ranks, a warning names what is not restored.
-
-Where a loader of the training goes on, and what is known to go wrong.
-
-A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
-the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch in
-its turn (moments), with the generators of the step.
-
-What a step holds of a Lightning Trainer, made from the checkpoint that Lightning has dumped.
-
     model, optimizer, optimizer_1, ...   the objects themselves, so that they are copied lazily
     lightning                            everything else of the checkpoint, by rank 0
     logged                               what was logged in the epoch, by each rank
     data                                 positions of the loaders, and the rest of each rank
     rng                                  the generators of each rank
 
-So the hooks on_save_checkpoint decide what is saved, as ever. Weights or optimizer states that a
-hook has replaced are saved as it left them.
+Invariants: ModelCheckpoint decides when, where and for how long there is a checkpoint. What the
+layer does not know is left to the strategy: checkpoints that Lightning has written, and every
+method without a run that is open. The names are those of a state written by hand, so a step
+restores without Lightning.
 
-Invariants: the names are those of a state written by hand, so a step restores without Lightning.
+Not here: the moment of a save in its batch (moments).
 """
 
 from __future__ import annotations
@@ -91,346 +56,14 @@ from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
 
-
-class LiveOptimizers(list[Any]):
-    """Stands for optimizer states in a checkpoint, where the optimizers themselves are meant."""
-
-
-def live(module: nn.Module, wrapped: nn.Module, weights: Any) -> Any:
-    """The module, if `weights` is its state dict; else the weights, which a hook has replaced."""
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)),
-               **persistent_buffers(module)}  # fmt: skip
-    is_whole = weights.keys() == tensors.keys()
-    if is_whole and all(_place(weights[name]) == _place(each) for name, each in tensors.items()):
-        return wrapped
-    return Volatile(dict(weights))
-
-
-def _place(value: Any) -> Any:
-    """Equal for two tensors only if they are the same memory in the same form."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    local = value.to_local() if hasattr(value, "to_local") else value
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
-
-
-def optimizers_of(trainer: Any) -> dict[str, Any]:
-    return {f"optimizer_{i}" if i else "optimizer": each
-            for i, each in enumerate(trainer.optimizers)}  # fmt: skip
-
-
-def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The state to save for a checkpoint; all ranks call this."""
-    rest = dict(checkpoint)
-    weights = rest.pop("state_dict")
-    model = live(trainer.lightning_module, trainer.strategy.model, weights)
-    state = {"model": model}
-    if isinstance(rest.get("optimizer_states"), LiveOptimizers):
-        del rest["optimizer_states"]
-        state.update(optimizers_of(trainer))
-    _without_loaders(rest)
-    data = stateful(trainer.train_dataloader)
-    own = {
-        "checkpoint": rest,
-        "world": trainer.world_size,
-        "optimizers": len(trainer.optimizers) if "optimizer" in state else 0,
-        "is_module": not isinstance(model, Volatile),
-        "reloaded": moments.reloaded(trainer),
-    }
-    # Any number of ranks may resume, so what is the same for all is saved by one.
-    own = own if trainer.is_global_zero else {}
-    logged = {"shown": shown(trainer), "results": results_of(trainer)}
-    return {**state, "lightning": own, "logged": logged, "data": data, "rng": Rng()}
-
-
-def stateful(loaders: Any) -> list[Any]:
-    """The loaders in a collection that know their position."""
-    return [each for each in tree_leaves(loaders) if hasattr(each, "load_state_dict")]
-
-
-def _without_loaders(rest: dict[str, Any]) -> None:
-    """Take the positions of the loaders out of a checkpoint: each rank saves its own."""
-    rest["loops"] = loops = dict(rest["loops"])
-    fit = loops["fit_loop"] = dict(loops["fit_loop"])
-    inner = fit["state_dict"] = dict(fit["state_dict"])
-    inner.pop("combined_loader", None)
-
-
-def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint of a step without weights and optimizer states, and what is known of it.
-
-    The latter has "world", "optimizers", "is_module", "epoch", "moment" and what was "shown". If as
-    many ranks saved the step, it also has "results", "data" and "rng" of this rank.
-    """
-    known = load(run, "lightning", step=step, rank=0)
-    checkpoint = known.pop("checkpoint")
-    fit = checkpoint["loops"]["fit_loop"]
-    known["epoch"] = max(fit["epoch_progress"]["current"]["ready"] - 1, 0)
-    known["moment"] = moments.moment_of(fit)
-    moments.adjust(fit, known["moment"])
-    is_same_world = known["world"] == world
-    logged = load(run, "logged", step=step, rank=rank if is_same_world else 0)
-    known["shown"] = logged["shown"]
-    if is_same_world:
-        known["results"] = logged["results"]
-        known["data"] = load(run, "data", step=step, rank=rank)
-        known["rng"] = load(run, "rng", step=step, rank=rank)
-    return checkpoint, known
-
-
-# -- the strategy ----------------------------------------------------------------------------------
-
-
-# -- what comes back from a step -------------------------------------------------------------------
-
-
 log = logging.getLogger("statehold")
 
-COMMITTED = "step-*/manifest.json"
-
-
-class Restoring:
-    """Methods over those of the strategy of `trainer`. stock: the strategy's own, by name."""
-
-    def __init__(self, trainer: Any, stock: Mapping[str, Callable[..., Any]]) -> None:
-        self._trainer = trainer
-        self._strategy = trainer.strategy
-        self._stock = stock
-        self._resumed: FoundStep | None = None
-        self._known: dict[str, Any] = {}
-
-    # -- the checkpoint --------------------------------------------------------------------
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
-        if not is_ours:
-            stock: dict[str, Any] = self._stock["load_checkpoint"](
-                checkpoint_path, weights_only=weights_only
-            )
-            return stock
-        if found is None:
-            return self._nothing(checkpoint_path)
-        self._resumed = found = FoundStep(*found)
-        ranks = self._trainer.global_rank, self._trainer.world_size
-        checkpoint, self._known = values(found.run, found.step, *ranks)
-        if self._trainer.training and self._trainer.is_global_zero:
-            self._warn(found.step)
-        if found.last_of in checkpoint.get("callbacks", {}):
-            checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
-        if self._known["optimizers"]:
-            checkpoint["optimizer_states"] = LiveOptimizers()
-        if isinstance(self._strategy, ModelParallelStrategy):
-            self._restore_sharded(found)
-        else:
-            checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
-        return checkpoint
-
-    def _warn(self, step: int) -> None:
-        saved, now = self._known["world"], self._trainer.world_size
-        if saved != now:
-            log.warning(_OTHER_RANKS, step, saved, now)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """The last of what is restored, so the generators follow here for the first time."""
-        if not isinstance(checkpoint["optimizer_states"], LiveOptimizers):
-            self._stock["load_optimizer_state_dict"](checkpoint)
-        elif self._resumed is not None:
-            model = {"model": self._strategy.model} if self._known["is_module"] else {}
-            optimizers = optimizers_of(self._trainer)
-            self._restore(self._resumed, {**model, **optimizers}, optimizers)
-        self._put_back_generators()
-
-    def _decided(self, path: Any) -> tuple[bool, FoundStep | None]:
-        """Whether a path is one of a step, and the step; None if nothing was ever committed."""
-        checkpoint = Checkpoint(path).target()
-        if "://" in str(path) or not checkpoint.is_ours:
-            return False, None
-        found = checkpoint.found()
-        steps = sorted(each.parent.name for each in checkpoint.path.parent.glob(COMMITTED))
-        if found is None and (steps or not self._trainer.training):
-            raise StepNotFoundError(
-                "this checkpoint has no committed step",
-                facts={"checkpoint": str(path), "committed": ", ".join(steps) or "none"},
-                hint='ckpt_path="last" takes the newest, with ModelCheckpoint(save_last=True)',
-            )
-        return True, found
-
-    def _nothing(self, path: Any) -> dict[str, Any]:
-        """A checkpoint of the state as it is: the only save was killed before it was committed."""
-        log.warning("there is no committed step to resume for %s: beginning", path)
-        weights = self._strategy.lightning_module.state_dict()
-        return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
-                "state_dict": weights, "optimizer_states": LiveOptimizers(),
-                "lr_schedulers": []}  # fmt: skip
-
-    def _restore_sharded(self, found: FoundStep) -> None:
-        module = self._strategy.lightning_module
-        is_module = self._known["is_module"]
-        state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
-        if self._known["optimizers"]:
-            state.update(optimizers_of(self._trainer))  # none, unless it fits
-        self._restore(found, state, state, strict=module.strict_loading)
-        self._put_back_generators()
-
-    def _restore(
-        self,
-        found: FoundStep,
-        state: Mapping[str, Any],
-        only: Iterable[str],
-        *,
-        strict: bool = True,
-    ) -> None:
-        with Checkpointer(found.run) as ckpt:
-            ckpt.restore(state, found.step, only=list(only), strict=strict)
-
-    def _put_back_generators(self) -> None:
-        if "rng" in self._known:
-            Rng().load_state_dict(self._known["rng"])
-
-    # -- the loaders -----------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """The loaders of the training get their positions before their iterators are made."""
-        if self._trainer.training and hasattr(dataloader, "load_state_dict"):
-            shuffle_once(dataloader)
-            self._place_loader(dataloader)
-        return self._stock["process_dataloader"](dataloader)
-
-    def _place_loader(self, loader: Any) -> None:
-        positions = self._known.get("data", [])
-        if positions:
-            goes_on(loader, positions.pop(0), self._known["epoch"])
-
-    # -- the loops -------------------------------------------------------------------------
-
-    def on_train_start(self) -> None:
-        """All iterators are made now. What Lightning was about to do at the save follows."""
-        self._stock["on_train_start"]()
-        known, trainer = self._known, self._trainer
-        if known:
-            give_back(trainer, known["shown"], known.get("results"))
-            put_back_reloaded(trainer, known["reloaded"])
-            self._put_back_generators()
-            go_on(trainer, known["moment"], lambda: finish_epoch(trainer))
-        self._known = {}
-
-
-# -- what happens after a save ---------------------------------------------------------------------
-
-
-_OTHER_RANKS = (
-    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
-    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
-    "begins once more"
-)
-
-
-REST = 9
-# Its lock is free once it is done.
-Job = tuple[Save | None, Checkpoint, threading.Lock]
-
-
-class Finisher:
-    """write: fills the file of a checkpoint from its step.
-
-    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
-    takes no lock that the thread needs: what it calls there is written in C.
-    """
-
-    def __init__(self, write: Callable[[Checkpoint], None]) -> None:
-        self._write = write
-        self._jobs: deque[Job] = deque()
-        self._woken: SimpleQueue[None] = SimpleQueue()
-        self._unwritten: dict[str, Checkpoint] = {}
-        self._rested_at = 0.0
-        self._has_failed = self._is_ending = False
-        self._thread: threading.Thread | None = None
-
-    def hold(self, save: Save | None, checkpoint: Checkpoint) -> None:
-        """Give the path its step once it is committed."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
-            self._thread.start()
-        done = threading.Lock()
-        done.acquire()
-        self._jobs.append((save, checkpoint, done))
-        self._woken.put(None)
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove the path once all saves so far are committed."""
-        self.hold(None, checkpoint)
-
-    def wait(self, left: int = 0) -> None:
-        """Return once at most so many saves wait for their turn."""
-        self._woken.put(None)  # a job whose caller was interrupted may have woken nobody
-        saves = [done for save, _, done in tuple(self._jobs) if save is not None]
-        for done in saves[: max(0, len(saves) - left)]:
-            with done:
-                pass
-
-    def finish(self, *, write: bool) -> None:
-        """Do everything, and write every file if `write`. All saves have ended."""
-        self._is_ending = True
-        self._woken.put(None)
-        if self._thread is not None:
-            self._thread.join()
-        if write:
-            for checkpoint in reversed(self._unwritten.values()):
-                self._try(checkpoint)
-
-    def _run(self) -> None:
-        while self._jobs or not self._is_ending:
-            rest = max(0.0, self._rested_at - time.monotonic()) if self._unwritten else None
-            if self._jobs:
-                save, checkpoint, done = self._jobs[0]
-                try:
-                    self._do(save, checkpoint)
-                except OSError as error:
-                    self._has_failed = True
-                    log.warning("%s was not finished: %s", checkpoint.path, error)
-                self._jobs.popleft()
-                done.release()
-            elif rest == 0.0:
-                begun = time.monotonic()
-                self._try(self._unwritten.popitem()[1])
-                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
-            else:
-                with contextlib.suppress(Empty):
-                    self._woken.get(timeout=rest)
-
-    def _do(self, save: Save | None, checkpoint: Checkpoint) -> None:
-        key = str(checkpoint.path)
-        if save is None:
-            if not self._has_failed and not self._is_saved_again(checkpoint):
-                self._unwritten.pop(key, None)
-                checkpoint.remove()
-            return
-        try:
-            save.wait("committed")
-        except StateholdError:  # the next save() raises it
-            self._has_failed = True
-            return
-        checkpoint.hold(save.step)
-        self._unwritten.pop(key, None)
-        self._unwritten[key] = checkpoint
-
-    def _is_saved_again(self, checkpoint: Checkpoint) -> bool:
-        """Whether a later save has the path that Lightning had removed before."""
-        later = tuple(self._jobs)[1:]
-        return any(save and each.path == checkpoint.path for save, each, _ in later)
-
-    def _try(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._write(checkpoint)
-        except Exception as error:  # torch.save runs here, over values of any class
-            if checkpoint.is_ours:  # otherwise it was removed meanwhile
-                log.warning("%s has no weights for load_from_checkpoint(): %s",
-                            checkpoint.path, error)  # fmt: skip
-
-
 # -- the strategy ----------------------------------------------------------------------------------
+# Lightning has three seams, and none is enough alone. A CheckpointIO is called on rank 0 only, with
+# state dicts; and ModelParallelStrategy, which gathers or copies all weights first, has none. A
+# subclass of a strategy would be needed for each of them. A callback sees neither the path of a
+# save nor that of a restore. So a callback puts this layer over the public methods of the strategy
+# that the Trainer has, and takes it away at the end.
 
 
 # A step is given to its paths at the latest when the save after next begins.
@@ -653,7 +286,243 @@ def _export(checkpoint: Checkpoint) -> None:
         checkpoint.write({**saved, "state_dict": load(found.run, "model", step=found.step)})
 
 
+# -- what a step holds -----------------------------------------------------------------------------
+# A step is made from the checkpoint that Lightning has dumped. So the hooks on_save_checkpoint
+# decide what is saved, as ever. Weights or optimizer states that a hook has replaced are saved as
+# it left them.
+
+
+class LiveOptimizers(list[Any]):
+    """Stands for optimizer states in a checkpoint, where the optimizers themselves are meant."""
+
+
+def live(module: nn.Module, wrapped: nn.Module, weights: Any) -> Any:
+    """The module, if `weights` is its state dict; else the weights, which a hook has replaced."""
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)),
+               **persistent_buffers(module)}  # fmt: skip
+    is_whole = weights.keys() == tensors.keys()
+    if is_whole and all(_place(weights[name]) == _place(each) for name, each in tensors.items()):
+        return wrapped
+    return Volatile(dict(weights))
+
+
+def _place(value: Any) -> Any:
+    """Equal for two tensors only if they are the same memory in the same form."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def optimizers_of(trainer: Any) -> dict[str, Any]:
+    return {f"optimizer_{i}" if i else "optimizer": each
+            for i, each in enumerate(trainer.optimizers)}  # fmt: skip
+
+
+def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The state to save for a checkpoint; all ranks call this."""
+    rest = dict(checkpoint)
+    weights = rest.pop("state_dict")
+    model = live(trainer.lightning_module, trainer.strategy.model, weights)
+    state = {"model": model}
+    if isinstance(rest.get("optimizer_states"), LiveOptimizers):
+        del rest["optimizer_states"]
+        state.update(optimizers_of(trainer))
+    _without_loaders(rest)
+    data = stateful(trainer.train_dataloader)
+    own = {
+        "checkpoint": rest,
+        "world": trainer.world_size,
+        "optimizers": len(trainer.optimizers) if "optimizer" in state else 0,
+        "is_module": not isinstance(model, Volatile),
+        "reloaded": moments.reloaded(trainer),
+    }
+    # Any number of ranks may resume, so what is the same for all is saved by one.
+    own = own if trainer.is_global_zero else {}
+    logged = {"shown": shown(trainer), "results": results_of(trainer)}
+    return {**state, "lightning": own, "logged": logged, "data": data, "rng": Rng()}
+
+
+def stateful(loaders: Any) -> list[Any]:
+    """The loaders in a collection that know their position."""
+    return [each for each in tree_leaves(loaders) if hasattr(each, "load_state_dict")]
+
+
+def _without_loaders(rest: dict[str, Any]) -> None:
+    """Take the positions of the loaders out of a checkpoint: each rank saves its own."""
+    rest["loops"] = loops = dict(rest["loops"])
+    fit = loops["fit_loop"] = dict(loops["fit_loop"])
+    inner = fit["state_dict"] = dict(fit["state_dict"])
+    inner.pop("combined_loader", None)
+
+
+def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint of a step without weights and optimizer states, and what is known of it.
+
+    The latter has "world", "optimizers", "is_module", "epoch", "moment" and what was "shown". If as
+    many ranks saved the step, it also has "results", "data" and "rng" of this rank.
+    """
+    known = load(run, "lightning", step=step, rank=0)
+    checkpoint = known.pop("checkpoint")
+    fit = checkpoint["loops"]["fit_loop"]
+    known["epoch"] = max(fit["epoch_progress"]["current"]["ready"] - 1, 0)
+    known["moment"] = moments.moment_of(fit)
+    moments.adjust(fit, known["moment"])
+    is_same_world = known["world"] == world
+    logged = load(run, "logged", step=step, rank=rank if is_same_world else 0)
+    known["shown"] = logged["shown"]
+    if is_same_world:
+        known["results"] = logged["results"]
+        known["data"] = load(run, "data", step=step, rank=rank)
+        known["rng"] = load(run, "rng", step=step, rank=rank)
+    return checkpoint, known
+
+
+# -- what comes back from a step -------------------------------------------------------------------
+# Everything comes back before the first batch. Lightning asks for the checkpoint, then for the
+# optimizers, and makes the iterators of the loaders last. So the generators of random numbers are
+# put back after each of them. When the training begins, the loops go on from the moment of the
+# save.
+#
+# All ranks take the step that rank 0 has found. With another number of ranks, a warning names what
+# is not restored.
+
+
+COMMITTED = "step-*/manifest.json"
+
+
+class Restoring:
+    """Methods over those of the strategy of `trainer`. stock: the strategy's own, by name."""
+
+    def __init__(self, trainer: Any, stock: Mapping[str, Callable[..., Any]]) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._stock = stock
+        self._resumed: FoundStep | None = None
+        self._known: dict[str, Any] = {}
+
+    # -- the checkpoint --------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
+        if not is_ours:
+            stock: dict[str, Any] = self._stock["load_checkpoint"](
+                checkpoint_path, weights_only=weights_only
+            )
+            return stock
+        if found is None:
+            return self._nothing(checkpoint_path)
+        self._resumed = found = FoundStep(*found)
+        ranks = self._trainer.global_rank, self._trainer.world_size
+        checkpoint, self._known = values(found.run, found.step, *ranks)
+        if self._trainer.training and self._trainer.is_global_zero:
+            self._warn(found.step)
+        if found.last_of in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
+        if self._known["optimizers"]:
+            checkpoint["optimizer_states"] = LiveOptimizers()
+        if isinstance(self._strategy, ModelParallelStrategy):
+            self._restore_sharded(found)
+        else:
+            checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
+        return checkpoint
+
+    def _warn(self, step: int) -> None:
+        saved, now = self._known["world"], self._trainer.world_size
+        if saved != now:
+            log.warning(_OTHER_RANKS, step, saved, now)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """The last of what is restored, so the generators follow here for the first time."""
+        if not isinstance(checkpoint["optimizer_states"], LiveOptimizers):
+            self._stock["load_optimizer_state_dict"](checkpoint)
+        elif self._resumed is not None:
+            model = {"model": self._strategy.model} if self._known["is_module"] else {}
+            optimizers = optimizers_of(self._trainer)
+            self._restore(self._resumed, {**model, **optimizers}, optimizers)
+        self._put_back_generators()
+
+    def _decided(self, path: Any) -> tuple[bool, FoundStep | None]:
+        """Whether a path is one of a step, and the step; None if nothing was ever committed."""
+        checkpoint = Checkpoint(path).target()
+        if "://" in str(path) or not checkpoint.is_ours:
+            return False, None
+        found = checkpoint.found()
+        steps = sorted(each.parent.name for each in checkpoint.path.parent.glob(COMMITTED))
+        if found is None and (steps or not self._trainer.training):
+            raise StepNotFoundError(
+                "this checkpoint has no committed step",
+                facts={"checkpoint": str(path), "committed": ", ".join(steps) or "none"},
+                hint='ckpt_path="last" takes the newest, with ModelCheckpoint(save_last=True)',
+            )
+        return True, found
+
+    def _nothing(self, path: Any) -> dict[str, Any]:
+        """A checkpoint of the state as it is: the only save was killed before it was committed."""
+        log.warning("there is no committed step to resume for %s: beginning", path)
+        weights = self._strategy.lightning_module.state_dict()
+        return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
+                "state_dict": weights, "optimizer_states": LiveOptimizers(),
+                "lr_schedulers": []}  # fmt: skip
+
+    def _restore_sharded(self, found: FoundStep) -> None:
+        module = self._strategy.lightning_module
+        is_module = self._known["is_module"]
+        state = {"model": module if is_module else Volatile(dict(module.state_dict()))}
+        if self._known["optimizers"]:
+            state.update(optimizers_of(self._trainer))  # none, unless it fits
+        self._restore(found, state, state, strict=module.strict_loading)
+        self._put_back_generators()
+
+    def _restore(
+        self,
+        found: FoundStep,
+        state: Mapping[str, Any],
+        only: Iterable[str],
+        *,
+        strict: bool = True,
+    ) -> None:
+        with Checkpointer(found.run) as ckpt:
+            ckpt.restore(state, found.step, only=list(only), strict=strict)
+
+    def _put_back_generators(self) -> None:
+        if "rng" in self._known:
+            Rng().load_state_dict(self._known["rng"])
+
+    # -- the loaders -----------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loaders of the training get their positions before their iterators are made."""
+        if self._trainer.training and hasattr(dataloader, "load_state_dict"):
+            shuffle_once(dataloader)
+            self._place_loader(dataloader)
+        return self._stock["process_dataloader"](dataloader)
+
+    def _place_loader(self, loader: Any) -> None:
+        positions = self._known.get("data", [])
+        if positions:
+            goes_on(loader, positions.pop(0), self._known["epoch"])
+
+    # -- the loops -------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """All iterators are made now. What Lightning was about to do at the save follows."""
+        self._stock["on_train_start"]()
+        known, trainer = self._known, self._trainer
+        if known:
+            give_back(trainer, known["shown"], known.get("results"))
+            put_back_reloaded(trainer, known["reloaded"])
+            self._put_back_generators()
+            go_on(trainer, known["moment"], lambda: finish_epoch(trainer))
+        self._known = {}
+
+
 # -- where a loader goes on ------------------------------------------------------------------------
+# A step has the iterator of its epoch behind it: `loaders.load` makes one that draws nothing. After
+# the last batch of an epoch, this iterator is used up, and Lightning makes that of the next epoch
+# in its turn (moments), with the generators of the step.
 
 
 _IS_USED_UP = "_iterator_finished"
@@ -714,3 +583,124 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
+
+
+# -- what happens after a save ---------------------------------------------------------------------
+# A thread of rank 0 waits for each save, in order, until the step is committed, and gives it to its
+# paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
+# It also writes the files for load_from_checkpoint(). The newest is next, and after each the thread
+# rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
+#
+# At most one save waits for its turn when another one begins, so the run still has every step that
+# is not held yet. After a save that failed nothing is removed any more. A file that cannot be
+# written is logged, and fails no training: the step has everything.
+
+
+_OTHER_RANKS = (
+    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
+    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
+    "begins once more"
+)
+
+
+REST = 9
+# Its lock is free once it is done.
+Job = tuple[Save | None, Checkpoint, threading.Lock]
+
+
+class Finisher:
+    """write: fills the file of a checkpoint from its step.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: what it calls there is written in C.
+    """
+
+    def __init__(self, write: Callable[[Checkpoint], None]) -> None:
+        self._write = write
+        self._jobs: deque[Job] = deque()
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._unwritten: dict[str, Checkpoint] = {}
+        self._rested_at = 0.0
+        self._has_failed = self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def hold(self, save: Save | None, checkpoint: Checkpoint) -> None:
+        """Give the path its step once it is committed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
+            self._thread.start()
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.append((save, checkpoint, done))
+        self._woken.put(None)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove the path once all saves so far are committed."""
+        self.hold(None, checkpoint)
+
+    def wait(self, left: int = 0) -> None:
+        """Return once at most so many saves wait for their turn."""
+        self._woken.put(None)  # a job whose caller was interrupted may have woken nobody
+        saves = [done for save, _, done in tuple(self._jobs) if save is not None]
+        for done in saves[: max(0, len(saves) - left)]:
+            with done:
+                pass
+
+    def finish(self, *, write: bool) -> None:
+        """Do everything, and write every file if `write`. All saves have ended."""
+        self._is_ending = True
+        self._woken.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        if write:
+            for checkpoint in reversed(self._unwritten.values()):
+                self._try(checkpoint)
+
+    def _run(self) -> None:
+        while self._jobs or not self._is_ending:
+            rest = max(0.0, self._rested_at - time.monotonic()) if self._unwritten else None
+            if self._jobs:
+                save, checkpoint, done = self._jobs[0]
+                try:
+                    self._do(save, checkpoint)
+                except OSError as error:
+                    self._has_failed = True
+                    log.warning("%s was not finished: %s", checkpoint.path, error)
+                self._jobs.popleft()
+                done.release()
+            elif rest == 0.0:
+                begun = time.monotonic()
+                self._try(self._unwritten.popitem()[1])
+                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
+            else:
+                with contextlib.suppress(Empty):
+                    self._woken.get(timeout=rest)
+
+    def _do(self, save: Save | None, checkpoint: Checkpoint) -> None:
+        key = str(checkpoint.path)
+        if save is None:
+            if not self._has_failed and not self._is_saved_again(checkpoint):
+                self._unwritten.pop(key, None)
+                checkpoint.remove()
+            return
+        try:
+            save.wait("committed")
+        except StateholdError:  # the next save() raises it
+            self._has_failed = True
+            return
+        checkpoint.hold(save.step)
+        self._unwritten.pop(key, None)
+        self._unwritten[key] = checkpoint
+
+    def _is_saved_again(self, checkpoint: Checkpoint) -> bool:
+        """Whether a later save has the path that Lightning had removed before."""
+        later = tuple(self._jobs)[1:]
+        return any(save and each.path == checkpoint.path for save, each, _ in later)
+
+    def _try(self, checkpoint: Checkpoint) -> None:
+        try:
+            self._write(checkpoint)
+        except Exception as error:  # torch.save runs here, over values of any class
+            if checkpoint.is_ours:  # otherwise it was removed meanwhile
+                log.warning("%s has no weights for load_from_checkpoint(): %s",
+                            checkpoint.path, error)  # fmt: skip

@@ -5,35 +5,10 @@
 
     class MyTrainer(SFTTrainer, StateholdTrainer): ...    # for a trainer of your own, or of TRL
 
-See docs/integrations.md.
-
-StateholdTrainer: the Trainer of transformers, whose checkpoints are steps of statehold.
-
-A step holds the model, the optimizer, the scheduler, the scaler, the random generators, the loss
-that is not logged yet, and the TrainerState with the callbacks. The Trainer itself finds the
-position in the data, from the TrainerState, before it makes the loader. So this comes out of the
-step first, the rest after `prepare`, and the generators after the first batches, where the Trainer
-restores them.
-
+Owns: what of a Trainer is in a step, and when it comes out (docs/integrations.md).
 Invariants: save_total_limit, the best model and the rotation are decided by the Trainer's own rules
-over the folders checkpoint-N (folders). Without a run that is open, each method is the Trainer's.
-
-Why a training may not go on with the same bits after all, and what to do, in words for the log.
-
-In each of these cases the Trainer's own resume differs, too, and says nothing.
-
-Weights for from_pretrained, written in the background from committed steps.
-
-Owns: the thread that writes them, and that removes the folders which are too many. The newest step
-is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth of the
-disk at most. finish() writes what is missing.
-Invariants: weights are read from the committed step, never from the model that trains. An export
-that fails is logged, and fails no training: the step has everything.
-
-The metrics of a step of the Trainer: the numbers that it has logged at this step.
-
-Invariants: whatever a compute_metrics returns, no save fails because of it. What cannot be a metric
-is left out.
+over the folders checkpoint-N. Without a run that is open, each method is the Trainer's.
+Not here: the folders, and models beside the one that trains (folders).
 """
 
 from __future__ import annotations
@@ -71,154 +46,14 @@ from statehold.tensors.kinds.rng import Rng
 
 __all__ = ["StateholdTrainer"]
 
-
-# -- what was logged -------------------------------------------------------------------------------
-
-
-_FLOAT_BITS = 1024  # greater numbers are not floats
-
-
-def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers by their names, such as "eval_loss". history: TrainerState.log_history."""
-    newest = takewhile(lambda entry: entry.get("step") == step, reversed(history))
-    found = {name: value for entry in newest for name, value in entry.items() if name != "step"}
-    fitting = [name for name, value in found.items() if is_name(name) and _is_number(value)]
-    return {name: float(found[name]) for name in fitting[:NAMES_MAX]}
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
-
-
-# -- weights for from_pretrained -------------------------------------------------------------------
-
-
 log = logging.getLogger("statehold")
 
-REST = 9
-
-
-class Exporter:
-    """export(step): writes the weights of a committed step into its folder.
-
-    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
-    takes no lock that the thread needs: a SimpleQueue is written in C.
-    """
-
-    def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
-        self._folders = folders
-        self._export = export
-        self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
-        self._is_ending = False
-        self._thread: threading.Thread | None = None
-
-    def offer(self, save: Save, surplus: list[int]) -> None:
-        """Export this step once it is committed, instead of one that was offered before; remove the
-        folders of the steps in `surplus`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
-            self._thread.start()
-        self._offers.put((save, surplus))
-
-    def write(self, step: int, surplus: list[int]) -> None:
-        """Export a committed step now."""
-        self._remove(surplus)
-        self._try(step, logging.WARNING)
-
-    def finish(self, surplus: list[int]) -> None:
-        """Export every other step whose folder has no weights. All saves have ended."""
-        self.stop()
-        self._remove(surplus)
-        for step in reversed(self._folders.steps()):
-            self._try(step, logging.WARNING)
-
-    def stop(self) -> None:
-        """End the thread after the step that it is writing."""
-        self._is_ending = True
-        self._offers.put((None, []))
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        """Remove at once. Export the newest offer, after a rest."""
-        save: Save | None = None
-        rested_at = 0.0
-        while not self._is_ending:
-            rest = None if save is None else max(0.0, rested_at - time.monotonic())
-            try:
-                save, surplus = self._offers.get(timeout=rest)
-                self._remove(surplus)
-            except Empty:
-                assert save is not None  # otherwise the wait has no end
-                begun = time.monotonic()
-                with contextlib.suppress(StateholdError):  # the next save() raises it
-                    save.wait("committed")
-                    self._try(save.step, logging.DEBUG)  # finish() tries again
-                save, rested_at = None, begun + (1 + REST) * (time.monotonic() - begun)
-
-    def _remove(self, surplus: list[int]) -> None:
-        for step in surplus:
-            self._folders.remove(step)
-
-    def _try(self, step: int, level: int) -> None:
-        if not self._folders.has(step) or self._folders.has_weights(step):
-            return
-        try:
-            self._export(step)
-        except Exception as error:  # the frameworks' own code runs here, and may raise anything
-            if self._folders.has(step):  # otherwise the step was retired meanwhile
-                log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)
-
-
-# -- doubts ----------------------------------------------------------------------------------------
-
-
-_PERSISTENT = (
-    "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
-    "draw a seed, and workers that persist draw none. Leave out "
-    "dataloader_persistent_workers=True for the same bits"
-)
-_MODEL_ONLY = (
-    "save_only_model=True: the step has no optimizer and no scheduler, so both are new, and the "
-    "random generators do not go on"
-)
-_FORGETFUL = (
-    "the step has the state of {}, and it is not restored. Pass TrainingArguments("
-    "restore_callback_states_from_checkpoint=True) to go on with it"
-)
-_FOLDERS = (
-    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
-    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
-    "StateholdTrainer: then each save waits for them"
-)
-
-
-def at_the_start(args: Any) -> Iterator[str]:
-    """What the log of a run that may be killed should say. args: the TrainingArguments."""
-    if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
-        yield _PERSISTENT
-
-
-def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
-    """What it should say of callbacks that get on_save. told: those that it has named."""
-    own = {type(each).__name__ for each in callbacks
-           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
-    if names := ", ".join(sorted(own - told)):
-        yield _FOLDERS.format(names)
-    told |= own
-
-
-def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
-    """What the log of a run that resumes should say."""
-    if args.save_only_model:
-        yield _MODEL_ONLY
-    if not args.restore_callback_states_from_checkpoint:
-        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
-        if names:
-            yield _FORGETFUL.format(", ".join(names))
-
-
 # -- the trainer -----------------------------------------------------------------------------------
+# A step holds the model, the optimizer, the scheduler, the scaler, the random generators, the loss
+# that is not logged yet, and the TrainerState with the callbacks. The Trainer itself finds the
+# position in the data, from the TrainerState, before it makes the loader. So this comes out of the
+# step first, the rest after `prepare`, and the generators after the first batches, where the
+# Trainer restores them.
 
 
 # The best step is given second names at the save after next, when it is certainly committed.
@@ -694,3 +529,157 @@ class _Steps(TrainerCallback):
         opened = self._trainer._open_run
         if opened is not None and opened.ckpt.is_last(state.global_step):
             control.should_save = True
+
+
+# -- doubts ----------------------------------------------------------------------------------------
+# Why a training may not go on with the same bits after all, and what to do, in words for the log.
+# In each of these cases the Trainer's own resume differs, too, and says nothing.
+
+
+_PERSISTENT = (
+    "from the first epoch after a resume on, dropout will draw other random numbers: new workers "
+    "draw a seed, and workers that persist draw none. Leave out "
+    "dataloader_persistent_workers=True for the same bits"
+)
+_MODEL_ONLY = (
+    "save_only_model=True: the step has no optimizer and no scheduler, so both are new, and the "
+    "random generators do not go on"
+)
+_FORGETFUL = (
+    "the step has the state of {}, and it is not restored. Pass TrainingArguments("
+    "restore_callback_states_from_checkpoint=True) to go on with it"
+)
+_FOLDERS = (
+    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
+    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
+    "StateholdTrainer: then each save waits for them"
+)
+
+
+def at_the_start(args: Any) -> Iterator[str]:
+    """What the log of a run that may be killed should say. args: the TrainingArguments."""
+    if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
+        yield _PERSISTENT
+
+
+def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
+    """What it should say of callbacks that get on_save. told: those that it has named."""
+    own = {type(each).__name__ for each in callbacks
+           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
+    if names := ", ".join(sorted(own - told)):
+        yield _FOLDERS.format(names)
+    told |= own
+
+
+def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
+    """What the log of a run that resumes should say."""
+    if args.save_only_model:
+        yield _MODEL_ONLY
+    if not args.restore_callback_states_from_checkpoint:
+        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
+        if names:
+            yield _FORGETFUL.format(", ".join(names))
+
+
+# -- what was logged -------------------------------------------------------------------------------
+# The metrics of a step are the numbers that the Trainer has logged at this step. Whatever a
+# compute_metrics returns, no save fails because of it. What cannot be a metric is left out.
+
+
+_FLOAT_BITS = 1024  # greater numbers are not floats
+
+
+def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers by their names, such as "eval_loss". history: TrainerState.log_history."""
+    newest = takewhile(lambda entry: entry.get("step") == step, reversed(history))
+    found = {name: value for entry in newest for name, value in entry.items() if name != "step"}
+    fitting = [name for name, value in found.items() if is_name(name) and _is_number(value)]
+    return {name: float(found[name]) for name in fitting[:NAMES_MAX]}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
+
+
+# -- weights for from_pretrained -------------------------------------------------------------------
+# A thread writes them in the background, and removes the folders which are too many. The newest
+# step is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth
+# of the disk at most. finish() writes what is missing.
+#
+# Weights are read from the committed step, never from the model that trains. An export that fails
+# is logged, and fails no training: the step has everything.
+
+
+REST = 9
+
+
+class Exporter:
+    """export(step): writes the weights of a committed step into its folder.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: a SimpleQueue is written in C.
+    """
+
+    def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
+        self._folders = folders
+        self._export = export
+        self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, save: Save, surplus: list[int]) -> None:
+        """Export this step once it is committed, instead of one that was offered before; remove the
+        folders of the steps in `surplus`."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
+            self._thread.start()
+        self._offers.put((save, surplus))
+
+    def write(self, step: int, surplus: list[int]) -> None:
+        """Export a committed step now."""
+        self._remove(surplus)
+        self._try(step, logging.WARNING)
+
+    def finish(self, surplus: list[int]) -> None:
+        """Export every other step whose folder has no weights. All saves have ended."""
+        self.stop()
+        self._remove(surplus)
+        for step in reversed(self._folders.steps()):
+            self._try(step, logging.WARNING)
+
+    def stop(self) -> None:
+        """End the thread after the step that it is writing."""
+        self._is_ending = True
+        self._offers.put((None, []))
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Remove at once. Export the newest offer, after a rest."""
+        save: Save | None = None
+        rested_at = 0.0
+        while not self._is_ending:
+            rest = None if save is None else max(0.0, rested_at - time.monotonic())
+            try:
+                save, surplus = self._offers.get(timeout=rest)
+                self._remove(surplus)
+            except Empty:
+                assert save is not None  # otherwise the wait has no end
+                begun = time.monotonic()
+                with contextlib.suppress(StateholdError):  # the next save() raises it
+                    save.wait("committed")
+                    self._try(save.step, logging.DEBUG)  # finish() tries again
+                save, rested_at = None, begun + (1 + REST) * (time.monotonic() - begun)
+
+    def _remove(self, surplus: list[int]) -> None:
+        for step in surplus:
+            self._folders.remove(step)
+
+    def _try(self, step: int, level: int) -> None:
+        if not self._folders.has(step) or self._folders.has_weights(step):
+            return
+        try:
+            self._export(step)
+        except Exception as error:  # the frameworks' own code runs here, and may raise anything
+            if self._folders.has(step):  # otherwise the step was retired meanwhile
+                log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)

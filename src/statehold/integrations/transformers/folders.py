@@ -2,23 +2,14 @@
 
     OUT/step-000000000100/                      the step, with everything
     OUT/checkpoint-100/trainer_state.json       from the moment of the save
-    OUT/checkpoint-100/model.safetensors, ...   for from_pretrained (exporting)
+    OUT/checkpoint-100/model.safetensors, ...   for from_pretrained
     OUT/checkpoint-100/step-000000000100/       the files of the step once more, if it is the best
 
+Owns: the folders; which models beside the one that trains belong into a step.
 Invariants: a folder is made before its step is saved, so a step without a folder was given up: by
 save_total_limit, or by a person who has deleted the folder. The files of the best step get second
 names in its folder; so they stay when the run retires the step, and need no second space.
-
-Models that a trainer or one of its callbacks holds beside the one that trains: a reference, a
-teacher, an average. They may be modules or bare tensors, and lie in a container or in an object.
-
-A step holds what has changed since the training began. Until then it is what the script makes, and
-a large one that stays as it is costs a step nothing.
-
-Invariants: all ranks decide alike. A change is seen by a sample of every tensor, because version
-counters miss `tensor.data.mul_()`, by which averages are often made. A bare tensor counts only if
-it has a public name, and keeps its shape: others are results of a step, and may be large. What is
-made later could not be restored when the training begins again, so a warning names its modules.
+Not here: who fills the folders, and when (transformers).
 """
 
 from __future__ import annotations
@@ -178,6 +169,15 @@ class Folders:
 
 
 # -- models beside the one that trains -------------------------------------------------------------
+# A trainer or one of its callbacks may hold a reference, a teacher, an average. They may be modules
+# or bare tensors, and lie in a container or in an object. A step holds what has changed since the
+# training began. Until then it is what the script makes, and a large one that stays as it is costs
+# a step nothing.
+#
+# All ranks decide alike. A change is seen by a sample of every tensor, because version counters
+# miss `tensor.data.mul_()`, by which averages are often made. A bare tensor counts only if it has a
+# public name, and keeps its shape: others are results of a step, and may be large. What is made
+# later could not be restored when the training begins again, so a warning names its modules.
 
 
 log = logging.getLogger("statehold")

@@ -1,30 +1,13 @@
 """Objects below one prefix of an object store: whole or missing, moved in parallel parts.
 
-Owns: the requests to `obstore`, the parts of a transfer, and how many are under way.
+Owns: the accepted URLs and options of stores; the requests to `obstore`, the parts of a transfer,
+and how many are under way; the names of failures.
 Invariants: an object appears whole or not at all. A transfer has at most IN_FLIGHT_BYTES (or two
 parts) in memory, whatever its size. A request, with its retries, ends within `deadline_s`. A
 transfer consists of many requests, so it ends when the store stops answering, and not because it is
 large. A signal, or stop(), ends the waiting for a request. The request goes on alone, and changes
-nothing that the caller still uses. The first upload is read back. A writable block is copied, so
-its owner may use its memory again at once. A read-only block is sent from its place, and stays
-alive until then.
-
-Errors of an object store, by name and without secrets.
-
-Owns: the names of `obstore` failures, and the shown parts of their texts.
-Invariants: no text of obstore is passed on, because it quotes URLs with signatures, tokens and
-passwords. A message consists of recognised parts: an HTTP status, the code of the store, an errno,
-the kind of transport failure. The original error is not chained.
-
+nothing that the caller still uses. No secret is in a message, a log or a file of ours.
 Not here: which objects make a step (steps/objects).
-
-The address of an object store and how it is opened: a URL, a few options, and no secrets.
-
-Owns: the accepted URLs and options; the first use of `obstore`, with its deadlines and retries.
-Invariants: credentials come only from the environment, where obstore finds them (AWS_*, GOOGLE_*,
-AZURE_*, or the role of the machine). URLs and options with credentials are refused, so no file,
-message or log of ours has them. There is a list of accepted options, not of refused ones, so a
-secret under an unexpected name is refused, too.
 """
 
 from __future__ import annotations
@@ -64,271 +47,6 @@ if TYPE_CHECKING:
     from obstore import Bytes
     from obstore.store import ObjectStore
 
-SCHEMES = ("s3", "gs", "az", "file", "memory")
-STORE_OPTIONS = {
-    "account_name",
-    "checksum_algorithm",
-    "endpoint",
-    "region",
-    "server_side_encryption",
-    "skip_signature",
-    "sse_bucket_key_enabled",
-    "sse_kms_key_id",
-    "unsigned_payload",
-    "virtual_hosted_style_request",
-}
-CLIENT_OPTIONS = {"allow_http", "root_certificate"}
-
-_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
-_HINT = (
-    "credentials are taken from the environment (AWS_ACCESS_KEY_ID and its like), "
-    "so that no file, message or log holds them"
-)
-
-
-def check_url(url: str) -> str:
-    """`url`, without a slash at its end, if it is one of an object store and holds no secret."""
-    parts = urlsplit(url)
-    if _has_more(parts):
-        facts = {"url": _shown(parts), "expected": "no user, password, query or fragment in it"}
-        raise UsageError("not the URL of an object store", facts=facts, hint=_HINT)
-    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
-        meant = f"file:///{parts.netloc}{parts.path}" if parts.netloc else "file:///tmp/store"
-        raise UsageError(
-            "a store in files is named by three slashes and an absolute path",
-            facts={"url": _shown(parts), "expected": f"such as {meant}"},
-        )
-    needs_bucket = parts.scheme in _ALLOW_HTTP
-    if parts.scheme not in SCHEMES or (needs_bucket and not parts.netloc):
-        schemes = "s3://bucket/prefix, gs://..., az://..., file:///path or memory://"
-        facts = {"expected": schemes, "got": _shown(parts)}
-        raise UsageError("not the URL of an object store", facts=facts)
-    return url if parts.scheme == "memory" else url.rstrip("/")
-
-
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `options`, if all of them are known and none holds a secret."""
-    unknown = sorted(options.keys() - STORE_OPTIONS - CLIENT_OPTIONS)
-    if unknown:
-        expected = ", ".join(sorted(STORE_OPTIONS | CLIENT_OPTIONS))
-        facts = {"option": shown(unknown[0]), "expected": f"one of {expected}"}
-        raise UsageError("not an option of an object store", facts=facts, hint=_HINT)
-    endpoint = urlsplit(str(options.get("endpoint", "")))
-    if _has_more(endpoint):
-        facts = {"endpoint": _shown(endpoint), "expected": "no user, password or query in it"}
-        raise UsageError("not the address of an object store", facts=facts, hint=_HINT)
-    return dict(options)
-
-
-def around(one: str, other: str) -> tuple[str, str, str] | None:
-    """The URL of the smallest store that has everything below both checked URLs.
-
-    Returned with it: the beginnings of their names in it, which are empty or end with a slash. None
-    if the URLs are equal, in two stores or two trees of files, or if one of them is in memory.
-    """
-    first, second = urlsplit(one), urlsplit(other)
-    if first[:2] != second[:2] or first.scheme == "memory":
-        return None
-    paths = [[part for part in each.path.split("/") if part] for each in (first, second)]
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))
-    same = [part for part, _ in pairs]
-    if paths[0] == paths[1] or (not same and first.scheme == "file"):
-        return None
-    names = [unquote("".join(f"{part}/" for part in path[len(same) :])) for path in paths]
-    root = "/".join([f"{first.scheme}://{first.netloc}", *same])
-    return root, names[0], names[1]
-
-
-def open_store(url: str, options: Mapping[str, Any], deadline_s: float) -> ObjectStore:
-    """The store at a checked `url`. A request and its retries take `deadline_s` at most."""
-    try:
-        from obstore.store import MemoryStore, from_url
-    except ImportError:
-        hint = "pip install 'statehold[objects]', or: pip install obstore"
-        raise UsageError("an object store needs the package obstore", hint=hint) from None
-    scheme = urlsplit(url).scheme
-    if scheme == "memory":
-        return MemoryStore()
-    if scheme == "file":
-        return from_url(url, mkdir=True, automatic_cleanup=True)
-    config = {name: value for name, value in options.items() if name in STORE_OPTIONS}
-    client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
-    # Options of the client replace all options of the environment.
-    client.setdefault("allow_http", _is_true(os.environ.get(_ALLOW_HTTP[scheme], "")))
-    half = timedelta(seconds=deadline_s / 2)
-    # No retry begins after one half of the time, and the last one ends within the other half.
-    return from_url(  # type: ignore[call-overload,no-any-return]  # the scheme decides, at run time
-        url,
-        config=config,
-        client_options={**client, "timeout": half, "connect_timeout": min(half, _CONNECT)},
-        retry_config={"max_retries": 1000, "retry_timeout": half, "backoff": _BACKOFF},
-    )
-
-
-_CONNECT = timedelta(seconds=10)
-_BACKOFF = {
-    "init_backoff": timedelta(milliseconds=100),
-    "max_backoff": timedelta(seconds=5),
-    "base": 2,
-}
-
-
-def _is_true(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes", "on", "y")
-
-
-def _has_more(parts: SplitResult) -> bool:
-    return bool("@" in parts.netloc or parts.query or parts.fragment)
-
-
-def _shown(parts: SplitResult) -> str:
-    """The part of the URL that cannot hold a secret."""
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"[:200]
-
-
-# -- the client ------------------------------------------------------------------------------------
-
-
-# -- failures --------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-_STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")
-_CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
-_OS_ERROR = re.compile(r"\(os error ([0-9]{1,3})\)")
-_PAST_END = re.compile(r"status code: 416\b|StartTooLarge")
-_NO_RANGE = re.compile(r"NotPartial|NoContentRange|UnexpectedRange|\w+ContentRange\b")
-# What stores, and those who check certificates and tokens, say to a machine whose clock is wrong.
-_SKEWED = re.compile(
-    r"RequestTimeTooSkewed|RequestExpired|RequestInTheFuture|Signature (?:not yet current|expired)"
-    r"|Request date header too old|iat and exp|NotValidYet|certificate has expired"
-    r"|InvalidCertificate\(Expired"
-)
-_BUSY = {"408", "429", "500", "502", "503", "504"}
-_DENIED = {"401", "403"}
-_DENIED_KINDS = {"PermissionDeniedError", "UnauthenticatedError"}
-_FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
-# Debug texts of the transport, and the errno with the same meaning. The first match counts, so
-# texts from closest to the wire come first.
-_TRANSPORT = {
-    "ConnectionRefused": errno.ECONNREFUSED,
-    "TimedOut": errno.ETIMEDOUT,
-    "kind: Timeout": errno.ETIMEDOUT,
-    "ConnectionReset": errno.ECONNRESET,
-    "BrokenPipe": errno.ECONNRESET,
-    "IncompleteMessage": errno.ECONNRESET,
-    "kind: Connect": errno.EHOSTUNREACH,
-    "kind: Interrupted": errno.ECONNRESET,
-    "BadScheme": errno.EPROTONOSUPPORT,
-    "HTTP error": errno.EPROTO,
-}
-_DENIED_HINT = (
-    "credentials come from the environment: check that they are set and may use this bucket"
-)
-_LATER_HINT = "committed steps are untouched; try again later"
-_CLOCK_HINT = (
-    "the clock of this machine and that of the store differ: set this clock (date -u shows it; "
-    "chronyd or systemd-timesyncd keeps it right), or let the store renew what has expired"
-)
-_HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or AWS_ALLOW_HTTP=true'
-
-
-def missing(operation: str, path: str) -> MissingFileError:
-    facts = {"file": path, "during": operation}
-    return MissingFileError("a file does not exist", facts=facts)
-
-
-def truncated(operation: str, path: str, end: int) -> TruncatedFileError:
-    facts = {"file": path, "ends before": f"{end} bytes", "during": operation}
-    return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
-
-
-def too_large(operation: str, path: str, bytes_max: int) -> StorageError:
-    facts = {"expected": f"at most {bytes_max} bytes"}
-    return StorageError(f"cannot {operation}", errno=errno.EFBIG, path=path, facts=facts)
-
-
-def not_given_back(operation: str, path: str) -> StorageError:
-    return StorageError(
-        f"cannot {operation}",
-        errno=errno.EPROTO,
-        path=path,
-        facts={"expected": "the range that was asked for", "got": "something else"},
-        hint="the store does not give back parts of objects, so no step can be restored from it. "
-        "Another server for the same storage may",
-    )
-
-
-def is_past_end(fault: Exception) -> bool:
-    """Whether obstore says that a range begins after the end of an object."""
-    return _PAST_END.search(str(fault)) is not None
-
-
-def naming(operation: str, path: str, action: Callable[[], T]) -> T:
-    """The result of `action`. An error of obstore becomes an error of ours, unchained."""
-    try:
-        return action()
-    except StateholdError:
-        raise
-    except Exception as fault:
-        error = _named(fault, operation, path)
-    # This is outside of the handler, and not in a context manager. Otherwise the error of obstore,
-    # with everything that it quotes, would become the context of this error, and appear in every
-    # traceback and error report.
-    raise error
-
-
-def _named(fault: Exception, operation: str, path: str) -> StateholdError:
-    text = str(fault)
-    status, code = _first(_STATUS, text), _first(_CODE, text)
-    if isinstance(fault, FileNotFoundError) and code != "NoSuchBucket":
-        return missing(operation, path)
-    if _NO_RANGE.search(text):
-        return not_given_back(operation, path)
-    if type(fault).__name__ in _DENIED_KINDS:
-        status = status or "403"
-    error = (
-        _refusal(status, code, operation, path)
-        if status
-        else _transport_failure(text, operation, path)
-    )
-    if _SKEWED.search(text):
-        error.hint = _CLOCK_HINT
-    return error
-
-
-def _refusal(status: str, code: str | None, operation: str, path: str) -> StorageError:
-    """The error for an unexpected answer."""
-    if {status, code} & _FULL:
-        return storage_error(operation, errno.ENOSPC, path)
-    kind, number, hint = StorageError, errno.EIO, None
-    if code == "NoSuchBucket":
-        number = errno.ENOENT
-    elif status in _DENIED:
-        number, hint = errno.EACCES, _DENIED_HINT
-    elif status in _BUSY:
-        kind, number, hint = UnavailableError, errno.EAGAIN, _LATER_HINT
-    facts = {"answer": " ".join(filter(None, [status, code]))}
-    return kind(f"cannot {operation}", errno=number, path=path, facts=facts, hint=hint)
-
-
-def _transport_failure(text: str, operation: str, path: str) -> StorageError:
-    """The error for a missing or incomplete answer, or of the local disk (file://)."""
-    number = next((number for sign, number in _TRANSPORT.items() if sign in text), None)
-    if number is None or "Generic LocalFileSystem" in text:
-        local = _first(_OS_ERROR, text)
-        return storage_error(operation, int(local) if local else errno.EIO, path)
-    hint = _HTTP_HINT if number == errno.EPROTONOSUPPORT else _LATER_HINT
-    return UnavailableError(f"cannot {operation}", errno=number, path=path, hint=hint)
-
-
-def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    match = pattern.search(text)
-    return match[1] if match else None
-
-
 # -- the client ------------------------------------------------------------------------------------
 
 
@@ -352,6 +70,9 @@ class ObjectClient:
 
     part_bytes: of uploads and downloads; S3 takes 5 MiB or more.
     late: called again and again while a request takes longer than LATE_S.
+
+    The first upload is read back. A writable block is copied, so its owner may use its memory again
+    at once. A read-only block is sent from its place, and stays alive until then.
     """
 
     def __init__(
@@ -595,3 +316,273 @@ class _Source:
         copy[:] = piece
         weakref.finalize(copy, self._spare.append, buffer).atexit = False
         return copy
+
+
+# -- the address of a store ------------------------------------------------------------------------
+# Credentials come only from the environment, where obstore finds them (AWS_*, GOOGLE_*, AZURE_*, or
+# the role of the machine). URLs and options with credentials are refused. There is a list of
+# accepted options, not of refused ones, so a secret under an unexpected name is refused, too.
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+STORE_OPTIONS = {
+    "account_name",
+    "checksum_algorithm",
+    "endpoint",
+    "region",
+    "server_side_encryption",
+    "skip_signature",
+    "sse_bucket_key_enabled",
+    "sse_kms_key_id",
+    "unsigned_payload",
+    "virtual_hosted_style_request",
+}
+CLIENT_OPTIONS = {"allow_http", "root_certificate"}
+
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_HINT = (
+    "credentials are taken from the environment (AWS_ACCESS_KEY_ID and its like), "
+    "so that no file, message or log holds them"
+)
+
+
+def check_url(url: str) -> str:
+    """`url`, without a slash at its end, if it is one of an object store and holds no secret."""
+    parts = urlsplit(url)
+    if _has_more(parts):
+        facts = {"url": _shown(parts), "expected": "no user, password, query or fragment in it"}
+        raise UsageError("not the URL of an object store", facts=facts, hint=_HINT)
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+        meant = f"file:///{parts.netloc}{parts.path}" if parts.netloc else "file:///tmp/store"
+        raise UsageError(
+            "a store in files is named by three slashes and an absolute path",
+            facts={"url": _shown(parts), "expected": f"such as {meant}"},
+        )
+    needs_bucket = parts.scheme in _ALLOW_HTTP
+    if parts.scheme not in SCHEMES or (needs_bucket and not parts.netloc):
+        schemes = "s3://bucket/prefix, gs://..., az://..., file:///path or memory://"
+        facts = {"expected": schemes, "got": _shown(parts)}
+        raise UsageError("not the URL of an object store", facts=facts)
+    return url if parts.scheme == "memory" else url.rstrip("/")
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `options`, if all of them are known and none holds a secret."""
+    unknown = sorted(options.keys() - STORE_OPTIONS - CLIENT_OPTIONS)
+    if unknown:
+        expected = ", ".join(sorted(STORE_OPTIONS | CLIENT_OPTIONS))
+        facts = {"option": shown(unknown[0]), "expected": f"one of {expected}"}
+        raise UsageError("not an option of an object store", facts=facts, hint=_HINT)
+    endpoint = urlsplit(str(options.get("endpoint", "")))
+    if _has_more(endpoint):
+        facts = {"endpoint": _shown(endpoint), "expected": "no user, password or query in it"}
+        raise UsageError("not the address of an object store", facts=facts, hint=_HINT)
+    return dict(options)
+
+
+def around(one: str, other: str) -> tuple[str, str, str] | None:
+    """The URL of the smallest store that has everything below both checked URLs.
+
+    Returned with it: the beginnings of their names in it, which are empty or end with a slash. None
+    if the URLs are equal, in two stores or two trees of files, or if one of them is in memory.
+    """
+    first, second = urlsplit(one), urlsplit(other)
+    if first[:2] != second[:2] or first.scheme == "memory":
+        return None
+    paths = [[part for part in each.path.split("/") if part] for each in (first, second)]
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False))
+    same = [part for part, _ in pairs]
+    if paths[0] == paths[1] or (not same and first.scheme == "file"):
+        return None
+    names = [unquote("".join(f"{part}/" for part in path[len(same) :])) for path in paths]
+    root = "/".join([f"{first.scheme}://{first.netloc}", *same])
+    return root, names[0], names[1]
+
+
+def open_store(url: str, options: Mapping[str, Any], deadline_s: float) -> ObjectStore:
+    """The store at a checked `url`. A request and its retries take `deadline_s` at most."""
+    try:
+        from obstore.store import MemoryStore, from_url
+    except ImportError:
+        hint = "pip install 'statehold[objects]', or: pip install obstore"
+        raise UsageError("an object store needs the package obstore", hint=hint) from None
+    scheme = urlsplit(url).scheme
+    if scheme == "memory":
+        return MemoryStore()
+    if scheme == "file":
+        return from_url(url, mkdir=True, automatic_cleanup=True)
+    config = {name: value for name, value in options.items() if name in STORE_OPTIONS}
+    client = {name: value for name, value in options.items() if name in CLIENT_OPTIONS}
+    # Options of the client replace all options of the environment.
+    client.setdefault("allow_http", _is_true(os.environ.get(_ALLOW_HTTP[scheme], "")))
+    half = timedelta(seconds=deadline_s / 2)
+    # No retry begins after one half of the time, and the last one ends within the other half.
+    return from_url(  # type: ignore[call-overload,no-any-return]  # the scheme decides, at run time
+        url,
+        config=config,
+        client_options={**client, "timeout": half, "connect_timeout": min(half, _CONNECT)},
+        retry_config={"max_retries": 1000, "retry_timeout": half, "backoff": _BACKOFF},
+    )
+
+
+_CONNECT = timedelta(seconds=10)
+_BACKOFF = {
+    "init_backoff": timedelta(milliseconds=100),
+    "max_backoff": timedelta(seconds=5),
+    "base": 2,
+}
+
+
+def _is_true(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes", "on", "y")
+
+
+def _has_more(parts: SplitResult) -> bool:
+    return bool("@" in parts.netloc or parts.query or parts.fragment)
+
+
+def _shown(parts: SplitResult) -> str:
+    """The part of the URL that cannot hold a secret."""
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"[:200]
+
+
+# -- failures --------------------------------------------------------------------------------------
+# No text of obstore is passed on, because it quotes URLs with signatures, tokens and passwords. A
+# message consists of recognised parts: an HTTP status, the code of the store, an errno, the kind of
+# transport failure. The original error is not chained.
+
+
+T = TypeVar("T")
+
+_STATUS = re.compile(r"status code: ([1-5][0-9]{2})\b")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
+_OS_ERROR = re.compile(r"\(os error ([0-9]{1,3})\)")
+_PAST_END = re.compile(r"status code: 416\b|StartTooLarge")
+_NO_RANGE = re.compile(r"NotPartial|NoContentRange|UnexpectedRange|\w+ContentRange\b")
+# What stores, and those who check certificates and tokens, say to a machine whose clock is wrong.
+_SKEWED = re.compile(
+    r"RequestTimeTooSkewed|RequestExpired|RequestInTheFuture|Signature (?:not yet current|expired)"
+    r"|Request date header too old|iat and exp|NotValidYet|certificate has expired"
+    r"|InvalidCertificate\(Expired"
+)
+_BUSY = {"408", "429", "500", "502", "503", "504"}
+_DENIED = {"401", "403"}
+_DENIED_KINDS = {"PermissionDeniedError", "UnauthenticatedError"}
+_FULL = {"507", "QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity"}
+# Debug texts of the transport, and the errno with the same meaning. The first match counts, so
+# texts from closest to the wire come first.
+_TRANSPORT = {
+    "ConnectionRefused": errno.ECONNREFUSED,
+    "TimedOut": errno.ETIMEDOUT,
+    "kind: Timeout": errno.ETIMEDOUT,
+    "ConnectionReset": errno.ECONNRESET,
+    "BrokenPipe": errno.ECONNRESET,
+    "IncompleteMessage": errno.ECONNRESET,
+    "kind: Connect": errno.EHOSTUNREACH,
+    "kind: Interrupted": errno.ECONNRESET,
+    "BadScheme": errno.EPROTONOSUPPORT,
+    "HTTP error": errno.EPROTO,
+}
+_DENIED_HINT = (
+    "credentials come from the environment: check that they are set and may use this bucket"
+)
+_LATER_HINT = "committed steps are untouched; try again later"
+_CLOCK_HINT = (
+    "the clock of this machine and that of the store differ: set this clock (date -u shows it; "
+    "chronyd or systemd-timesyncd keeps it right), or let the store renew what has expired"
+)
+_HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or AWS_ALLOW_HTTP=true'
+
+
+def missing(operation: str, path: str) -> MissingFileError:
+    facts = {"file": path, "during": operation}
+    return MissingFileError("a file does not exist", facts=facts)
+
+
+def truncated(operation: str, path: str, end: int) -> TruncatedFileError:
+    facts = {"file": path, "ends before": f"{end} bytes", "during": operation}
+    return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
+
+
+def too_large(operation: str, path: str, bytes_max: int) -> StorageError:
+    facts = {"expected": f"at most {bytes_max} bytes"}
+    return StorageError(f"cannot {operation}", errno=errno.EFBIG, path=path, facts=facts)
+
+
+def not_given_back(operation: str, path: str) -> StorageError:
+    return StorageError(
+        f"cannot {operation}",
+        errno=errno.EPROTO,
+        path=path,
+        facts={"expected": "the range that was asked for", "got": "something else"},
+        hint="the store does not give back parts of objects, so no step can be restored from it. "
+        "Another server for the same storage may",
+    )
+
+
+def is_past_end(fault: Exception) -> bool:
+    """Whether obstore says that a range begins after the end of an object."""
+    return _PAST_END.search(str(fault)) is not None
+
+
+def naming(operation: str, path: str, action: Callable[[], T]) -> T:
+    """The result of `action`. An error of obstore becomes an error of ours, unchained."""
+    try:
+        return action()
+    except StateholdError:
+        raise
+    except Exception as fault:
+        error = _named(fault, operation, path)
+    # This is outside of the handler, and not in a context manager. Otherwise the error of obstore,
+    # with everything that it quotes, would become the context of this error, and appear in every
+    # traceback and error report.
+    raise error
+
+
+def _named(fault: Exception, operation: str, path: str) -> StateholdError:
+    text = str(fault)
+    status, code = _first(_STATUS, text), _first(_CODE, text)
+    if isinstance(fault, FileNotFoundError) and code != "NoSuchBucket":
+        return missing(operation, path)
+    if _NO_RANGE.search(text):
+        return not_given_back(operation, path)
+    if type(fault).__name__ in _DENIED_KINDS:
+        status = status or "403"
+    error = (
+        _refusal(status, code, operation, path)
+        if status
+        else _transport_failure(text, operation, path)
+    )
+    if _SKEWED.search(text):
+        error.hint = _CLOCK_HINT
+    return error
+
+
+def _refusal(status: str, code: str | None, operation: str, path: str) -> StorageError:
+    """The error for an unexpected answer."""
+    if {status, code} & _FULL:
+        return storage_error(operation, errno.ENOSPC, path)
+    kind, number, hint = StorageError, errno.EIO, None
+    if code == "NoSuchBucket":
+        number = errno.ENOENT
+    elif status in _DENIED:
+        number, hint = errno.EACCES, _DENIED_HINT
+    elif status in _BUSY:
+        kind, number, hint = UnavailableError, errno.EAGAIN, _LATER_HINT
+    facts = {"answer": " ".join(filter(None, [status, code]))}
+    return kind(f"cannot {operation}", errno=number, path=path, facts=facts, hint=hint)
+
+
+def _transport_failure(text: str, operation: str, path: str) -> StorageError:
+    """The error for a missing or incomplete answer, or of the local disk (file://)."""
+    number = next((number for sign, number in _TRANSPORT.items() if sign in text), None)
+    if number is None or "Generic LocalFileSystem" in text:
+        local = _first(_OS_ERROR, text)
+        return storage_error(operation, int(local) if local else errno.EIO, path)
+    hint = _HTTP_HINT if number == errno.EPROTONOSUPPORT else _LATER_HINT
+    return UnavailableError(f"cannot {operation}", errno=number, path=path, hint=hint)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return match[1] if match else None

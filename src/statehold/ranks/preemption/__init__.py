@@ -1,9 +1,8 @@
 """Preemption: the warning of a scheduler becomes one last save, and an end before the deadline.
 
     deadline    signals, and the end of this process
-    last_step   which step is the last, the same on all ranks
-    exchange    how the ranks tell each other: a thread, which training never waits for
-    preemption  the three together, as the Checkpointer uses them
+    exchange    which step is the last, the same on all ranks, and how the ranks tell each other
+    preemption  both together, as the Checkpointer uses them
 
 The warning itself changes nothing, because the state may be half updated. It makes one of the next
 steps the last, and the save of that step ends the process. Exit codes: LEFT, the last save is

@@ -1,38 +1,15 @@
 """How ranks tell each other that they leave, if the warning has reached only some.
 
     a rank that is asked   posts `asked`, with the seconds that are left
-    every rank             looks for it; then stops at its step (last_step) and posts that step
+    every rank             looks for it; then stops at its step (LastStep) and posts that step
     rank 0                 reads them all, posts the newest of them, and the least time of all
-    every rank             reads that, and its training continues to the last step
+    every rank             reads that, and its training continues to the last step: the first one
+                           after all steps that some rank has passed
 
-No collective, and nothing that training waits for: this is a thread, so no wait lasts for ever. A
-rank that waits for the decision (in is_last) waits only for threads of this kind. Each posts
-without its training thread. So a decision comes as soon as all ranks live and their stores answer,
-even while their training threads wait for each other in a collective. The ranks wait for a dead or
-silent rank until the deadline, which ends the process. No last save could be committed without that
-rank.
+Invariants: no collective, and nothing that training waits for: this is a thread, so no wait lasts
+for ever. If all ranks ask for the same steps in the same order, they all get the same answers.
 
-Cheap: while no rank leaves, this looks for one key, `INTERVAL_S` apart. On large jobs it looks so
-rarely that all ranks together ask at most QUESTIONS_PER_S. A blocking wait would be cheaper still,
-but could not be ended when the process ends.
-
-A rank that closes posts its step, so that the others do not wait for it. If the store is gone, and
-with it rank 0, each rank leaves by itself.
-
-Which step is the last: the first step after all steps that some rank has passed.
-
-    every rank, at each step     is_last(step)      no, at once; noted as seen
-    every rank, once one is asked to leave
-        freeze()                 the newest step it has seen; from now on a newer one waits
-        decide(max over ranks)   newer steps than that are the last
-
-Invariants: if all ranks ask for the same steps in the same order, they all get the same answers. A
-rank has answered no for the steps that it had seen, which are at most the maximum. A newer step
-waits for the maximum. So nothing is answered before it is decided, and on all ranks the answer is
-no for all steps up to the maximum. Restoring and rewinding go back in steps, so places are counted
-again after them.
-
-Not here: the deadline.
+Not here: when the time of a rank is over (deadline).
 """
 
 from __future__ import annotations
@@ -49,66 +26,19 @@ from statehold.errors import StateholdError, StorageError
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 
-# -- which step is the last ------------------------------------------------------------------------
-
-
-# How often the run was restored or rewound, and the step.
-Position = tuple[int, int]
-
-
-class LastStep:
-    """The knowledge of one rank about the last step. Thread-safe.
-
-    An exception may come between any two instructions of the trainer, as after Ctrl-C. So its locks
-    are written in C: those of a Condition would stay taken, and the thread of Hearing would hang.
-    """
-
-    def __init__(self) -> None:
-        self._guard = threading.RLock()  # a signal's handler may save inside
-        self._decided = threading.Lock()  # free once that is decided
-        self._decided.acquire()
-        self._era = 0
-        self._seen: Position = (0, -1)
-        self._is_frozen = False
-        self._passed: Position | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether is_last() was called."""
-        return self._seen[1] >= 0
-
-    def begin_again(self) -> None:
-        """The run is restored or rewound, on all ranks."""
-        with self._guard:
-            self._era += 1
-
-    def is_last(self, step: int) -> bool:
-        """Whether the save of `step` is the last one; waits while that is being decided."""
-        with self._guard:
-            here = self._era, step
-            if not self._is_frozen:
-                self._seen = max(self._seen, here)
-                return False
-            if here <= self._seen:
-                return False
-        with self._decided:
-            pass
-        return self._passed is not None and here > self._passed
-
-    def freeze(self) -> Position:
-        """The newest step that was asked for here; newer ones wait from now on."""
-        with self._guard:
-            self._is_frozen = True
-            return self._seen
-
-    def decide(self, passed: Position) -> None:
-        """The newest step that was asked for on any rank; the first decision counts."""
-        if self._passed is None:
-            self._passed = passed
-            self._decided.release()
-
-
 # -- the messages ----------------------------------------------------------------------------------
+# A rank that waits for the decision (in is_last) waits only for threads of this kind. Each posts
+# without its training thread. So a decision comes as soon as all ranks live and their stores
+# answer, even while their training threads wait for each other in a collective. The ranks wait for
+# a dead or silent rank until the deadline, which ends the process. No last save could be committed
+# without that rank.
+#
+# While no rank leaves, this looks for one key, `INTERVAL_S` apart. On large jobs it looks so rarely
+# that all ranks together ask at most QUESTIONS_PER_S. A blocking wait would be cheaper still, but
+# could not be ended when the process ends.
+#
+# A rank that closes posts its step, so that the others do not wait for it. If the store is gone,
+# and with it rank 0, each rank leaves by itself.
 
 
 T = TypeVar("T")
@@ -258,3 +188,71 @@ def _left_s(note: bytes, unseen_s: float) -> float:
     """
     left_s, at_s = json.loads(note)
     return float(left_s - min(max(0.0, time.time() - at_s), unseen_s))
+
+
+# -- which step is the last ------------------------------------------------------------------------
+# A rank has answered no for the steps that it had seen, which are at most the maximum. A newer step
+# waits for the maximum. So nothing is answered before it is decided, and on all ranks the answer is
+# no for all steps up to the maximum. Restoring and rewinding go back in steps, so places are
+# counted again after them.
+
+
+# How often the run was restored or rewound, and the step.
+Position = tuple[int, int]
+
+
+class LastStep:
+    """The knowledge of one rank about the last step. Thread-safe.
+
+        at each step                  is_last(step)     no, at once; noted as seen
+        once a rank is asked to leave freeze()          the newest step it has seen; from now on a
+                                                        newer one waits
+        then, max over ranks          decide(newest)    newer steps than that are the last
+
+    An exception may come between any two instructions of the trainer, as after Ctrl-C. So its locks
+    are written in C: those of a Condition would stay taken, and the thread of Hearing would hang.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.RLock()  # a signal's handler may save inside
+        self._decided = threading.Lock()  # free once that is decided
+        self._decided.acquire()
+        self._era = 0
+        self._seen: Position = (0, -1)
+        self._is_frozen = False
+        self._passed: Position | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether is_last() was called."""
+        return self._seen[1] >= 0
+
+    def begin_again(self) -> None:
+        """The run is restored or rewound, on all ranks."""
+        with self._guard:
+            self._era += 1
+
+    def is_last(self, step: int) -> bool:
+        """Whether the save of `step` is the last one; waits while that is being decided."""
+        with self._guard:
+            here = self._era, step
+            if not self._is_frozen:
+                self._seen = max(self._seen, here)
+                return False
+            if here <= self._seen:
+                return False
+        with self._decided:
+            pass
+        return self._passed is not None and here > self._passed
+
+    def freeze(self) -> Position:
+        """The newest step that was asked for here; newer ones wait from now on."""
+        with self._guard:
+            self._is_frozen = True
+            return self._seen
+
+    def decide(self, passed: Position) -> None:
+        """The newest step that was asked for on any rank; the first decision counts."""
+        if self._passed is None:
+            self._passed = passed
+            self._decided.release()

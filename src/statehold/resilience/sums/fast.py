@@ -1,24 +1,13 @@
 """The fast sum: plain floating point, reduced while the last backward pass runs.
 
 Autograd adds the gradients of one member in p.grad. The members reduce copies of them, divided by
-the number of microbatches, in flat buckets (bucket), and copy them back when the step is done. Back
-into the same memory: if the buckets became p.grad instead, the process would get new memory from
-the kernel in every step, which takes longer than the copy. In a watched pass, a bucket is reduced
-as soon as all of its gradients have arrived.
-
-Which parameters are trained is each member's own to say, and may change between steps. So the
-buckets are those of the parameters that all members have trained in the step before: nobody sends
-another length than the others. The report says whether all members train the same ones now. If
-these are others than before, as in the first step, their buckets are reduced after the report.
+the number of microbatches, in flat buckets (bucket), and copy them back when the step is done. In a
+watched pass, a bucket is reduced as soon as all of its gradients have arrived.
 
 Invariants: p.grad stays as it is until `finish`. Members start their buckets in one order, and then
 their report. If a gradient has changed since its bucket was started, the report says so, and all
-members reduce that bucket once more. `reduce` raises what fails in a hook. If the hook raised it,
-p.grad would have half of a pass.
-A pass that fails leaves a half of its gradients in p.grad: the member repeats all its passes. The
-gradients of the second try then wait for their turn: with the same order of additions the sum has
-the same bits. To keep the gradients of every pass apart would take the memory of a second p.grad.
-Memory: one buffer of the size of all gradients, and one more for each copy.
+members reduce that bucket once more. Memory is one buffer of the size of all gradients, and one
+more for each copy.
 """
 
 from __future__ import annotations
@@ -41,7 +30,23 @@ from statehold.tensors.storable import local_of
 
 
 class FastSum:
-    """Sums named parameters' gradients in floating point. See interface.Sum."""
+    """Sums named parameters' gradients in floating point. See interface.Sum.
+
+    The buckets are copied back into the same memory: if they became p.grad instead, the process
+    would get new memory from the kernel in every step, which takes longer than the copy.
+
+    Which parameters are trained is each member's own to say, and may change between steps. So the
+    buckets are those of the parameters that all members have trained in the step before: nobody
+    sends another length than the others. The report says whether all members train the same ones
+    now. If these are others than before, as in the first step, their buckets are reduced after the
+    report.
+
+    `reduce` raises what fails in a hook. If the hook raised it, p.grad would have half of a pass. A
+    pass that fails leaves a half of its gradients in p.grad: the member repeats all its passes. The
+    gradients of the second try then wait for their turn: with the same order of additions the sum
+    has the same bits. To keep the gradients of every pass apart would take the memory of a second
+    p.grad.
+    """
 
     def __init__(self, params: Iterable[tuple[str, Tensor]], microbatches: int) -> None:
         self._sites = sites_of(params)

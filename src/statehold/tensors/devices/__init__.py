@@ -14,16 +14,8 @@
     graphs      CUDA graphs that hold updates, and what runs before their replays
     update_streams    the streams that updates were given to
 
-Holds, for a save:
-- the side stream starts after everything that the current stream had been given when save() ran,
-  and the current stream has been made to wait for updates on others;
-- a buffer is given back only after the copies into it have completed, also when the save fails;
-- a source is kept alive until then;
-- an update is let through before that only if every copy is enqueued, nothing has changed so far,
-  and the updating stream has been made to wait for the last copy;
-- save() returns only when the current stream is after the copies of eager tensors that have no
-  clone.
-For a restore: the copies start after, and end before, what the current stream does around it.
+Invariants: copies of a save go as copying says. The copies of a restore start after, and end
+before, what the current stream does around it.
 """
 
 from statehold.tensors.devices.devices import Devices

@@ -1,8 +1,15 @@
-"""The device copies of one save, on the stage thread; and when an update may pass before they have
-completed.
+"""The device copies of one save, on the stage thread; and when an update may pass before they end.
 
-Invariants: what the package says of a save. No tensor is kept alive once the save is staged, or has
-failed: the gate may know the copies for longer.
+Invariants:
+- The side stream starts after everything that the current stream had been given when save() ran,
+  and the current stream has been made to wait for updates on others.
+- A buffer is given back only after the copies into it have completed, also when the save fails.
+- A source is kept alive until then. No tensor is kept alive once the save is staged, or has failed:
+  the gate may know the copies for longer.
+- An update is let through before that only if every copy is enqueued, nothing has changed so far,
+  and the updating stream has been made to wait for the last copy.
+- save() returns only when the current stream is after the copies of eager tensors that have no
+  clone.
 """
 
 from __future__ import annotations

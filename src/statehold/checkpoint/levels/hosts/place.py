@@ -2,6 +2,7 @@
 
     HostPlace     files that the ranks of a host have saved, or copied from a nearer level
     CopiesPlace   files that a host holds for other hosts, so that the run survives the loss of one
+    Scattered     the steps of all hosts, read from the shelves of the single hosts
 
 Owns: for one level, this rank's knowledge of the hosts and the places of files; which rank copies
 which files from here, or to here. Until the ranks have met (discovery), it knows only its own host.
@@ -10,16 +11,8 @@ all hosts have published does not count: no reader sees it, and it is removed wh
 there. A step that survives the loss of hosts, as any rank knows it, stays on all hosts until a
 younger one does.
 
-One shelf for each host, to read from, and the steps of all of them as one.
-
-    OwnShelf     the steps of a store of this host that it has a part of
-    FarShelf     the same of another host
-    Scattered    the steps of all of them: each file from the first shelf that has it
-
-Invariants: readers see only steps that are whole over all hosts, under one manifest. The name of a
-shelf says which host it is. Far files are fetched before they are read.
-Not here: the meeting (discovery), which steps are whole (census), commits in two rounds, how bytes
-come from another host (remote).
+Not here: the meeting (discovery), which steps are whole (census), commits in two rounds
+(commit_rounds, save/publishing), how bytes come from another host (remote).
 """
 
 from __future__ import annotations
@@ -77,157 +70,6 @@ if TYPE_CHECKING:
     from statehold.steps.store import Store
 
 logger = logging.getLogger("statehold")
-
-# -- the shelves of the hosts ----------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-Held = Mapping[int, Holder]
-
-
-def step_directory(step: int) -> str:
-    """The name of the directory of a step, below any root."""
-    return f"step-{step:012d}"
-
-
-def held_by(host: int, is_copy: bool, placed: Mapping[int, PlacedFiles]) -> Held:
-    """What one store has of the whole steps; `placed`: the places of the files of each."""
-    return {
-        step: holder
-        for step, each in placed.items()
-        for holder in each.holders
-        if (holder.host, holder.is_copy) == (host, is_copy)
-    }
-
-
-class HostShelf(Shelf):
-    """The steps of one store of a level, as far as it has them."""
-
-    def __init__(self, name: str, held: Held) -> None:
-        self.name = name
-        self._held = held
-
-    def steps(self) -> list[int]:
-        return sorted(self._held)
-
-    def holds(self, step: int, name: str) -> bool:
-        holder = self._held.get(step)
-        return holder is not None and holds_file(holder, name)
-
-
-class OwnShelf(HostShelf, Through):
-    """Those of a store of this host."""
-
-    def __init__(self, name: str, held: Held, store: Store) -> None:
-        HostShelf.__init__(self, name, held)
-        self._shelf = store
-
-
-class FarShelf(HostShelf):
-    """Those of a store of another host. near: where its files are fetched to."""
-
-    def __init__(self, name: str, held: Held, files: FarFiles, near: NearFiles, root: str) -> None:
-        super().__init__(name, held)
-        self._files = files
-        self._near = near
-        self._root = root
-
-    def path(self, step: int) -> str:
-        return f"{self._root}/{step_directory(step)}"
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._files.read_file(f"{step_directory(step)}/{name}", max_bytes)
-
-    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
-        fetch = partial(self._files.fetch, f"{step_directory(step)}/{name}")
-        return self._near.bring(step, name, nbytes, ranges, fetch)
-
-    def open_file(self, step: int, name: str) -> ShelfFile:
-        return self._files.open_read(f"{step_directory(step)}/{name}")
-
-    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
-        return self._near.reading(step)  # there, its own ranks keep it, because they restore, too
-
-
-class Scattered(Shelf):
-    """The steps of `shelves`, each file from the first that has it. where: of a step, for
-    messages."""
-
-    def __init__(self, name: str, shelves: Sequence[Shelf], where: Callable[[int], str]) -> None:
-        self.name = name
-        self._shelves = shelves
-        self._where = where
-
-    def steps(self) -> list[int]:
-        return sorted({step for shelf in self._shelves for step in shelf.steps()})
-
-    def path(self, step: int) -> str:
-        return self._where(step)
-
-    def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._first(step, name, lambda shelf: shelf.read(step, name, max_bytes))
-
-    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
-        return self._first(step, name, lambda shelf: shelf.find(step, name, nbytes, ranges))
-
-    def open_file(self, step: int, name: str) -> ShelfFile:
-        having = list(self._having(step, name))
-        if len(having) == 1:
-            return having[0].open_file(step, name)
-        return _Anywhere(step, name, having)
-
-    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
-        for shelf in self._having(step, name):
-            return shelf.open_view(step, name, nbytes)
-        return None
-
-    def _first(self, step: int, name: str, act: Callable[[Shelf], T]) -> T:
-        failure: StorageError | CorruptionError | None = None
-        for shelf in self._having(step, name):
-            try:
-                return act(shelf)
-            except (StorageError, CorruptionError) as error:
-                failure = failure or error
-        raise failure or _nowhere(step, name)
-
-    def _having(self, step: int, name: str) -> Iterator[Shelf]:
-        return (shelf for shelf in self._shelves if shelf.holds(step, name))
-
-
-class _Anywhere:
-    """A data file that several shelves have; if one cannot be read, the next is asked."""
-
-    def __init__(self, step: int, name: str, shelves: list[Shelf]) -> None:
-        self._step = step
-        self._name = name
-        self._shelves = shelves
-        self._opened: ShelfFile | None = None
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        failure: StorageError | CorruptionError = _nowhere(self._step, self._name)
-        while self._shelves:
-            try:
-                if self._opened is None:
-                    self._opened = self._shelves[0].open_file(self._step, self._name)
-                self._opened.read_into(memory, offset)
-                return
-            except (StorageError, CorruptionError) as error:
-                failure = error
-                self.close()
-                self._shelves.pop(0)
-        raise failure
-
-    def close(self) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.close()
-
-
-def _nowhere(step: int, name: str) -> MissingFileError:
-    facts = {"file": name, "step": step}
-    return MissingFileError("no host of this job has this file of the step", facts=facts)
-
 
 # -- the level -------------------------------------------------------------------------------------
 
@@ -697,3 +539,156 @@ def _manifest_of(store: Store, step: int) -> tuple[str, str]:
     except StateholdError:
         return "", ""
     return sha256(raw), created
+
+
+# -- the shelves of the hosts ----------------------------------------------------------------------
+# Readers see only steps that are whole over all hosts, under one manifest. The name of a shelf says
+# which host it is. Far files are fetched before they are read.
+
+
+T = TypeVar("T")
+
+Held = Mapping[int, Holder]
+
+
+def step_directory(step: int) -> str:
+    """The name of the directory of a step, below any root."""
+    return f"step-{step:012d}"
+
+
+def held_by(host: int, is_copy: bool, placed: Mapping[int, PlacedFiles]) -> Held:
+    """What one store has of the whole steps; `placed`: the places of the files of each."""
+    return {
+        step: holder
+        for step, each in placed.items()
+        for holder in each.holders
+        if (holder.host, holder.is_copy) == (host, is_copy)
+    }
+
+
+class HostShelf(Shelf):
+    """The steps of one store of a level, as far as it has them."""
+
+    def __init__(self, name: str, held: Held) -> None:
+        self.name = name
+        self._held = held
+
+    def steps(self) -> list[int]:
+        return sorted(self._held)
+
+    def holds(self, step: int, name: str) -> bool:
+        holder = self._held.get(step)
+        return holder is not None and holds_file(holder, name)
+
+
+class OwnShelf(HostShelf, Through):
+    """Those of a store of this host."""
+
+    def __init__(self, name: str, held: Held, store: Store) -> None:
+        HostShelf.__init__(self, name, held)
+        self._shelf = store
+
+
+class FarShelf(HostShelf):
+    """Those of a store of another host. near: where its files are fetched to."""
+
+    def __init__(self, name: str, held: Held, files: FarFiles, near: NearFiles, root: str) -> None:
+        super().__init__(name, held)
+        self._files = files
+        self._near = near
+        self._root = root
+
+    def path(self, step: int) -> str:
+        return f"{self._root}/{step_directory(step)}"
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._files.read_file(f"{step_directory(step)}/{name}", max_bytes)
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        fetch = partial(self._files.fetch, f"{step_directory(step)}/{name}")
+        return self._near.bring(step, name, nbytes, ranges, fetch)
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        return self._files.open_read(f"{step_directory(step)}/{name}")
+
+    def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
+        return self._near.reading(step)  # there, its own ranks keep it, because they restore, too
+
+
+class Scattered(Shelf):
+    """The steps of `shelves`, each file from the first that has it. where: of a step, for
+    messages."""
+
+    def __init__(self, name: str, shelves: Sequence[Shelf], where: Callable[[int], str]) -> None:
+        self.name = name
+        self._shelves = shelves
+        self._where = where
+
+    def steps(self) -> list[int]:
+        return sorted({step for shelf in self._shelves for step in shelf.steps()})
+
+    def path(self, step: int) -> str:
+        return self._where(step)
+
+    def read(self, step: int, name: str, max_bytes: int) -> bytes:
+        return self._first(step, name, lambda shelf: shelf.read(step, name, max_bytes))
+
+    def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
+        return self._first(step, name, lambda shelf: shelf.find(step, name, nbytes, ranges))
+
+    def open_file(self, step: int, name: str) -> ShelfFile:
+        having = list(self._having(step, name))
+        if len(having) == 1:
+            return having[0].open_file(step, name)
+        return _Anywhere(step, name, having)
+
+    def open_view(self, step: int, name: str, nbytes: int) -> File | None:
+        for shelf in self._having(step, name):
+            return shelf.open_view(step, name, nbytes)
+        return None
+
+    def _first(self, step: int, name: str, act: Callable[[Shelf], T]) -> T:
+        failure: StorageError | CorruptionError | None = None
+        for shelf in self._having(step, name):
+            try:
+                return act(shelf)
+            except (StorageError, CorruptionError) as error:
+                failure = failure or error
+        raise failure or _nowhere(step, name)
+
+    def _having(self, step: int, name: str) -> Iterator[Shelf]:
+        return (shelf for shelf in self._shelves if shelf.holds(step, name))
+
+
+class _Anywhere:
+    """A data file that several shelves have; if one cannot be read, the next is asked."""
+
+    def __init__(self, step: int, name: str, shelves: list[Shelf]) -> None:
+        self._step = step
+        self._name = name
+        self._shelves = shelves
+        self._opened: ShelfFile | None = None
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        failure: StorageError | CorruptionError = _nowhere(self._step, self._name)
+        while self._shelves:
+            try:
+                if self._opened is None:
+                    self._opened = self._shelves[0].open_file(self._step, self._name)
+                self._opened.read_into(memory, offset)
+                return
+            except (StorageError, CorruptionError) as error:
+                failure = error
+                self.close()
+                self._shelves.pop(0)
+        raise failure
+
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+
+def _nowhere(step: int, name: str) -> MissingFileError:
+    facts = {"file": name, "step": step}
+    return MissingFileError("no host of this job has this file of the step", facts=facts)
