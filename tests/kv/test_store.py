@@ -16,8 +16,16 @@ import pytest
 
 from observe.exposition import samples_of
 from statehold.cli import main
-from statehold.errors import ClosedError, FormatVersionError, NoSpaceError, StorageError, UsageError
+from statehold.errors import (
+    ClosedError,
+    FormatVersionError,
+    NoSpaceError,
+    StorageError,
+    UsageError,
+    WaitTimeout,
+)
 from statehold.kv import PageStore, PageVerdict, opened
+from statehold.kv import store as kv_store
 from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
@@ -506,3 +514,23 @@ def test_prometheus_sees_the_verdicts(tmp_path: Path) -> None:
     assert found == {
         "hit_total": 2, "miss_total": 1, "stored_total": 2, "bad_total": 0, "in_files": 2,
     }  # fmt: skip
+
+
+def test_a_storage_that_hangs_keeps_neither_flush_nor_close_waiting(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    held: list[Held],
+) -> None:
+    monkeypatch.setattr(kv_store, "CLOSE_S", 0.05)
+    store = made(tmp_path)
+    must(store.put([key(1)], [page(1)]).wait() == [PageVerdict.STORED])
+    with pytest.raises(WaitTimeout, match="not in files yet"):
+        store.flush(timeout_s=0.05)
+    assert get(store, 1) == [PageVerdict.HIT]
+    store.close()
+    assert "hangs" in caplog.text
+    assert held
+    for job in held:
+        job.may_end.set()
+    kv_store.hanging.clear()

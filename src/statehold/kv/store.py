@@ -4,8 +4,7 @@
     get   slot in memory -> caller's memory; before that, slot in a file -> slot in memory, verified
 
 Three threads: one takes pages in, one writes them, one reads. A call only queues its work, and its
-batch ends in time, whatever the storage does. contains() asks the tables alone. Only flush() and
-close() wait for transfers of a storage that hangs.
+batch ends in time, whatever the storage does. contains() asks the tables alone.
 
 Invariants: a page is right, or it is a miss. What comes from a file is taken only if its header has
 the asked key under this identity, and its payload the header's checksum. What comes from memory is
@@ -63,8 +62,14 @@ GROUP_PAGES = 64
 GROUP_BYTES = 8 * MiB
 GROUPS = 3
 DEADLINE_S = 1.0
+# How long close() waits for a storage that hangs.
+CLOSE_S = 10.0
 # Pages older than this survive a loss of power.
 FLUSH_S = 1.0
+
+
+# Stores that were closed while their storage hung: their memory stays.
+hanging: list[PageStore] = []
 
 
 @dataclass(slots=True)
@@ -218,15 +223,30 @@ class PageStore:
         self._submit(self._take_in, batch, lambda: self._accept(batch, waiting))
         return batch
 
-    def flush(self) -> None:
+    def flush(self, timeout_s: float | None = None) -> None:
         """Return once all pages that were put are in files, or were dropped, and are durable.
 
-        Raises StorageError if they cannot be made durable.
+        Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
         self._check_open()
-        self._take_in.passed(None)
-        self._write.passed(None)
-        self._open.flush()
+        timeout_s = check_timeout(timeout_s)
+        until, errors = None, list[StorageError]()
+        if timeout_s is not None:
+            until = time.monotonic() + timeout_s
+
+        def flush() -> None:
+            try:
+                self._open.flush()
+            except StorageError as error:
+                errors.append(error)
+
+        is_taken = self._take_in.passed(until)
+        self._write.submit(flush)
+        if not (is_taken and self._write.passed(until)):
+            facts = {"path": self.path, "safe": "all pages: they are in memory"}
+            raise WaitTimeout("pages are not in files yet", facts=facts)
+        for error in errors:
+            raise error
 
     @property
     def identity(self) -> bytes:
@@ -255,16 +275,31 @@ class PageStore:
         }
 
     def close(self) -> None:
-        """Write what was put, and let the store go. Idempotent."""
+        """Write what was put, and let the store go. Idempotent.
+
+        If the storage hangs, it returns after CLOSE_S and logs a warning. The memory and the files
+        stay open then, because transfers may still use them.
+        """
         if self._is_closed:
             return
         self._is_closed = True
-        for worker in (self._take_in, self._write, self._read):
-            worker.close()
-        for group in self._leftover:
-            if group.job is not None:
-                group.job.cancel()
-        self._open.close([each.slot for group in self._leftover for each in group.loads])
+        workers, until = (self._take_in, self._write, self._read), time.monotonic() + CLOSE_S
+        has_ended = all(worker.passed(until) for worker in workers)
+        jobs = [group.job for group in self._leftover if group.job is not None]
+        for job in jobs:
+            job.cancel()
+        if has_ended and all(self._is_done(job, CLOSE_S) is not None for job in jobs):
+            for worker in workers:
+                worker.close()
+            self._open.close([each.slot for group in self._leftover for each in group.loads])
+            return
+        for worker in workers:
+            worker.leave()
+        hanging.append(self)
+        logger.warning(
+            "the storage of the store of pages %s hangs, so close() does not wait for it. Pages "
+            "that are not in files yet are lost, and are computed again", self.path,
+        )  # fmt: skip
 
     def __enter__(self) -> PageStore:
         return self
