@@ -151,9 +151,7 @@ def _add_checking(commands: Any) -> None:
     )  # fmt: skip
     verify.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     verify.add_argument("--all", action="store_true", help="verify all steps of the run")
-    _add_levels(
-        verify, "verify every copy at all levels of the run; this downloads those in object stores"
-    )
+    _add_levels(verify, "verify every copy at all levels; this downloads those in object stores")
 
     diff = _command(
         commands, "diff", "show which tensors and values of two steps differ, and by how much",
@@ -169,9 +167,7 @@ def _add_checking(commands: Any) -> None:
         commands, "doctor", "show what statehold can do on this machine",
         "statehold doctor /nvme/runs",
     )  # fmt: skip
-    doctor.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="the directory for runs"
-    )
+    doctor.add_argument("path", metavar="PATH", nargs="?", default=".", help="a directory of runs")
 
 
 def _add_report(commands: Any) -> None:
@@ -181,9 +177,7 @@ def _add_report(commands: Any) -> None:
         "statehold report runs/llama -o report.html --trace trace-*.json --verify",
     )  # fmt: skip
     report.add_argument("run", metavar="RUN", help="a run directory")
-    report.add_argument(
-        "-o", "--output", metavar="FILE", help="the file of the page; required without --json"
-    )
+    report.add_argument("-o", "--output", metavar="FILE", help="the page; needed without --json")
     report.add_argument("--trace", metavar="FILE", nargs="+", default=[], action="extend",
                         help="the traces that Checkpointer(..., trace=FILE) wrote, one for each "
                         "rank")  # fmt: skip
@@ -199,9 +193,7 @@ def _add_prune(commands: Any) -> None:
         "statehold prune runs/llama --keep 3", "statehold prune runs/llama --keep 3 --yes",
     )  # fmt: skip
     prune.add_argument("run", metavar="RUN", help="a run directory that no job saves into")
-    prune.add_argument(
-        "--keep", metavar="N", type=whole, required=True, help="keep the newest N steps"
-    )
+    prune.add_argument("--keep", metavar="N", type=whole, required=True, help="keep N newest steps")
     prune.add_argument("--every", metavar="N", type=whole,
                        help="also keep the first step at or after each multiple of N")  # fmt: skip
     prune.add_argument("--best", metavar="N", type=whole, default=0,
@@ -210,9 +202,7 @@ def _add_prune(commands: Any) -> None:
     prune.add_argument("--max", action="store_true", help="the greatest --metric is the best")
     prune.add_argument("--pin", metavar="STEP|TAG", action="append", default=[],
                        help="also keep this step, or this tag; may be given again")  # fmt: skip
-    prune.add_argument(
-        "--leftovers", action="store_true", help="also delete what crashed saves left"
-    )
+    prune.add_argument("--leftovers", action="store_true", help="also delete leftovers of crashes")
     prune.add_argument("--yes", action="store_true", help="do it")
 
 
@@ -227,9 +217,7 @@ def _add_families(commands: Any) -> None:
         commands, "tree", "draw which runs began from which, and what they share",
         "statehold tree runs",
     )  # fmt: skip
-    tree.add_argument(
-        "directory", metavar="DIR", nargs="?", default=".", help="runs below it are drawn"
-    )
+    tree.add_argument("directory", metavar="DIR", nargs="?", default=".", help="with runs below it")
     catalog = _command(
         commands, "catalog", "list the steps below a directory for nearest relatives",
         "statehold catalog runs",
@@ -279,8 +267,7 @@ def _add_transfers(commands: Any) -> None:
     out.add_argument("destination", metavar="DST", help="a path that does not exist")
     out.add_argument("--to", metavar="FORMAT", required=True, help=" or ".join(FORMATS),
                      choices=FORMATS)  # fmt: skip
-    out.add_argument("--name", metavar="NAME",
-                     help="the part of the state, such as model (hf: model; else all)")  # fmt: skip
+    out.add_argument("--name", metavar="NAME", help="the part of the state (hf: model; else all)")
     out.add_argument("--config", metavar="DIR",
                      help="hf: also copy config.json and the tokenizer of this model")  # fmt: skip
     into = _command(
@@ -290,8 +277,7 @@ def _add_transfers(commands: Any) -> None:
     into.set_defaults(module="transfer", is_export=False)
     into.add_argument("source", metavar="SRC", help="a file or a directory")
     into.add_argument("step", metavar="RUN@STEP", help="the new step, with a number")
-    into.add_argument("--name", metavar="NAME",
-                      help="put all of it below this name (safetensors: model)")  # fmt: skip
+    into.add_argument("--name", metavar="NAME", help="put it below this name (safetensors: model)")
     into.add_argument("--skip", metavar="NAME", action="append",
                       help="leave this out, such as args; may be given again")  # fmt: skip
 
@@ -306,18 +292,12 @@ def _add_bench(commands: Any) -> None:
     io.set_defaults(module="bench")
     io.add_argument("path", metavar="PATH", help="a directory on the storage of the runs")
     io.add_argument("--size", metavar="BYTES", default="1GiB", help="the size of the state (1GiB)")
-    io.add_argument(
-        "--seconds", metavar="S", type=number, default=600.0, help="the total time (600)"
-    )
+    io.add_argument("--seconds", metavar="S", type=number, default=600.0, help="in all (600)")
     io.add_argument("--full", action="store_true", help="measure more values of every setting")
     where = io.add_mutually_exclusive_group()
     where.add_argument("--profile", metavar="FILE", help="where to write the profile")
     where.add_argument("--no-profile", action="store_true", help="write none")
-    io.add_argument(
-        "--out",
-        metavar="DIR",
-        help="the directory for the records and the table",
-    )
+    io.add_argument("--out", metavar="DIR", help="the directory for the records and the table")
 
 
 def _add_plan(commands: Any) -> None:
@@ -328,24 +308,28 @@ def _add_plan(commands: Any) -> None:
         "statehold plan offload --parameters 7e9 --memory 64GiB --path /nvme0=6.5GB,4GB",
     )  # fmt: skip
     offload.set_defaults(module="plan")
-    offload.add_argument("--parameters", metavar="N", required=True,
-                         help="of one rank, such as 7e9")  # fmt: skip
+    _add_options(
+        offload,
+        ("parameters", "N", str, _NEEDED, "of one rank, such as 7e9"),
+        ("memory", "BYTES", str, _NEEDED, "host memory for gradients and state"),
+        ("rate", "N", str, "1e9", "parameters that the host updates in a second (1e9)"),
+        ("device-rate", "N", str, None, "the same of a device"),
+        ("device-link", "BYTES", str, None, "what the link to it moves one way in a second"),
+        ("subgroup", "BYTES", str, None, "instead of the size that it chooses"),
+    )  # fmt: skip
     offload.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
                          help="of the parameters (bf16)")  # fmt: skip
-    offload.add_argument("--memory", metavar="BYTES", required=True,
-                         help="host memory for gradients and state")  # fmt: skip
     offload.add_argument("--path", metavar="DIR[=READ,WRITE]", action="append", default=[],
                          help='a path, with its rates such as "6GB,4GB" a second; without them, '
                          "those of its profile (bench io)")  # fmt: skip
     offload.add_argument("--full-duplex", action="store_true",
                          help="paths read and write at full rate at the same time")  # fmt: skip
-    offload.add_argument("--rate", metavar="N", default="1e9",
-                         help="parameters that the host updates in a second (1e9)")  # fmt: skip
-    offload.add_argument("--device-rate", metavar="N", help="the same of a device")
-    offload.add_argument("--device-link", metavar="BYTES",
-                         help="what the link to the device moves one way in a second")  # fmt: skip
-    offload.add_argument("--subgroup", metavar="BYTES", help="instead of the size that it chooses")
     _add_plan_resilience(group)
+    _add_plan_serving(group)
+
+
+# Of an option that has no default: it must be given.
+_NEEDED: Any = object()
 
 
 def _add_plan_resilience(group: Any) -> None:
@@ -354,30 +338,59 @@ def _add_plan_resilience(group: Any) -> None:
         "statehold plan resilience --replicas 64 --mtbf 3600 --save-seconds 5",
     )  # fmt: skip
     found.set_defaults(module="plan_resilience")
-    add = found.add_argument
-    add("--replicas", metavar="N", type=whole, required=True, help="of the job")
-    add(
-        "--mtbf", metavar="S", type=number, help="between two losses of a replica, in the whole job"
-    )
-    add("--trace", metavar="FILE", help="failures, instead of --mtbf (docs/planning.md)")
-    add("--shape", metavar="K", type=number, default=1.0,
-        help="of the Weibull clocks of nodes, such as 0.78 (1: exponential)")  # fmt: skip
-    add("--nodes", metavar="N", type=whole, default=1, help="clocks of a replica (1)")
-    add("--seed", metavar="N", type=whole, default=0, help="of the failures (0)")
-    add("--save-seconds", metavar="S", type=number, required=True,
-        help="how long a checkpoint stops the training")  # fmt: skip
-    add("--restart-seconds", metavar="S", type=number, default=600.0,
-        help="from a failure until all train again from a checkpoint (600)")  # fmt: skip
-    add("--repair-seconds", metavar="S", type=number, default=math.inf,
-        help="until a machine is back (only with a restart)")  # fmt: skip
-    add("--step-seconds", metavar="S", type=number, default=60.0, help="of a step (60)")
-    add("--reduce-seconds", metavar="S", type=number, default=2.0, help="of them, to reduce (2)")
-    add("--steps", metavar="N", type=whole, default=2000, help="to simulate (2000)")
-    add("--microbatches", metavar="N", type=whole, help="of a step (4 for each replica)")
-    add("--min-replicas", metavar="N", type=whole, help="with fewer the job restarts (half)")
-    add("--policy", action="append", help="only this one, or these",
-        choices=("restart", "drop", "quota", "stacked", "exact"))  # fmt: skip
-    add("--plot", metavar="FILE", help="draw where the time goes (matplotlib)")
+    _add_options(
+        found,
+        ("replicas", "N", whole, _NEEDED, "of the job"),
+        ("mtbf", "S", number, None, "between two losses of a replica, in the whole job"),
+        ("trace", "FILE", str, None, "failures, instead of --mtbf (docs/planning.md)"),
+        ("shape", "K", number, 1.0, "of the Weibull clocks of nodes, as 0.78 (1: exponential)"),
+        ("nodes", "N", whole, 1, "clocks of a replica (1)"),
+        ("seed", "N", whole, 0, "of the failures (0)"),
+        ("save-seconds", "S", number, _NEEDED, "how long a checkpoint stops the training"),
+        ("restart-seconds", "S", number, 600.0, "until all train again from a checkpoint (600)"),
+        ("repair-seconds", "S", number, math.inf, "until a machine is back (with a restart)"),
+        ("step-seconds", "S", number, 60.0, "of a step (60)"),
+        ("reduce-seconds", "S", number, 2.0, "of them, to reduce (2)"),
+        ("steps", "N", whole, 2000, "to simulate (2000)"),
+        ("microbatches", "N", whole, None, "of a step (4 for each replica)"),
+        ("min-replicas", "N", whole, None, "with fewer the job restarts (half)"),
+        ("plot", "FILE", str, None, "draw where the time goes (matplotlib)"),
+    )  # fmt: skip
+    found.add_argument("--policy", action="append", help="only this one, or these",
+                       choices=("restart", "drop", "quota", "stacked", "exact"))  # fmt: skip
+
+
+def _add_plan_serving(group: Any) -> None:
+    found = _command(
+        group, "serving", "choose a layout and a concurrency for serving a model",
+        "statehold plan serving --config config.json --gpu h200 --gpus 8 --store /nvme=6GB",
+    )  # fmt: skip
+    found.set_defaults(module="plan_serving")
+    _add_options(
+        found,
+        ("config", "FILE", str, _NEEDED, "the config.json of the model"),
+        ("gpu", "GPU", str, _NEEDED, "a name such as h200, or its data sheet (docs/planning.md)"),
+        ("gpus", "N", whole, _NEEDED, "how many there are"),
+        ("trace", "FILE", str, None, "requests, instead of drawn ones (docs/planning.md)"),
+        ("requests", "N", whole, 512, "how many to draw (512)"),
+        ("prompt", "N", number, 512, "tokens of a prompt, the mean (512)"),
+        ("answer", "N", number, 4096, "tokens of an answer, the mean (4096)"),
+        ("rate", "N", number, math.inf, "requests in a second (all at once)"),
+        ("seed", "N", whole, 0, "of the requests (0)"),
+        ("store", "DIR[=BYTES]", str, None, "where pages survive, and what it reads in a second"),
+        ("kv-dtype", "TYPE", str, None, "of keys and values (that of the model)"),
+        ("utilization", "SHARE", number, 0.9, "of the memory of a device (0.9)"),
+    )  # fmt: skip
+    for name, kind, metavar in (("layout", str, "DPxTPxPP"), ("concurrency", whole, "N")):
+        found.add_argument(f"--{name}", action="append", type=kind, default=[], metavar=metavar,
+                           help="only this one; any number of them (all that fit)")  # fmt: skip
+
+
+def _add_options(command: Parser, *rows: tuple[str, str, Any, Any, str]) -> None:
+    """Options with a name, a metavar, a type, a default and a help."""
+    for name, metavar, kind, default, text in rows:
+        given = {"required": True} if default is _NEEDED else {"default": default}
+        command.add_argument(f"--{name}", metavar=metavar, type=kind, help=text, **given)
 
 
 def _add_coordinate(commands: Any) -> None:
@@ -385,14 +398,13 @@ def _add_coordinate(commands: Any) -> None:
         commands, "coordinate", "be the place where the replicas of a job meet",
         "statehold coordinate --port 29400 --replicas 8",
     )  # fmt: skip
-    coordinate.add_argument("--port", metavar="PORT", type=whole, required=True,
-                            help="listen here; 0 takes a free port and prints it")  # fmt: skip
-    coordinate.add_argument("--host", metavar="HOST", default="",
-                            help="listen on this address only (all of this machine)")  # fmt: skip
-    coordinate.add_argument("--replicas", metavar="N", type=whole,
-                            help="begin as soon as so many replicas are here")  # fmt: skip
-    coordinate.add_argument("--settle", metavar="S", type=number, default=5.0,
-                            help="begin with fewer when none has come for so long (5)")  # fmt: skip
+    _add_options(
+        coordinate,
+        ("port", "PORT", whole, _NEEDED, "listen here; 0 takes a free port and prints it"),
+        ("host", "HOST", str, "", "listen on this address only (all of this machine)"),
+        ("replicas", "N", whole, None, "begin as soon as so many replicas are here"),
+        ("settle", "S", number, 5.0, "begin with fewer when none has come for so long (5)"),
+    )  # fmt: skip
     coordinate.add_argument("--once", action="store_true", help="end when the job has ended")
 
 

@@ -91,11 +91,7 @@ def _number(text: str, option: str) -> float:
     return value
 
 
-def _document(
-    work: UpdateWork,
-    paths: list[PathRates],
-    found: UpdatePlan,
-) -> dict[str, Any]:
+def _document(work: UpdateWork, paths: list[PathRates], found: UpdatePlan) -> dict[str, Any]:
     each_way = work.fields * FIELD_BYTES * (1 - found.cached) if paths else 0.0
     return {
         "parameters": work.parameters,

@@ -1,0 +1,223 @@
+"""What a model costs on a layout of devices: tokens that fit, the time of a step and of a prefill.
+
+A roofline: each part of a step takes as long as its arithmetic or its reads, the longer of both.
+
+    linear     2 active FLOP a token, or all weights that the tokens of the step use
+    attention  each earlier token, or its keys and values
+    link       two all-reduces a layer over TP ranks, and a hand-over between PP stages
+    host       once a step and stage
+
+The PP stages work on as many parts of the batch at the same time, so each token passes all stages.
+
+Invariants: what a device reaches of its data sheet is the same for every model and layout. A load
+and a prefill are two straight lines in two terms, whether they come from a data sheet or from
+measurements, so one comparison decides between them.
+Not here: counts of a model (shapes), requests over time (the package).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from statehold.errors import UsageError, shown
+from statehold.kv.planning.shapes import ModelShape
+from statehold.units import format_bytes
+
+# What devices reach of their data sheets, the latency of a hop, and what a step costs beside its
+# parts: fitted to 36 throughputs of one model that NVIDIA has published (docs/planning.md).
+FLOPS_SHARE, BANDWIDTH_SHARE, LINK_SHARE = 0.61, 0.63, 0.71
+HOP_S, HOST_S = 21e-6, 3.4e-3
+_ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device by its data sheet. flops: dense, of 16 bits. link: to the others, one way."""
+
+    memory: float
+    flops: float
+    bandwidth: float
+    link: float
+
+
+GPUS = {
+    "a100": Gpu(80e9, 312e12, 2.04e12, 300e9),
+    "h100": Gpu(80e9, 989e12, 3.35e12, 450e9),
+    "h200": Gpu(141e9, 989e12, 4.8e12, 450e9),
+    "b200": Gpu(180e9, 2250e12, 8e12, 900e9),
+    "l40s": Gpu(48e9, 362e12, 0.864e12, 32e9),
+}
+
+
+class DeviceLayout(NamedTuple):
+    """dp replicas of tp * pp devices."""
+
+    dp: int
+    tp: int
+    pp: int
+
+    def __str__(self) -> str:
+        names = [f"{n.upper()} {size}" for n, size in self._asdict().items() if size > 1]
+        return " x ".join(names) or "DP 1"
+
+
+def layouts(shape: ModelShape, devices: int) -> Iterator[DeviceLayout]:
+    """All layouts of so many devices whose ranks have equal parts of the heads."""
+    for tp in range(1, devices + 1):
+        for pp in range(1, devices // tp + 1):
+            if devices % (tp * pp) == 0 and shape.heads % tp == 0 and pp <= shape.layers:
+                yield DeviceLayout(devices // (tp * pp), tp, pp)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """How long pages take from a store."""
+
+    bandwidth: float
+    lookup_s: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        return self.lookup_s + nbytes / self.bandwidth
+
+    @classmethod
+    def measured(cls, samples: Sequence[tuple[float, float]]) -> LoadTimes:
+        """From (bytes, seconds)."""
+        lookup_s, per_byte = _fitted([(1.0, nbytes, s) for nbytes, s in samples])
+        return cls(1.0 / max(per_byte, 1e-15), lookup_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """How long it takes to compute tokens: each, and each pair of a token and an earlier one."""
+
+    token_s: float
+    pair_s: float
+
+    def seconds(self, tokens: float) -> float:
+        return tokens * self.token_s + tokens * tokens / 2 * self.pair_s
+
+    @classmethod
+    def measured(cls, samples: Sequence[tuple[float, float]]) -> PrefillTimes:
+        """From (tokens, seconds)."""
+        return cls(*_fitted([(tokens, tokens * tokens / 2, s) for tokens, s in samples]))
+
+    def break_even(self, tokens: int, token_bytes: float, lookup_s: float = 0.0) -> float:
+        """The bandwidth from which on it is faster to load so many tokens; infinite if the look-up
+        alone takes longer."""
+        left_s = self.seconds(tokens) - lookup_s
+        return tokens * token_bytes / left_s if left_s > 0 else math.inf
+
+
+def is_load_faster(tokens: int, token_bytes: float, load: LoadTimes, prefill: PrefillTimes) -> bool:
+    """Whether pages of so many tokens come from the store before they would be computed."""
+    return load.seconds(tokens * token_bytes) < prefill.seconds(tokens)
+
+
+def _fitted(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """a and b, not negative, with a x + b y = s at the least relative error."""
+    rows = [(x / s, y / s) for x, y, s in samples if s > 0]
+    xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(row[i] for row in rows) for i in (0, 1))
+    if not xx or not yy:
+        facts = {"expected": "(size, seconds), both above 0", "got": shown(list(samples))}
+        raise UsageError("there is nothing to fit a time to", facts=facts)
+    if determinant := xx * yy - xy * xy:
+        a, b = (x * yy - y * xy) / determinant, (xx * y - xy * x) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+    # One term alone: the one that leaves less.
+    return (x / xx, 0.0) if x * x / xx > y * y / yy else (0.0, y / yy)
+
+
+@dataclass(frozen=True)
+class ServingCosts:
+    """One model on one layout.
+
+    Raises UsageError if the weights leave no memory for a token.
+    """
+
+    shape: ModelShape
+    gpu: Gpu
+    layout: DeviceLayout
+    utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            facts = {
+                "layout": str(self.layout),
+                "expected": f"more than {format_bytes(int(self._weights))} of weights a device",
+                "got": format_bytes(int(self.gpu.memory * self.utilization)),
+            }
+            raise UsageError("the weights leave no memory for a token", facts=facts)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens that the memory of one replica keeps."""
+        kept = self.shape.kv_of_rank(self.layout.tp) * self._stage
+        return math.floor((self.gpu.memory * self.utilization - self._weights) / kept)
+
+    @property
+    def _stage(self) -> float:
+        """The part of the layers that the largest stage has."""
+        return -(-self.shape.layers // self.layout.pp) / self.shape.layers
+
+    @property
+    def _weights(self) -> float:
+        return self.shape.weights * self._stage / self.layout.tp
+
+    @property
+    def _flops(self) -> float:
+        """FLOP/s of the ranks of a stage. Weights of 8 bits are multiplied at twice the rate."""
+        wider = 2 / self.shape.weight_bytes
+        return self.gpu.flops * FLOPS_SHARE * self.layout.tp * max(1.0, wider)
+
+    @cached_property
+    def prefill(self) -> PrefillTimes:
+        """Of one replica, whose stages all compute."""
+        shape, (_, tp, pp) = self.shape, self.layout
+        moved = 2 * shape.layers * self._all_reduce_s(1) / pp if tp > 1 else 0.0
+        pairs = 2 * shape.attended_first * shape.heads * shape.layers
+        flops = self._flops / self._stage
+        return PrefillTimes(2 * shape.active / flops + moved, pairs / flops)
+
+    def parts(self, batch: float, context: float) -> dict[str, float]:
+        """Seconds of a step in which each of `batch` requests, with `context` tokens together, gets
+        a token."""
+        shape, (_, tp, pp) = self.shape, self.layout
+        each = max(1.0, batch / pp)
+        read = shape.read + (shape.experts.parameters * shape.experts.share(each)
+                             if shape.experts else 0)  # fmt: skip
+        linear = (2 * shape.active * each / self._flops, self._read_s(read * shape.weight_bytes))
+        attended = 2 * shape.attended * shape.heads * shape.layers
+        kept = shape.kv_of_rank(tp) * tp  # every rank reads its own
+        attention = (attended / self._flops, self._read_s(kept))
+        passes, both = pp * self._stage, (linear, attention)
+        counts = (passes, self._stage * context)
+        link = 2 * math.ceil(shape.layers / pp) * self._hop_s(each) if tp > 1 else 0.0
+        link += HOP_S + self._sent_s(each) if pp > 1 else 0.0
+        return {
+            "arithmetic": sum(n * c for n, (c, r) in zip(counts, both, strict=True) if c > r),
+            "reads": sum(n * r for n, (c, r) in zip(counts, both, strict=True) if c <= r),
+            "link": pp * link,
+            "host": pp * HOST_S,
+        }
+
+    def step_s(self, batch: float, context: float) -> float:
+        return sum(self.parts(batch, context).values())
+
+    def _read_s(self, nbytes: float) -> float:
+        return nbytes / (self.layout.tp * self.gpu.bandwidth * BANDWIDTH_SHARE)
+
+    def _hop_s(self, tokens: float) -> float:
+        return HOP_S * (1 + math.log2(self.layout.tp)) + self._all_reduce_s(tokens)
+
+    def _all_reduce_s(self, tokens: float) -> float:
+        tp = self.layout.tp
+        return 2 * (tp - 1) / tp * self._sent_s(tokens)
+
+    def _sent_s(self, tokens: float) -> float:
+        return tokens * self.shape.width * _ACTIVATION_BYTES / (self.gpu.link * LINK_SHARE)

@@ -1,0 +1,189 @@
+"""The shape of a model, from its config.json: what a token keeps, computes and reads.
+
+Owns: the fields of Llama, Qwen, Mixtral and DeepSeek (MLA) configurations, and their names.
+Invariants: what the formulas cannot count is refused by name, and never guessed. Counts are of
+matrices: norms and biases are left out, which is below a thousandth of any model.
+Not here: time, and memory of devices (costs).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from statehold.encoding import strictjson
+from statehold.errors import UsageError, shown
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+_WHOLE_MAX = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of all layers together: `of` to choose from, `chosen` for a token."""
+
+    parameters: int
+    of: int
+    chosen: int
+
+    def share(self, tokens: float) -> float:
+        """The share of experts that at least one of so many tokens goes to."""
+        return 1.0 - math.pow(1.0 - self.chosen / self.of, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the costs of a model follow from.
+
+    parameters: all. active: those that a token is multiplied with. read: those that each step
+    reads, whatever its tokens. kv_values: values that a token keeps in a layer, of each KV head.
+    attended, attended_first: multiplications of a token with each earlier one, in a layer and
+    head, of an answer and of a prompt (MLA computes them from other values).
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    kv_values: int
+    attended: int
+    attended_first: int
+    parameters: int
+    active: int
+    read: int
+    experts: Experts | None
+    weight_bytes: int
+    kv_bytes: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return self.parameters * self.weight_bytes
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes that a token keeps, over all layers, held once."""
+        return self.kv_of_rank(1)
+
+    def kv_of_rank(self, tp: int) -> int:
+        """The same on one of `tp` ranks: they share heads, and hold a head at least once."""
+        return self.layers * -(-self.kv_heads // tp) * self.kv_values * self.kv_bytes
+
+
+def shape_of(config: str | os.PathLike[str], kv_dtype: str | None = None) -> ModelShape:
+    """The shape in a config.json, or in the config.json of a directory.
+
+    Raises UsageError if it is not one, or has layers that the formulas do not count.
+    """
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        document = strictjson.message(path.read_bytes())
+    except (OSError, ValueError) as error:
+        facts = {"file": os.fspath(path), "error": str(error)}
+        raise UsageError("the configuration of the model cannot be read", facts=facts) from error
+    if not isinstance(document, dict):
+        facts = {"expected": "a JSON object", "got": shown(document)}
+        raise UsageError("the configuration of the model is no object", facts=facts)
+    return shape_in(document, kv_dtype)
+
+
+def shape_in(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
+    """The shape in a configuration that is read already."""
+    get = _Fields(config)
+    _refuse_other_layers(config)
+    layers, width, heads = (
+        get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    head = get("head_dim", width // heads)
+    kv_heads = get("num_key_value_heads", heads)
+    kv_values = attended = attended_first = 2 * head
+    attention = 2 * width * head * (heads + kv_heads)
+    if rank := get("kv_lora_rank", 0, least=0):
+        rope, nope, value = (
+            get(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        # Attention on the compressed values themselves: each head meets the whole latent twice.
+        kv_heads, kv_values, attended = 1, rank + rope, 2 * rank + rope
+        attended_first = nope + rope + value
+        into = get("q_lora_rank", 0, least=0)
+        asking = heads * (nope + rope)
+        attention = into * (width + asking) if into else width * asking
+        attention += width * (rank + rope) + rank * heads * (nope + value) + heads * value * width
+    experts, routed, fixed, tokens_own = _experts(get, layers, width)
+    vocabulary = get("vocab_size") * width
+    tables = vocabulary * (1 if config.get("tie_word_embeddings", False) else 2)
+    steady = layers * attention + fixed + vocabulary  # the embedding is a look-up
+    weight_bytes = _weight_bytes(config)
+    kv_bytes = _dtype_bytes(kv_dtype) if kv_dtype else max(2, weight_bytes)
+    return ModelShape(
+        layers, width, heads, kv_heads, kv_values, attended, attended_first,
+        layers * attention + fixed + routed + tables, steady + tokens_own, steady, experts,
+        weight_bytes, kv_bytes,
+    )  # fmt: skip
+
+
+def _experts(get: _Fields, layers: int, width: int) -> tuple[Experts | None, int, int, int]:
+    """The experts, and parameters: theirs, of all other MLPs, and of the experts of a token."""
+    of = next(filter(None, (get(name, 0, least=0) for name in _EXPERTS)), 0)
+    dense = 3 * width * get("intermediate_size")
+    if not of:
+        return None, 0, layers * dense, 0
+    chosen = get("num_experts_per_tok")
+    one = 3 * width * get("moe_intermediate_size", get("intermediate_size"))
+    first, every = get("first_k_dense_replace", 0, least=0), get("decoder_sparse_step", 1)
+    sparse = len([n for n in range(first, layers) if (n + 1) % every == 0])
+    beside = get("n_shared_experts", 0, least=0) * one
+    beside += 3 * width * get("shared_expert_intermediate_size", 0, least=0)
+    routed = sparse * of * one
+    fixed = (layers - sparse) * dense + sparse * (beside + of * width)
+    return Experts(routed, of, min(chosen, of)), routed, fixed, sparse * min(chosen, of) * one
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _refuse_other_layers(config: Mapping[str, Any]) -> None:
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if window is not None or kinds:
+        got = f"sliding_window {shown(window)}" if not kinds else ", ".join(sorted(map(str, kinds)))
+        facts = {"expected": "layers with full attention, or MLA", "got": got}
+        raise UsageError("the model has layers that keep other than all tokens", facts=facts)
+
+
+def _weight_bytes(config: Mapping[str, Any]) -> int:
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        if method != "fp8":
+            facts = {"expected": "fp8, or none", "got": shown(method)}
+            raise UsageError("the weights are quantized in a way that is not planned", facts=facts)
+        return DTYPE_BYTES["fp8"]
+    return _dtype_bytes(config.get("dtype", config.get("torch_dtype", "bfloat16")))
+
+
+def _dtype_bytes(name: object) -> int:
+    if not isinstance(name, str) or name not in DTYPE_BYTES:
+        facts = {"expected": ", ".join(DTYPE_BYTES), "got": shown(name)}
+        raise UsageError("the type of the values is not known", facts=facts)
+    return DTYPE_BYTES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Whole numbers of a configuration. A null is as good as nothing."""
+
+    config: Mapping[str, Any]
+
+    def __call__(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not least <= value <= _WHOLE_MAX:
+            expected = f"{name}: a whole number from {least} on"
+            facts = {"expected": expected, "got": "nothing" if value is None else shown(value)}
+            raise UsageError("the configuration of the model lacks a number", facts=facts)
+        return value
