@@ -124,16 +124,6 @@ def sums_to_bytes(sums: str) -> bytes:
     return values.tobytes()
 
 
-def file_document(entry: FileEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "bytes": entry.bytes,
-        "data_begin": entry.data_begin,
-        "header_sums": entry.header_sums,
-        "digest": entry.digest,
-    }
-
-
 def chunk_document(chunk: Chunk) -> dict[str, Any]:
     return {
         "offsets": chunk.offsets,

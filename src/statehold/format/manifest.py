@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -35,7 +35,6 @@ from statehold.format.entries import (
     check_about,
     check_state,
     chunk_document,
-    file_document,
     needs_version_3,
     proven,
     seal,
@@ -107,7 +106,7 @@ class Manifest:
         return {
             **_head(self, self.version),
             "block_bytes": self.block_bytes,
-            "files": [file_document(entry) for entry in self.files],
+            "files": [asdict(entry) for entry in self.files],
             "tensors": {name: _tensor_document(entry) for name, entry in self.tensors.items()},
             "state": self.state,
             **_about_member(self.about),

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,6 @@ from statehold.format.entries import (
     FileEntry,
     check_state,
     chunk_document,
-    file_document,
     needs_version_3,
     proven,
     seal,
@@ -119,7 +118,7 @@ class Record:
             "rank": self.rank,
             "attempt": self.attempt,
             "block_bytes": self.block_bytes,
-            "files": [file_document(entry) for entry in self.files],
+            "files": [asdict(entry) for entry in self.files],
             "meshes": meshes.documents(),
             "tensors": tensors,
             "state": self.state,
