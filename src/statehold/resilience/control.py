@@ -224,7 +224,9 @@ class Link:
         is_stuck: Callable[[], bool],
         drawn: Callable[[], Mapping[str, int]],
     ) -> None:
-        self.changed = threading.Condition()
+        # Written in C: no exception in the trainer, as after Ctrl-C, leaves it taken.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.problem = "not connected yet"  # why there is no connection; "" if there is one
         self._address = address
         self._member = member
@@ -248,7 +250,7 @@ class Link:
 
     def leave(self) -> None:
         """Tell that the last step is committed, and end."""
-        with self.changed:
+        with self.lock:
             self._outbox.append(Leave(self._member.view))
         self.close()
 
@@ -302,7 +304,7 @@ class Link:
             each = self._outbox.popleft()
             if isinstance(each, Leave):
                 self._outbox.append(each)
-        with self.changed:
+        with self.lock:
             hello = self._member.hello()
         wire.put(encode(hello))
         due = time.monotonic()
@@ -325,13 +327,13 @@ class Link:
 
     def _beat(self, wire: Wire) -> None:
         if not self._is_stuck():
-            with self.changed:
+            with self.lock:
                 beat = Beat(self._member.step, self._drawn())
             wire.put(encode(beat))
 
     def _receive(self, message: Message) -> Message | None:
         """What the member answers."""
-        with self.changed:
+        with self.lock:
             try:
                 answer = self._member.receive(message)
             except InvariantError as error:

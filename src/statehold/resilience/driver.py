@@ -201,7 +201,7 @@ class Driver:
     def _play(self, until: int) -> Generator[actions.Compute, None, int | None]:
         self._forget()
         member = self.seat.member
-        playing = actions.play(member, self.seat.link.changed, until)
+        playing = actions.play(member, self.seat.link.lock, until)
         result: object = None
         error: actions.GroupLost | None = None
         while True:

@@ -122,7 +122,7 @@ class Seat:
     def _comes(self, after: int, seconds: float) -> bool:
         """Whether the epoch is here after so many seconds, or this rank is out."""
         member, changed = self.member, self.link.changed
-        with changed:
+        with self.link.lock:
             return changed.wait_for(
                 lambda: member.epoch > after or member.fenced is not None, seconds
             )
@@ -137,7 +137,7 @@ class Seat:
 
     def where(self, epoch: int) -> MeetingPlace:
         """Where the ranks of an epoch find each other. Raises GroupLostError if it has ended."""
-        with self.link.changed:
+        with self.link.lock:
             member = self.member
             if member.is_changing or member.epoch != epoch or member.fenced is not None:
                 raise GroupLostError(f"epoch {epoch} has ended")
@@ -187,7 +187,7 @@ class Seat:
     def complain(self, reason: str) -> None:
         """The groups of the newest epoch have failed here (R5). Of an older one it is no news."""
         self.drop()
-        with self.link.changed:
+        with self.link.lock:
             if self.member.is_changing or self.member.epoch != self._groups_epoch:
                 return
             complaint = self.member.complain(reason)
@@ -195,7 +195,7 @@ class Seat:
 
     def end_epoch(self) -> None:
         """After a commit: send the promise that it implied, if it ended the epoch (R11)."""
-        with self.link.changed:
+        with self.link.lock:
             if not self.member.is_changing:
                 return
             promise = Promise(self.member.promised, self.member.view)

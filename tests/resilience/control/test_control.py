@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from statehold.net.reception import Guest, Reception
 from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import Wire, connect
 from statehold.resilience.control import FIRST_MAX, Server
+from statehold.resilience.lost import GroupLostError
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
@@ -31,6 +33,8 @@ from statehold.resilience.protocol.messages import (
     decode,
     encode,
 )
+from statehold.resilience.seat import Seat
+from support.interrupts import interrupt_everywhere
 
 
 def soon() -> float:
@@ -375,3 +379,21 @@ def test_a_taken_port_and_a_strange_address_are_told() -> None:
             Server(Coordinator(), "127.0.0.1", office.port, print)
         with pytest.raises(UsageError, match="cannot listen"):
             Server(Coordinator(), "192.0.2.1", 0, print)
+
+
+def test_ctrl_c_in_the_trainer_leaves_the_lock_of_the_link_free() -> None:
+    """The thread of the link needs it for each beat."""
+    member = SimpleNamespace(is_changing=True)
+    with meeting("a") as (_, peers):
+        seat = SimpleNamespace(link=peers["a"].link, member=member)
+
+        def call(_: object) -> None:
+            with contextlib.suppress(GroupLostError):
+                Seat.where(seat, 1)  # type: ignore[arg-type]
+
+        def after(_: object) -> None:
+            with peers["a"].link.changed:
+                pass
+
+        places = interrupt_everywhere([Seat.where], object, call, after)
+    assert "where" in places
