@@ -560,6 +560,10 @@ class PageStore:
                     files.free(there)
             for slot in slots:
                 memory.release(slot)
+            # What was put last follows the others, so they were used after it.
+            memory.touch(reversed(slots))
+            written = [header.index for header in headers.values() if header is not None]
+            files.touch(map(files.find, reversed(written)))
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
         self._figures.add("pages_unwritten_total", len(slots) - len(done))
