@@ -491,11 +491,12 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
             job.may_end.set()
 
 
-def chained(store: PageStore, *numbers: int, after: int | None = None) -> None:
+def chained(store: PageStore, *numbers: int, after: int | None = None, score: float = 0.0) -> None:
     batch = store.put(
         [key(n) for n in numbers],
         [page(n) for n in numbers],
         after=None if after is None else key(after),
+        scores=[score] * len(numbers),
     )
     must(batch.wait() == [PageVerdict.STORED] * len(numbers))
     store.flush()
@@ -510,6 +511,24 @@ def test_pages_that_were_put_do_not_go_before_those_that_follow_them(tmp_path: P
         there = store.contains([key(n) for n in range(slots)])
         assert store.stats()["evicted"] == 1
         assert there == [True] * (slots - 1) + [False]
+
+
+def test_a_score_stays_with_its_page(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB) as store:
+        slots = store.stats()["pages_max"]
+        for number in range(slots):
+            chained(store, number, score=-1.0 if number in (3, 5) else 1.0)
+    (tmp_path / "index").unlink()  # the headers have it, too
+    with made(tmp_path, capacity=1 * MiB) as store:
+        chained(store, 1000, 1001)
+        there = store.contains([key(n) for n in range(slots)])
+        assert [number for number in range(slots) if not there[number]] == [3, 5]
+
+
+@pytest.mark.parametrize("scores", [[], [1.0, 2.0], [math.nan]])
+def test_scores_that_are_none_are_refused(store: PageStore, scores: list[float]) -> None:
+    with pytest.raises(UsageError, match="a score for each page"):
+        store.put([key(1)], [page(1)], scores=scores)
 
 
 def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:
