@@ -312,6 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--long", type=int, default=1024, help="tokens of the prompt for speeds")
     parser.add_argument("--decoded", type=int, default=8, help="tokens for speeds")
     parser.add_argument("--seconds", type=float, default=1500.0, help="then no text is begun")
+    parser.add_argument("--go-on", action="store_true", help="with the next texts, in --out")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench/out/paged-eviction")
     options = parser.parse_args(arguments)
@@ -322,19 +323,24 @@ def main(arguments: list[str] | None = None) -> int:
     facts = harness.facts(harness.ROOT) | {
         "command": " ".join(["python -m bench.paged_eviction", *sys.argv[1:]]), "model": name,
     }  # fmt: skip
-    records, names = [], []
+    before: Record = {"records": [], "speed": [], "facts": {"texts": "", "seconds": 0}}
+    if options.go_on:
+        before = json.loads((options.out / "paged-eviction.json").read_text())
+    records, speed = before["records"], before["speed"]
+    names = [*filter(None, before["facts"]["texts"].split(", "))]
     with torch.inference_mode():
-        for number, (text, ids) in enumerate(
-            texts(tokenizer, options.prompt + options.more, options.texts)
-        ):
+        found = texts(tokenizer, options.prompt + options.more, options.texts)
+        for number, (text, ids) in [*enumerate(found)][len(records) :]:
             if time.perf_counter() - begin > options.seconds:
                 break
             records.append(measure(model, tokenizer, number, ids, options))
             names.append(text)
             print(f"{time.perf_counter() - begin:.0f} s: {text}", flush=True)
-        speed = speeds(model, model.config.vocab_size, options)
+        speed = speed or speeds(model, model.config.vocab_size, options)
+
     rows = summary(records)
-    facts |= {"texts": ", ".join(names), "seconds": round(time.perf_counter() - begin)}
+    facts |= {"texts": ", ".join(names), "seconds": before["facts"]["seconds"]}
+    facts["seconds"] += round(time.perf_counter() - begin)
     lines = [*(f"{key}: {value}" for key, value in facts.items()), ""]
     lines += lines_of(rows, speed, len(records))
     options.out.mkdir(parents=True, exist_ok=True)
