@@ -463,7 +463,9 @@ def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
 def test_a_page_that_is_used_in_memory_stays_in_the_files(tmp_path: Path) -> None:
     with made(tmp_path, capacity=1 * MiB, memory=64 * SLOT) as store:
         slots = look(tmp_path).geometry.slots
-        put(store, *range(slots))
+        for number in range(slots):  # in calls of their own: none of them follows another one
+            must(store.put([key(number)], [page(number)]).wait() == [PageVerdict.STORED])
+        store.flush()
         get(store, 0)
         put(store, slots)
     with made(tmp_path, capacity=1 * MiB) as store:
@@ -487,6 +489,46 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
         assert more == [PageVerdict.LATE]
         for job in held:
             job.may_end.set()
+
+
+def chained(store: PageStore, *numbers: int, after: int | None = None, score: float = 0.0) -> None:
+    batch = store.put(
+        [key(n) for n in numbers],
+        [page(n) for n in numbers],
+        after=None if after is None else key(after),
+        scores=[score] * len(numbers),
+    )
+    must(batch.wait() == [PageVerdict.STORED] * len(numbers))
+    store.flush()
+
+
+def test_pages_that_were_put_do_not_go_before_those_that_follow_them(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB) as store:
+        slots = look(tmp_path).geometry.slots
+        chained(store, *range(8))
+        chained(store, *range(8, slots), after=7)
+        chained(store, 1000)
+        there = store.contains([key(n) for n in range(slots)])
+        assert store.stats()["evicted"] == 1
+        assert there == [True] * (slots - 1) + [False]
+
+
+def test_a_score_stays_with_its_page(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB) as store:
+        slots = store.stats()["pages_max"]
+        for number in range(slots):
+            chained(store, number, score=-1.0 if number in (3, 5) else 1.0)
+    (tmp_path / "index").unlink()  # the headers have it, too
+    with made(tmp_path, capacity=1 * MiB) as store:
+        chained(store, 1000, 1001)
+        there = store.contains([key(n) for n in range(slots)])
+        assert [number for number in range(slots) if not there[number]] == [3, 5]
+
+
+@pytest.mark.parametrize("scores", [[], [1.0, 2.0], [math.nan]])
+def test_scores_that_are_none_are_refused(store: PageStore, scores: list[float]) -> None:
+    with pytest.raises(UsageError, match="a score for each page"):
+        store.put([key(1)], [page(1)], scores=scores)
 
 
 def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:

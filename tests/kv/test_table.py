@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 
-from statehold.kv.table import SlotTable
+from statehold.kv.table import RANKED, SlotTable
 
 SLOTS = 16
 
@@ -96,6 +96,47 @@ def test_a_page_does_not_go_before_those_that_follow_it() -> None:
             real.take(0)
             gone += [index for index in there if real.find(index) < 0]
     assert gone == [4, 3, 2, 1]
+
+
+def test_a_page_of_a_low_score_goes_first() -> None:
+    real = table(8)
+    space = real.space(bytes(16))
+    with real.change():
+        for index, score in enumerate([3.5, -1.0, 0.0, 2.0, -2.5, 1e-30, 7.0, -1e30], 1):
+            assert real.publish(real.take(0), index, 0, space, score)
+        gone = []
+        for _ in range(8):
+            there = [index for index in range(1, 9) if real.find(index) >= 0]
+            real.take(0)
+            gone += [index for index in there if real.find(index) < 0]
+    assert gone == [8, 5, 2, 3, 6, 4, 1, 7]
+
+
+def test_a_low_score_does_not_take_a_page_before_those_that_follow_it() -> None:
+    real = table(4)
+    space = real.space(bytes(16))
+    with real.change():
+        for index in range(1, 5):
+            assert real.publish(real.take(0), index, index - 1, space, float(index))
+        real.touch([real.find(4)])
+        gone = []
+        for _ in range(4):
+            there = [index for index in range(1, 5) if real.find(index) >= 0]
+            real.take(0)
+            gone += [index for index in there if real.find(index) < 0]
+    assert gone == [4, 3, 2, 1]
+
+
+def test_a_page_that_was_used_stays_whatever_its_score() -> None:
+    real = table(2 * RANKED)
+    space = real.space(bytes(16))
+    with real.change():
+        for index in range(1, 2 * RANKED + 1):
+            assert real.publish(real.take(0), index, 0, space, float(index))
+        real.touch([real.find(1)])
+        real.take(0)
+    assert real.find(1) >= 0
+    assert real.find(2) < 0
 
 
 def test_a_change_that_a_dead_process_left_is_mended() -> None:

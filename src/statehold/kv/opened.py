@@ -249,7 +249,7 @@ class OpenStore:
                 header = Header.decode(raw)
                 if header is not None:
                     space = table.space(header.identity)
-                    table.adopt(slot, header.index, header.before, space)
+                    table.adopt(slot, header.index, header.before, space, header.score)
                     table.saw_serial(header.serial)
 
     def _headers(self, slots: range) -> list[bytes]:

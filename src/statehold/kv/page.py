@@ -1,7 +1,7 @@
 """A page on storage: one slot, whose first bytes prove what the others are.
 
     0      magic "SHKVPAGE", format, length of the key, bytes of the payload, XXH3-64 of
-           payload and zeros, serial
+           payload and zeros, serial, score (a double)
     48     identity (16 bytes), index of the page before it (8 bytes), key, zeros
     4088   XXH3-64 of all bytes before
     4096   payload, zeros up to the end of the slot
@@ -28,7 +28,7 @@ IDENTITY_BYTES = 16
 FORMAT = 1
 
 _MAGIC = b"SHKVPAGE"
-_FIXED = struct.Struct("<8sIIQQQ8x16sQ")
+_FIXED = struct.Struct("<8sIIQQQd16sQ")
 _SUM = struct.Struct("<Q")
 
 
@@ -61,7 +61,8 @@ def check_key(key: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first bytes of a slot. before: index_of() the page before it; 0 for none."""
+    """The first bytes of a slot. before: index_of() the page before it; 0 for none. score: what the
+    page is worth to whom has put it."""
 
     identity: bytes
     key: bytes
@@ -69,6 +70,7 @@ class Header:
     checksum: int
     serial: int
     before: int = 0
+    score: float = 0.0
 
     def is_of(self, identity: bytes, key: bytes, nbytes: int) -> bool:
         """Whether this is the page of a key, and has so many bytes."""
@@ -78,7 +80,7 @@ class Header:
         """HEADER_BYTES."""
         fixed = _FIXED.pack(
             _MAGIC, FORMAT, len(self.key), self.nbytes, self.checksum, self.serial,
-            self.identity, self.before,
+            self.score, self.identity, self.before,
         )  # fmt: skip
         raw = (fixed + self.key).ljust(HEADER_BYTES - _SUM.size, b"\0")
         return raw + _SUM.pack(_core.xxh3_64(raw))
@@ -89,11 +91,11 @@ class Header:
         body = raw[: -_SUM.size]
         if not raw.startswith(_MAGIC) or _SUM.unpack(raw[-_SUM.size :])[0] != _core.xxh3_64(body):
             return None
-        _, form, length, nbytes, checksum, serial, identity, before = _FIXED.unpack_from(raw)
+        _, form, length, nbytes, checksum, serial, score, identity, before = _FIXED.unpack_from(raw)
         if form != FORMAT or not 0 < length <= KEY_BYTES_MAX:
             return None
         key = raw[_FIXED.size : _FIXED.size + length]
-        return cls(identity, key, nbytes, checksum, serial, before)
+        return cls(identity, key, nbytes, checksum, serial, before, score)
 
     @property
     def index(self) -> int:

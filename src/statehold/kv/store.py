@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
@@ -48,6 +49,7 @@ from statehold.kv.page import (
     index_of,
     whole_blocks,
 )
+from statehold.kv.table import SlotTable
 from statehold.observe.counters import figures_of
 from statehold.process.worker import Worker
 from statehold.units import MiB, check_timeout, parse_bytes
@@ -105,6 +107,7 @@ class Taking:
     view: memoryview
     index: int
     before: int
+    score: float
     slot: int = -1
     serial: int = 0
 
@@ -203,21 +206,26 @@ class PageStore:
         pages: Sequence[memoryview | bytes],
         *,
         after: bytes | None = None,
+        scores: Sequence[float] | None = None,
         deadline_s: float | None = None,
     ) -> PageBatch:
         """Begin to store pages. The caller leaves their memory unchanged until the verdicts.
 
         Verdicts: STORED, THERE, DROPPED, LATE. Keys are in the order of the prefix; `after` is the
-        key before the first one.
+        key before the first one. Of pages that were not used for long, those of lower `scores` go
+        first; without scores they have 0.
         """
         views = [_bytes_of(each, is_written=False) for each in pages]
+        worth = _check_scores([0.0] * len(keys) if scores is None else scores, len(keys))
         batch = self._begin(keys, views, deadline_s)
         indices = [index_of(batch.identity, key) for key in keys]
         first = 0 if after is None else index_of(batch.identity, check_key(after))
         waiting = deque(
-            Taking(batch, place, key, view, index, before)
-            for place, (key, view, index, before) in enumerate(
-                zip(keys, views, indices, [first, *indices[:-1]][: len(indices)], strict=True)
+            Taking(batch, place, key, view, index, before, score)
+            for place, (key, view, index, before, score) in enumerate(
+                zip(
+                    keys, views, indices, [first, *indices[:-1]][: len(indices)], worth, strict=True
+                )
             )
         )
         self._submit(self._take_in, batch, lambda: self._accept(batch, waiting))
@@ -263,7 +271,7 @@ class PageStore:
     def stats(self) -> Mapping[str, int]:
         """The verdicts of this process, by name; unwritten: pages that are in memory alone, because
         the storage refused them. evicted: pages that went from the files, of all processes. pages,
-        memory_pages: how many there are."""
+        memory_pages: how many there are. pages_max: those that the files have room for."""
         self._check_open()
         names = [verdict.value for verdict in PageVerdict]
         counts = {name: self._counts[name] for name in [*names, "unwritten"]}
@@ -271,6 +279,7 @@ class PageStore:
             **counts,
             "evicted": self._files.table.evicted,
             "pages": self._files.table.pages(),
+            "pages_max": self._files.table.slots,
             "memory_pages": self._memory.table.pages(),
         }
 
@@ -434,9 +443,7 @@ class PageStore:
                 if (
                     verdicts[i] is not PageVerdict.HIT
                     or header is None
-                    or not memory.publish(
-                        loading.slot, header.index, header.before, memory.space(header.identity)
-                    )
+                    or not _publish(memory, loading.slot, header)
                 ):
                     memory.free(loading.slot)
                 if verdicts[i] is PageVerdict.BAD:
@@ -500,7 +507,9 @@ class PageStore:
             space = memory.space(identity)
             for page in taken:
                 slot = page.slot
-                if slot in filled and memory.publish(slot, page.index, page.before, space):
+                if slot in filled and memory.publish(
+                    slot, page.index, page.before, space, page.score
+                ):
                     memory.hold(slot, self._open.seat)
                     stored.append(slot)
                 else:
@@ -523,7 +532,7 @@ class PageStore:
             return False
         ctypes.memset(at + nbytes, 0, whole_blocks(nbytes) - nbytes)
         checksum = _core.hash_memory(at, whole_blocks(nbytes))
-        header = Header(identity, page.key, nbytes, checksum, page.serial, page.before)
+        header = Header(identity, page.key, nbytes, checksum, page.serial, page.before, page.score)
         self._memory.write_header(page.slot, header.encode())
         return True
 
@@ -550,16 +559,14 @@ class PageStore:
         with self._open.changing(None):
             for slot, there, _ in moves:
                 header = headers[slot]
-                if (
-                    slot not in done
-                    or header is None
-                    or not files.publish(
-                        there, header.index, header.before, files.space(header.identity)
-                    )
-                ):
+                if slot not in done or header is None or not _publish(files, there, header):
                     files.free(there)
             for slot in slots:
                 memory.release(slot)
+            # What was put last follows the others, so they were used after it.
+            memory.touch(reversed(slots))
+            written = [header.index for header in headers.values() if header is not None]
+            files.touch(map(files.find, reversed(written)))
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
         self._figures.add("pages_unwritten_total", len(slots) - len(done))
@@ -655,6 +662,18 @@ def _bytes_of(memory: memoryview | bytes | bytearray, *, is_written: bool) -> me
             facts={"expected": f"contiguous memory {must}".strip(), "got": shown(memory)},
         )
     return view.cast("B")
+
+
+def _publish(table: SlotTable, slot: int, header: Header) -> bool:
+    space = table.space(header.identity)
+    return table.publish(slot, header.index, header.before, space, header.score)
+
+
+def _check_scores(scores: Sequence[float], count: int) -> Sequence[float]:
+    if len(scores) == count and all(map(math.isfinite, scores)):
+        return scores
+    facts = {"expected": f"{count} finite numbers", "got": shown(scores)}
+    raise UsageError("a score for each page is needed", facts=facts)
 
 
 def _check_page_bytes(value: int | str) -> int:

@@ -1,16 +1,19 @@
 """Which slots of a tier hold which pages: a table in memory that all processes of a host map.
 
     words     magic, slots, changes (odd: one is under way), free, fresh, clock, serial, evicted,
-              boot (of the host; 0 once all processes have closed the table)
+              boot (of the host; 0 once all processes have closed the table), ranked (whether a
+              page has a score)
     spaces    SPACES_MAX times: identity, last use, pages, newest, oldest
     seats     by process: 1 + its space; 0 without one
     by slot   index of the key, index of the page before it; generation, state with seat and space,
-              last use, next newer, next older
+              last use, next newer, next older, rank (its score, in an order of integers)
     buckets   open addressing: 1 + slot, or 0
 
 A space is the pages of one identity, in the order of their use. A slot that is needed is taken from
 the space that nobody has used for longest. If all are in use, it is the slot that was used least
 recently. Using a page uses those before it, too, so a page never goes before one that follows it.
+With scores it is the page of the lowest score among the RANKED least recently used ones that no
+other one of them follows.
 
 Invariants: the caller holds the lock of the tier, except for find(), index() and generation().
 These may see half a change. Then they miss a page, or name a slot of another one, and the reader
@@ -31,13 +34,17 @@ FREE, FILLING, WHOLE, DIRTY = range(4)
 SPACES_MAX = 64
 SEATS_MAX = 256
 
-_MAGIC = int.from_bytes(b"SHKVTAB1", "little")
+# Among how many pages a score decides. More would keep pages that nobody has used for long.
+RANKED = 16
+
+_MAGIC = int.from_bytes(b"SHKVTAB2", "little")
 _WORDS = 16
-_MAGIC_AT, _SLOTS, _CHANGES, _FREE, _FRESH, _CLOCK, _SERIAL, _EVICTED, _BOOT = range(9)
+_MAGIC_AT, _SLOTS, _CHANGES, _FREE, _FRESH, _CLOCK, _SERIAL, _EVICTED, _BOOT, _IS_RANKED = range(10)
 _SPACE_WORDS = 6
 _LOW, _HIGH, _LAST_USE, _PAGES, _NEWEST, _OLDEST = range(_SPACE_WORDS)  # in a space
-_LONG_COLUMNS, _COLUMNS = 2, 5
+_LONG_COLUMNS, _COLUMNS = 2, 6
 _IDENTITY = struct.Struct("<QQ")
+_FLOAT, _UINT = struct.Struct("<f"), struct.Struct("<I")
 
 
 def _buckets(slots: int) -> int:
@@ -56,7 +63,7 @@ class SlotTable:
         self._index, self._before = words[at:][:slots], words[at + slots :][:slots]
         rest = memory[8 * (at + _LONG_COLUMNS * slots) :].cast("I")
         columns = [rest[i * slots : (i + 1) * slots] for i in range(_COLUMNS)]
-        self._generation, self._state, self._used, self._newer, self._older = columns
+        self._generation, self._state, self._used, self._newer, self._older, self._rank = columns
         self._mask = _buckets(slots) - 1
         self._bucket = rest[_COLUMNS * slots :][: self._mask + 1]
 
@@ -80,7 +87,7 @@ class SlotTable:
         """Release the memory, so that it can be unmapped."""
         for view in (
             self._bucket, self._generation, self._state, self._used, self._newer, self._older,
-            self._index, self._before, self._seats, self._spaces, self._words,
+            self._rank, self._index, self._before, self._seats, self._spaces, self._words,
         ):  # fmt: skip
             view.release()
 
@@ -166,11 +173,11 @@ class SlotTable:
         self._state[slot] = FILLING | seat << 8
         return slot
 
-    def publish(self, slot: int, index: int, before: int, space: int) -> bool:
+    def publish(self, slot: int, index: int, before: int, space: int, score: float = 0.0) -> bool:
         """From now on find() names a slot that was taken. False if another one has the page."""
         if self.find(index) >= 0:
             return False
-        self._index[slot], self._before[slot] = index, before
+        self._fill(slot, index, before, score)
         self._state[slot] = WHOLE | space << 24
         self._hash(slot)
         self._link(slot)
@@ -218,10 +225,10 @@ class SlotTable:
                 before = self._before[slot]
                 slot = self.find(before) if before else -1
 
-    def adopt(self, slot: int, index: int, before: int, space: int) -> None:
+    def adopt(self, slot: int, index: int, before: int, space: int, score: float) -> None:
         """A page was found in a slot that the table does not know; mend() makes it known."""
         self._words[_FRESH] = max(self._words[_FRESH], slot + 1)
-        self._index[slot], self._before[slot] = index, before
+        self._fill(slot, index, before, score)
         self._state[slot] = WHOLE | space << 24
 
     @property
@@ -298,6 +305,11 @@ class SlotTable:
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _fill(self, slot: int, index: int, before: int, score: float) -> None:
+        self._index[slot], self._before[slot], self._rank[slot] = index, before, _ranked(score)
+        if score:
+            self._words[_IS_RANKED] = 1
+
     def _hash(self, slot: int) -> None:
         at = self._index[slot] & self._mask
         while self._bucket[at]:
@@ -366,4 +378,22 @@ class SlotTable:
                 use = self._used[oldest] if is_used else self._spaces[at + _LAST_USE]
                 if (is_used, use) < best_key:
                     best, best_key = oldest, (is_used, use)
+        return best if best < 0 or not self._words[_IS_RANKED] else self._least(best)
+
+    def _least(self, slot: int) -> int:
+        """The page of the lowest score, among `slot` and those that were used next."""
+        followed, best = set[int](), slot
+        for _ in range(RANKED):
+            if self._index[slot] not in followed and self._rank[slot] < self._rank[best]:
+                best = slot
+            followed.add(self._before[slot])
+            slot = self._newer[slot] - 1
+            if slot < 0:
+                break
         return best
+
+
+def _ranked(score: float) -> int:
+    """An integer in the order of the scores: that of the bits of a float, in one direction."""
+    bits = int(_UINT.unpack(_FLOAT.pack(score))[0])
+    return bits ^ (0xFFFFFFFF if bits >> 31 else 0x80000000)

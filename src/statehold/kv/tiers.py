@@ -12,6 +12,7 @@ Not here: which slot is whose (table), when pages move (store).
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -143,9 +144,10 @@ class Geometry:
     def of(cls, capacity: int, slot_bytes: int) -> Geometry:
         """As many slots as `capacity` bytes have room for. Raises UsageError without any."""
         by_segment = max(1, min(SEGMENT_BYTES, capacity // 8) // slot_bytes)
-        segments = capacity // (by_segment * slot_bytes)
-        while segments and _taken(segments * by_segment, slot_bytes) > capacity:
-            segments -= 1
+        counts = range(1, 1 + capacity // (by_segment * slot_bytes))
+        segments = bisect.bisect_right(
+            counts, capacity, key=lambda count: _taken(count * by_segment, slot_bytes)
+        )
         if not segments:
             least = _taken(by_segment, slot_bytes) + HEADER_BYTES
             raise UsageError(

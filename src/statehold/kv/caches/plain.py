@@ -1,0 +1,64 @@
+"""The layers that a cache of transformers has for a model, and the bytes of plain ones as pages.
+
+A layer is plain if it holds the keys and values of all tokens, and nothing else. Windows, states
+and shared layers hold something else, so nothing of them can be taken for a page. A layer that lies
+on tiers is plain, too: it has a method whole().
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from statehold.errors import UsageError, shown
+
+
+def plain_layers(config: Any) -> list[Any]:
+    """The layers that transformers makes for a model. Raises UsageError for no config."""
+    if not isinstance(config, PreTrainedConfig):
+        facts = {"expected": "the configuration of a model", "got": shown(config)}
+        raise UsageError("not a configuration of transformers", facts=facts)
+    return list(DynamicCache(config=config).layers)
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether a layer holds the keys and values of all tokens."""
+    return type(layer) is DynamicLayer
+
+
+def is_saved(layer: Any) -> bool:
+    """Whether a layer has all keys and values, here or on tiers."""
+    return (is_plain(layer) or hasattr(layer, "whole")) and layer.is_initialized
+
+
+def whole_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of a layer."""
+    return layer.whole() if hasattr(layer, "whole") else (layer.keys, layer.values)
+
+
+def only_plain(layers: list[Any], name: str) -> list[Any]:
+    """The layers, all of which are plain. Raises UsageError."""
+    for number, layer in enumerate(layers):
+        if not is_plain(layer):
+            facts = {"layer": number, "expected": "full attention", "got": type(layer).__name__}
+            raise UsageError(f"{name} does not hold a layer of this kind", facts=facts)
+    return layers
+
+
+def as_pages(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The bytes of [batch, heads, tokens, dim], cut by tokens into so many rows."""
+    batch, heads, _, dim = tensor.shape
+    cut = tensor.detach().reshape(batch, heads, count, -1, dim).movedim(2, 0)
+    return cut.reshape(count, -1).view(torch.uint8)
+
+
+def views(pages: torch.Tensor) -> list[memoryview]:
+    """The memory of each row, which lives as long as one of the views."""
+    whole = (ctypes.c_char * pages.nbytes).from_address(pages.data_ptr())
+    whole.owner = pages  # type: ignore[attr-defined]
+    view, size = memoryview(whole).cast("B"), pages.shape[1]
+    return [view[at : at + size] for at in range(0, len(view), size)]
