@@ -53,6 +53,7 @@ UNITS = [
     "lineage",
     "kv",
     "kv.caches",
+    "kv.vllm",
     "resilience",
     "metrics",
     "testing",
@@ -78,6 +79,7 @@ CORE_USERS = {
     "cli",
 }
 TORCH_USERS = {
+    "kv.vllm",
     "tensors",
     "offload",
     "reading",
