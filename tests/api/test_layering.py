@@ -73,6 +73,7 @@ CORE_USERS = {
     "reading",
     "subscription",
     "kv",
+    "kv.vllm",
     "resilience",
     "testing",
     "integrations",

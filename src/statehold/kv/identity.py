@@ -62,7 +62,7 @@ def content_of(weights: str | os.PathLike[str]) -> list[Any]:
 
 
 def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, Any]) -> bytes:
-    """The identity of weights with these checksums. Raises UsageError for what is no JSON."""
+    """The identity of weights with these checksums. Raises UsageError for a value without JSON."""
     told = {name: value for name, value in config.items() if name not in _NOTES}
     try:
         raw = json.dumps([content, told, layout], sort_keys=True, allow_nan=False)
