@@ -152,6 +152,21 @@ def test_tokens_that_vllm_has_are_not_loaded(tmp_path: Path) -> None:
         assert engine.ask(request) == 24  # vLLM has lost all of it meanwhile
 
 
+def test_a_forward_that_fails_leaves_no_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    with Engine(tmp_path) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "forward", fails)
+            with pytest.raises(RuntimeError, match="no memory"):
+                engine.run(prompt(1))
+        engine.saved()
+        assert engine.run(prompt(1)) == 0
+
+
 def test_requests_with_adapters_leave_no_pages(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         engine.run(prompt(1), lora="an adapter")

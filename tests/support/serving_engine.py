@@ -163,10 +163,12 @@ class Engine:
         for worker in self.workers:
             worker.bind_connector_metadata(plan)
             worker.start_load_kv(None)
-        forward()
-        for worker in self.workers:
-            worker.wait_for_save()
-            worker.clear_connector_metadata()
+        try:
+            forward()
+        finally:  # as vLLM does
+            for worker in self.workers:
+                worker.wait_for_save()
+                worker.clear_connector_metadata()
 
     def forward(self, ids: Sequence[int], blocks: Sequence[int], loaded: int) -> None:
         for rank, caches in enumerate(self.caches):

@@ -11,7 +11,7 @@ Invariants: a page is promised only after its bytes were verified and are in sta
 else writes to until all ranks have copied them. So a page that is bad, late or missing shortens the
 promise, and no request fails; until the pages are there, or their time has passed, the scheduler
 asks again, and other requests go on. No call waits for storage. What has no buffer is not saved,
-and counted. A block is saved only after the forward that filled it.
+and counted. A block is saved only behind the forward that filled it, and not if that has failed.
 Not here: the store (kv/store), what its pages depend on (opening).
 """
 
@@ -23,6 +23,7 @@ import hashlib
 import json
 import mmap
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -583,8 +584,10 @@ class Connector:
         """All layers are saved behind the forward."""
 
     def wait_for_save(self) -> None:
-        """Behind the forward."""
-        if self._copies is not None and self._plan is not None:
+        """Behind the forward. vLLM also calls this behind one that has failed, while its error is
+        on its way: then the blocks hold anything."""
+        has_failed = sys.exc_info()[0] is not None
+        if self._copies is not None and self._plan is not None and not has_failed:
             self._copies.save(self._plan)
 
     def stats(self) -> Mapping[str, int]:
