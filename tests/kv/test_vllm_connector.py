@@ -12,6 +12,7 @@ import torch
 
 from statehold.errors import UsageError
 from statehold.kv.opened import OpenStore
+from statehold.kv.vllm import opening
 from statehold.kv.vllm.connector import Connector, rows_of
 from support.faults import must
 from support.serving_engine import (
@@ -193,6 +194,75 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         engine.run(prompt(1))
     with Engine(tmp_path, identity="6" * 32) as engine:
+        assert engine.run(prompt(1)) == 0
+
+
+class Manager:
+    """vLLM's own prefix cache, which cannot be reset while a request runs."""
+
+    def __init__(self) -> None:
+        self.runs, self.resets = False, 0
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += not self.runs
+        return not self.runs
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The process serves other weights until the test ends."""
+    monkeypatch.setattr(opening, "_serves", [])
+    return monkeypatch
+
+
+def test_weights_that_change_change_what_is_found_in_the_same_moment(
+    tmp_path: Path, others: pytest.MonkeyPatch
+) -> None:
+    with Engine(tmp_path, ranks=2) as engine:
+        manager = Manager()
+        engine.scheduler.bind_kv_cache_manager(manager)
+        engine.run(prompt(1))
+        engine.saved()
+        runs = engine.request(prompt(2))
+        runs.num_computed_tokens = 8
+        must(engine.ask(engine.request(prompt(1))) == 24)
+
+        engine.change("step 2")
+        manager.runs = True
+        waits = engine.request(prompt(1))
+        for _ in range(3):  # what vLLM has found itself is of the weights before
+            assert engine.scheduler.get_num_new_matched_tokens(waits, 16) == (None, False)
+        manager.runs = False
+        assert engine.scheduler.get_num_new_matched_tokens(waits, 16) == (None, False)
+        assert manager.resets == 1
+        assert engine.ask(waits) == 0
+        engine.step(waits, 0)
+        engine.step(runs, 0)  # it has keys of the old weights: it leaves no page
+        engine.saved()
+        assert engine.run(prompt(1)) == 24
+        assert engine.run(prompt(2)) == 0
+        assert manager.resets == 1
+    with Engine(tmp_path, ranks=2) as engine:
+        assert engine.run(prompt(1)) == 24
+    others.undo()
+    with Engine(tmp_path, ranks=2) as engine:
+        assert engine.run(prompt(1)) == 24  # of the weights before
+
+
+@pytest.mark.usefixtures("others")
+def test_a_step_that_was_planned_before_the_weights_changed_saves_nothing(tmp_path: Path) -> None:
+    with Engine(tmp_path) as engine:
+        request = engine.request(prompt(1))
+        plain = engine.forward
+
+        def changed_meanwhile(*arguments: Any) -> None:
+            engine.change("step 2")
+            plain(*arguments)
+
+        engine.forward = changed_meanwhile  # type: ignore[method-assign]
+        engine.step(request, 0)
+        engine.saved()
+        engine.forward = plain  # type: ignore[method-assign]
         assert engine.run(prompt(1)) == 0
 
 

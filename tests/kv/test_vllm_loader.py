@@ -12,8 +12,10 @@ from torch import nn
 
 import statehold
 from statehold.errors import CorruptionError, StateMismatchError, UsageError
-from statehold.kv.identity import content_of
+from statehold.kv.identity import content_of, folded
+from statehold.kv.vllm import opening
 from statehold.kv.vllm.loader import Later, StepReader, load_into
+from statehold.kv.vllm.opening import FORMAT, PagesOptions
 from statehold.reading.places import StepPlace
 from support.faults import must
 
@@ -37,6 +39,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test loads is served until it ends."""
+    monkeypatch.setattr(opening, "_serves", [])
+    monkeypatch.setattr(opening, "_sums", {})
+
+
 def taken(options: dict[str, Any], ranks: int = 1) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     load_into(lambda weights: found.update(weights), options, ranks)
@@ -57,10 +66,14 @@ def test_names_of_a_step_mean_what_they_mean_elsewhere(run: Path) -> None:
 
 
 def test_what_was_loaded_is_what_pages_depend_on(run: Path) -> None:
-    given = {"run": f"{run}@best:loss", "name": "model"}
-    loaded = load_into(lambda weights: must(list(weights)), given, 1)
-    assert loaded == content_of(f"{run}@2")
-    assert loaded != content_of(f"{run}@3")
+    options = PagesOptions.of({"path": "p"})
+    found = []
+    for text in (f"{run}@best:loss", f"{run}@2", f"{run}@3"):
+        load_into(lambda weights: must(list(weights)), {"run": text, "name": "model"}, 1)
+        found.append(options.identity_of("a name", {}, dtype="float32"))
+    assert found[0] == found[1] != found[2]
+    facts = {"dtype": "float32", "engine": "vllm", "format": FORMAT}
+    assert found[2] == folded(content_of(f"{run}@3"), {}, facts)
 
 
 def test_a_rank_reads_only_its_part(run: Path) -> None:

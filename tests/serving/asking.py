@@ -1,8 +1,9 @@
 """A process with vLLM: answers prompts, and writes what it has answered as JSON.
 
-    python asking.py JOB     JOB: {"model", "options", "prompts", "rounds", "tokens", "out"}
+    python asking.py JOB     JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "out"}
 
-Between two rounds vLLM forgets its own prefix cache, so what a round has is from the connector.
+Each round has a number: before it, vLLM takes that step of the run. 0: it forgets its own prefix
+cache, so what the round has is from the connector.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ def main(job: dict[str, object]) -> None:
         max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False
     )
     rounds = []
-    for _ in range(job["rounds"]):
+    if job["run"]:
+        llm.collective_rpc(
+            "init_weight_transfer_engine", args=({"run": job["run"], "name": "model"},)
+        )
+    for step in job["rounds"]:
+        if step:
+            llm.collective_rpc("start_weight_update")
+            llm.collective_rpc("update_weights", args=({"step": step},))
+            llm.collective_rpc("finish_weight_update")
+        else:
+            llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         rounds.append([
@@ -36,7 +47,6 @@ def main(job: dict[str, object]) -> None:
              "reason": each.outputs[0].finish_reason}
             for each in answers
         ])  # fmt: skip
-        llm.reset_prefix_cache()
     Path(job["out"]).write_text(json.dumps(rounds))
 
 

@@ -31,7 +31,7 @@ def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     """A store of pages, and the answers of the engine that has made it."""
     folder = tmp_path_factory.mktemp("stored")
     asked = ask(
-        model, prompts(1, COUNT, TOKENS), folder / "first.json", rounds=2, **FP32,
+        model, prompts(1, COUNT, TOKENS), folder / "first.json", rounds=(0, 0), processes=3, **FP32,
         **pages(folder / "kv"),
     )  # fmt: skip
     return folder / "kv", asked.answers()
@@ -78,7 +78,9 @@ def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Pa
             damaged += 1
         segment.write_bytes(raw)
     assert damaged
-    answers = ask(model, asked, tmp_path / "again.json", rounds=2, **FP32, **pages(path)).answers()
+    answers = ask(
+        model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path)
+    ).answers()
     assert 0 < sum(cached(answers, 0)) < COUNT * ALL
     assert cached(answers, 1) == [ALL] * COUNT  # what was computed again is there again
     assert tokens(answers, 0) == tokens(answers, 1) == tokens(cold)
@@ -95,26 +97,41 @@ def test_other_weights_or_another_rope_find_nothing(
         assert cached(answers) == [0] * COUNT
 
 
-def test_an_engine_starts_from_a_run(model: Path, cold: Rounds, tmp_path: Path) -> None:
+def test_an_engine_starts_from_a_run_and_takes_its_steps(
+    model: Path, cold: Rounds, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     import statehold
 
     trained = AutoModelForCausalLM.from_pretrained(model)
-    with statehold.Checkpointer(tmp_path / "run", keep=None) as ckpt:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, keep=None) as ckpt:
         ckpt.save(1, {"model": trained}, metrics={"loss": 1.0}).wait("committed")
-        for parameter in trained.parameters():
-            parameter.data *= 0.5
+        trained.model.layers[1].mlp.up_proj.weight.data *= -1
         ckpt.save(2, {"model": trained}, metrics={"loss": 2.0}).wait("committed")
-    asked, path = prompts(1, COUNT, TOKENS), tmp_path / "kv"
-    given = {**FP32, "load_format": "statehold", **pages(path)}
-    found = {
-        text: ask(
-            model, asked, tmp_path / f"{text}.json", **given,
-            model_loader_extra_config={"run": f"{tmp_path / 'run'}@{text}", "name": "model"},
-        ).answers()
-        for text in ("best:loss", "2")
-    }  # fmt: skip
-    assert tokens(found["best:loss"]) == tokens(cold)
-    assert tokens(found["2"]) != tokens(cold)
-    assert cached(found["2"]) == [0] * COUNT  # other weights of the same run
+    asked = prompts(1, COUNT, TOKENS)
+    given = {**FP32, "load_format": "statehold"}
+
+    def config(text: str) -> dict[str, str]:
+        return {"run": f"{run}@{text}", "name": "model"}
+
+    fresh = ask(
+        model, asked, tmp_path / "fresh.json", **given, model_loader_extra_config=config("2")
+    ).answers()
+    live = ask(
+        model, asked, tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run, **given,
+        **pages(tmp_path / "kv"), model_loader_extra_config=config("best:loss"),
+        weight_transfer_config={"backend": "statehold"},
+    ).answers()  # fmt: skip
+    assert tokens(fresh) != tokens(cold)
+    assert [tokens(live, at) == tokens(cold) for at in range(5)] == [True, True, False, False, True]
+    assert tokens(live, 2) == tokens(live, 3) == tokens(fresh)
+    # New weights find nothing, also in vLLM's own cache; then their own pages; then the old ones.
+    assert [sum(cached(live, at)) for at in range(5)] == [
+        0,
+        COUNT * ALL,
+        0,
+        COUNT * ALL,
+        COUNT * ALL,
+    ]

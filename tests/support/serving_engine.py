@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from statehold.kv.vllm.connector import Connector
+from statehold.kv.vllm.opening import serve
 from statehold.units import KiB, MiB
 
 TOKENS = 4  # of a block
@@ -113,6 +114,7 @@ class Engine:
             request_id=f"request {self.count}",
             block_hashes=hashes(ids),
             num_tokens=len(ids),
+            num_computed_tokens=0,
             lora_request=lora,
             skip_reading_prefix_cache=False,
             ids=list(ids),
@@ -148,6 +150,7 @@ class Engine:
         self.scheduler.update_state_after_alloc(
             request, SimpleNamespace(get_block_ids=lambda: (blocks,)), loaded
         )
+        request.num_computed_tokens = request.num_tokens
         new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=loaded)
         state = SimpleNamespace(get_block_ids=lambda _: (blocks,))
         self.execute(SimpleNamespace(
@@ -179,6 +182,12 @@ class Engine:
                     if at >= loaded:
                         place.copy_(right)
                     assert torch.equal(place, right), (at, layer, rank)
+
+    def change(self, weights: str) -> None:
+        """The workers get other weights."""
+        serve([weights])
+        for worker in self.workers:
+            worker.weights_changed()
 
     def saved(self) -> None:
         """All that was saved is in files."""

@@ -54,10 +54,11 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a worker tells the scheduler before the first request."""
+    """What a worker tells the scheduler before the first request. current: path of a Current."""
 
     identity: bytes
     page_bytes: int
+    current: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Plan:
     number: int
     staging: str
     identity: bytes = b""
+    weights: int = 0  # how often they had changed
     loads: list[tuple[int, int]] = field(default_factory=list)
     saves: list[SavedBlocks] = field(default_factory=list)
 
@@ -124,6 +126,52 @@ class StagedPages:
     def say_loaded(self, rank: int, number: int) -> None:
         """A rank needs no slot of this plan, and of those before it, any more."""
         self._words[rank] = number
+
+
+class Current:
+    """The identity of a worker's weights, in memory that the scheduler sees at once.
+
+    An identity is complete before the count says so, and stays until the one after the next.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._view = memoryview(mmap.mmap(fd, _HEAD_BYTES))
+        self._count = self._view.cast("Q")
+
+    @classmethod
+    def made(cls) -> tuple[Current, int]:
+        """A new one, and the descriptor that keeps it."""
+        fd = os.memfd_create("statehold-current", os.MFD_CLOEXEC)
+        os.truncate(fd, _HEAD_BYTES)
+        return cls(fd), fd
+
+    @classmethod
+    def opened(cls, path: str) -> Current:
+        """That of another process."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)
+
+    @property
+    def count(self) -> int:
+        """How often the weights have changed."""
+        return self._count[0]
+
+    @property
+    def identity(self) -> bytes:
+        """What pages depend on since then."""
+        return bytes(self._view[self._place(self.count) :][:IDENTITY_BYTES])
+
+    def change(self, identity: bytes) -> None:
+        """The weights are others."""
+        at = self._place(self.count + 1)
+        self._view[at : at + IDENTITY_BYTES] = identity
+        self._count[0] += 1
+
+    def _place(self, count: int) -> int:
+        return _WORD + count % 2 * IDENTITY_BYTES
 
 
 # -- the scheduler's side --------------------------------------------------------------------------
@@ -245,9 +293,14 @@ class Promises:
             asked.slots = [slot for slot in asked.slots if slot not in set(used)]
         self._let_go(name)
 
-    def plan(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Plan:
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[int]],
+        weights: int = 0,
+    ) -> Plan:
         """The plan of a step. scheduled: the tokens that a request has computed behind it."""
-        plan = Plan(self._number, self._path, self._store.identity, self._loads)
+        plan = Plan(self._number, self._path, self._store.identity, weights, self._loads)
         for name, computed in scheduled.items():
             request = self._requests.get(name)
             if request is not None:
@@ -279,16 +332,17 @@ class Promises:
             was_there = is_there
         return found
 
-    def reset(self) -> None:
-        """From now on no page of before is found: the weights have changed, nobody says to which.
-
-        Pages of this engine are its own until it starts again.
-        """
+    def reset(self, identity: bytes | None = None) -> None:
+        """From now on no page of before is found. identity: of the new weights; None: nobody says
+        what they are, so pages are this engine's own until it starts again."""
         for name in list(self._asked):
             self._let_go(name)
+        # What runs has keys and values of before, which no page may have from now on.
+        self._requests = {n: r for n, r in self._requests.items() if not r.num_computed_tokens}
         self._saved.clear()
+        self._given_up.clear()
         fresh = hashlib.sha256(self._store.identity + os.urandom(IDENTITY_BYTES)).digest()
-        self._store.identity = fresh[:IDENTITY_BYTES]
+        self._store.identity = identity or fresh[:IDENTITY_BYTES]
 
     def close(self) -> None:
         """Close the store."""
@@ -357,9 +411,8 @@ class WorkerPages:
 
     def save(self, plan: Plan) -> None:
         """Copy full blocks, as far as there are buffers, and store them later."""
-        if plan.identity and plan.identity != self._store.identity:
-            self._saver.passed(None)  # those pages are of the identity before
-            self._store.identity = plan.identity
+        if plan.identity:
+            self.use(plan.identity)
         for save in plan.saves:
             with self._guard:
                 count = min(len(save.blocks), len(self._free))
@@ -397,6 +450,12 @@ class WorkerPages:
                     self._free.extend(buffers)
 
         self._saver.submit(put)
+
+    def use(self, identity: bytes) -> None:
+        """What is saved from now on depends on other weights."""
+        if identity != self._store.identity:
+            self._saver.passed(None)  # those pages are of the identity before
+            self._store.identity = identity
 
     def stats(self) -> dict[str, int]:
         """Of the store, and of the buffers."""
@@ -453,7 +512,10 @@ class Connector:
         self._promises: Promises | None = None
         self._copies: WorkerPages | None = None
         self._plan: Plan | None = None
-        self._keeps: int | None = None
+        self._current: Current | None = None
+        self._keeps: int | None = None  # a descriptor
+        self._manager: Any = None
+        self._weights, self._is_stale = 0, False
 
     # -- scheduler
 
@@ -463,6 +525,7 @@ class Connector:
         if len({each.page_bytes for each in metadata.values()}) != 1:
             facts = {"got": {rank: each.page_bytes for rank, each in metadata.items()}}
             raise UsageError("the ranks have pages of different sizes", facts=facts)
+        self._current = Current.opened(told.current)
         store = self._options.opened(told.page_bytes, told.identity)
         staging, self._keeps = StagedPages.made(told.page_bytes, parse_bytes(self._options.staging))
         self._promises = Promises(
@@ -474,6 +537,23 @@ class Connector:
             hashes_a_page=self._block_tokens // self._hash_tokens,
         )
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM's own prefix cache: it knows nothing of weights."""
+        self._manager = kv_cache_manager
+
+    def _is_current(self) -> bool:
+        """Whether what vLLM has found is of the weights that the workers have."""
+        if self._promises is None or self._current is None:
+            return True
+        if self._weights != self._current.count:
+            self._weights, self._is_stale = self._current.count, True
+            self._promises.reset(self._current.identity)
+        if not self._is_stale:
+            return True
+        # It fails while requests run that began with the weights before.
+        self._is_stale = self._manager is not None and not self._manager.reset_prefix_cache()
+        return False
+
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
         if self._promises is not None:
@@ -482,7 +562,12 @@ class Connector:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens are in staging. They are loaded before the forward of the step."""
+        """How many tokens are in staging. They are loaded before the forward of the step.
+
+        None also if the weights have changed: what vLLM has found itself is of those before.
+        """
+        if not self._is_current():
+            return None, False
         if self._promises is None or request.skip_reading_prefix_cache:
             return 0, False
         return self._promises.matched(request, num_computed_tokens), False
@@ -505,6 +590,7 @@ class Connector:
         return self._promises.plan(
             {name: computed[name] + count for name, count in steps.items()},
             lambda name: state.get_block_ids(name)[0],
+            self._weights,
         )
 
     def request_finished_all_groups(
@@ -527,7 +613,8 @@ class Connector:
         """The tensors of the KV cache, by layer."""
         caches = {name: kv_caches[name] for name in self._group.layer_names}
         rank = self._config.parallel_config.rank % self._ranks
-        identity = self._identity(caches)
+        self._caches = caches
+        identity = self._identity()
         nbytes = sum(each.shape[1] for each in map(rows_of, caches.values()))
         self._copies = WorkerPages(
             self._options.opened(nbytes, identity),
@@ -535,13 +622,21 @@ class Connector:
             rank,
             parse_bytes(self._options.buffers),
         )
-        self._told = Told(identity, nbytes)
+        self._current, self._keeps = Current.made()
+        self._told = Told(identity, nbytes, f"/proc/{os.getpid()}/fd/{self._keeps}")
 
-    def _identity(self, caches: Mapping[str, torch.Tensor]) -> bytes:
+    def weights_changed(self) -> None:
+        """This process serves other weights (opening.serve): no page of before is found."""
+        if self._copies is not None and self._current is not None:
+            identity = self._identity()
+            self._copies.use(identity)
+            self._current.change(identity)
+
+    def _identity(self) -> bytes:
         model = self._config.model_config
         layers = [
             [name, list(each.shape[1:]), list(each.stride()[1:]), str(each.dtype)]
-            for name, each in caches.items()
+            for name, each in self._caches.items()
         ]
         return self._options.identity_of(
             model.model,
@@ -586,8 +681,9 @@ class Connector:
     def wait_for_save(self) -> None:
         """Behind the forward. vLLM also calls this behind one that has failed, while its error is
         on its way: then the blocks hold anything."""
-        has_failed = sys.exc_info()[0] is not None
-        if self._copies is not None and self._plan is not None and not has_failed:
+        if self._copies is None or self._plan is None or self._current is None:
+            return
+        if sys.exc_info()[0] is None and self._plan.weights == self._current.count:
             self._copies.save(self._plan)
 
     def stats(self) -> Mapping[str, int]:
@@ -609,7 +705,7 @@ class Connector:
             self._promises.close()
         if self._keeps is not None:
             os.close(self._keeps)
-        self._copies = self._promises = self._keeps = None
+        self._copies = self._promises = self._keeps = self._current = None
 
 
 def check(vllm_config: Any, kv_cache_config: Any) -> Any:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from statehold.encoding import values
 from statehold.errors import UsageError
 from statehold.io.clients import open_engine
 from statehold.kv.identity import content_of
-from statehold.kv.vllm.opening import serve
+from statehold.kv.vllm.opening import Sums, serve
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.reading.load import part_of
@@ -35,6 +35,9 @@ from statehold.reading.places import StepPlace, at_rest, file_system
 from statehold.tensors import dtypes
 from statehold.tensors.composed import value_of
 from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold.format.saved import PlacedChunk
 
 _BUFFER_BYTES = 4 * MiB
 _STAGING_BYTES = 16 * _BUFFER_BYTES
@@ -118,6 +121,16 @@ class StepReader:
             raise UsageError("this part of the step has no tensors", facts=facts, hint=hint)
         return found
 
+    def sums(self) -> Sums:
+        """The checksums of all tensors, by name: equal ones mean equal tensors."""
+        return {
+            name: [part.dtype, *((each.box, each.sums) for each in self._chunks(part))]
+            for name, part in self.parts.items()
+        }
+
+    def _chunks(self, part: StepPart) -> list[PlacedChunk]:
+        return self._saved.chunks(part.name, part.box) if part.nbytes else []
+
     def read(self, parts: list[StepPart]) -> list[torch.Tensor]:
         """The elements. Raises CorruptionError."""
         plan = ReadPlan(self._saved, hint="load an older step")
@@ -125,7 +138,7 @@ class StepReader:
         for part in parts:
             target = torch.empty(part.box.shape, dtype=part.dtype)
             made.append(target)
-            for chunk in self._saved.chunks(part.name, part.box) if part.nbytes else ():
+            for chunk in self._chunks(part):
                 cut = chunk.box.intersection(part.box)
                 assert cut is not None
                 inside = _moved(cut, chunk.box)
@@ -208,8 +221,8 @@ def _read(value: Any) -> Any:
     return value.elements() if isinstance(value, Later) else value
 
 
-def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> list[Any]:
-    """Give a step to `take`, as an iterator of names and tensors; returns its checksums.
+def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
+    """Give a step to `take`, as an iterator of names and tensors. This process serves it then.
 
     Raises UsageError for options that make no sense, and as statehold.load() does.
     """
@@ -221,19 +234,23 @@ def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> list[Any]:
         raise UsageError("the loader needs a run", hint=hint)
     run = check_path(options["run"], "the run")
     with contextlib.closing(file_system()) as fs:
-        return at_rest(fs, run, lambda place: _take(take, place, options.get("name", ""), ranks))
+        content, sums = at_rest(
+            fs, run, lambda place: _take(take, place, options.get("name", ""), ranks)
+        )
+    serve(content, sums)
 
 
-def _take(take: Any, place: StepPlace, name: str, ranks: int) -> list[Any]:
+def _take(take: Any, place: StepPlace, name: str, ranks: int) -> tuple[list[Any], Sums]:
     with contextlib.closing(StepReader(place, name)) as reader:
         take(reader.later() if ranks > 1 else reader.whole())
-    return content_of(place.directory)
+        return content_of(place.directory), reader.sums()
 
 
 @functools.cache
 def register() -> None:
     """Called by vLLM, in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -243,6 +260,9 @@ def register() -> None:
         "StateholdConnector", f"{package}.connector", "StateholdConnector"
     )
     SecondaryTierFactory.register_tier("statehold", f"{package}.tier", "StateholdTier")
+    WeightTransferEngineFactory.register_engine(
+        "statehold", f"{package}.weights", "StateholdWeights"
+    )
 
     @register_model_loader("statehold")
     class StateholdLoader(BaseModelLoader):
@@ -256,4 +276,4 @@ def register() -> None:
             from vllm.distributed import get_tensor_model_parallel_world_size
 
             options = self.load_config.model_loader_extra_config
-            serve(load_into(model.load_weights, options, get_tensor_model_parallel_world_size()))
+            load_into(model.load_weights, options, get_tensor_model_parallel_world_size())

@@ -20,12 +20,23 @@ from statehold.kv.store import DEADLINE_S, PageStore
 # Of the pages of vLLM: how their bytes are put together here.
 FORMAT = 1
 
-_serves: list[list[Any]] = []
+Sums = dict[str, Any]  # by tensor, of the pieces that it consists of
+
+_serves: list[Any] = []
+_sums: Sums = {}
 
 
-def serve(content: list[Any]) -> None:
-    """This process serves weights with these checksums (kv/identity.content_of)."""
+def serve(content: Any, sums: Sums | None = None) -> None:
+    """This process serves weights with these checksums, of all (kv/identity.content_of) and of each
+    tensor."""
     _serves[:] = [content]
+    _sums.clear()
+    _sums.update(sums or {})
+
+
+def served() -> Sums:
+    """The checksums of the tensors that are served, as far as they are known."""
+    return _sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +44,9 @@ class PagesOptions:
     """Options of a PageStore.
 
     weights: a directory or a step, as statehold.kv.identity takes it; None: the model that vLLM
-    loads. identity: 32 hexadecimal digits instead of all that. staging: memory for pages on their
-    way between processes. buffers: memory for pages that are on their way to the store.
+    loads. identity: 32 hexadecimal digits instead of all that; only weights of a run count, too.
+    staging: memory for pages on their way between processes. buffers: memory for pages that are on
+    their way to the store.
     """
 
     path: str
@@ -74,7 +86,8 @@ class PagesOptions:
     ) -> bytes:
         """What pages of the weights that are served depend on. model: what vLLM was given."""
         if self.identity is not None:
-            return _from_hex(self.identity)
+            given = _from_hex(self.identity)
+            return folded(_serves, {}, {"given": self.identity}) if _serves else given
         facts = {**layout, "engine": "vllm", "format": FORMAT}
         if _serves:
             return folded(_serves[0], config or {}, facts)
