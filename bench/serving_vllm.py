@@ -3,10 +3,10 @@
     tools/serving.sh --prepare
     PYTHONPATH=src:. .venv-serving/bin/python -m bench.serving_vllm --out FOLDER
 
-Three engines run at the same time, and take turns: in each repetition all of them answer a prompt
-before the next one begins. "cold" is a prompt that was never seen. "hit" is a prompt that was seen,
-after vLLM has forgotten its own prefix cache. "restart" is a hit of an engine that has just been
-started, whose pages are in files alone: all memory of the store is gone.
+Three engines run at the same time, each in one process, and take turns: in each repetition all of
+them answer a prompt before the next one begins. "cold" is a prompt that was never seen. "hit" is a
+prompt that was seen, after vLLM has forgotten its own prefix cache. "restart" is the first hit of
+an engine that was just started: its pages are in files alone.
 
 Invariants: the answers of an engine are compared with those of the engine without a connector. The
 model is SmolLM2-135M in bfloat16, the prompts are random tokens. Figures are medians, with all
@@ -59,7 +59,7 @@ def serve(model: str, transfer: dict[str, Any] | None) -> None:
     options = {"kv_transfer_config": {**transfer, "kv_role": "kv_both"}} if transfer else {}
     llm = LLM(
         model=model, enforce_eager=True, max_model_len=4224, max_num_batched_tokens=8192,
-        skip_tokenizer_init=True, **options,
+        skip_tokenizer_init=True, distributed_executor_backend="uni", **options,
     )  # fmt: skip
     once = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
     more = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
@@ -87,7 +87,7 @@ class Engine:
         env = {
             **os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }  # fmt: skip
         with open(log / f"{name}.log", "ab") as file:
             self.process = subprocess.Popen(
