@@ -50,6 +50,14 @@ def test_an_engine_of_two_ranks_has_pages_for_each(tmp_path: Path) -> None:
         assert engine.run(prompt(1)) == 24
 
 
+def test_blocks_of_several_hashes_are_named_by_the_last_one(tmp_path: Path) -> None:
+    with Engine(tmp_path, hashed=2) as engine:
+        engine.run(prompt(1))
+    with Engine(tmp_path, hashed=2) as engine:
+        assert engine.run(prompt(1)) == 24
+        assert engine.run(prompt(1)[:7] + prompt(2)) == 4
+
+
 def test_an_answer_that_goes_on_is_found_as_a_prompt(tmp_path: Path) -> None:
     ids = prompt(1, 30)
     with Engine(tmp_path) as engine:

@@ -57,15 +57,15 @@ def vllm_config(path: Path, ranks: int = 1, **options: object) -> Any:
     )  # fmt: skip
 
 
-def kv_config(*groups: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=list(groups or [group()]), hash_block_size=TOKENS)
+def kv_config(*groups: Any, hashed: int = TOKENS) -> Any:
+    return SimpleNamespace(kv_cache_groups=list(groups or [group()]), hash_block_size=hashed)
 
 
-def hashes(ids: Sequence[int]) -> list[bytes]:
-    """Of the full blocks, each with all before it."""
+def hashes(ids: Sequence[int], tokens: int) -> list[bytes]:
+    """Of so many tokens each, with all before them."""
     found, before = list[bytes](), b""
-    for end in range(TOKENS, len(ids) + 1, TOKENS):
-        before = hashlib.sha256(before + bytes(ids[end - TOKENS : end])).digest()
+    for end in range(tokens, len(ids) + 1, tokens):
+        before = hashlib.sha256(before + bytes(ids[end - tokens : end])).digest()
         found.append(before)
     return found
 
@@ -79,7 +79,8 @@ def content(ids: Sequence[int], layer: int, rank: int) -> torch.Tensor:
 class Engine:
     """An engine without memory of its own: what it does not compute is from pages."""
 
-    def __init__(self, path: Path, ranks: int = 1, **options: object) -> None:
+    def __init__(self, path: Path, ranks: int = 1, hashed: int = TOKENS, **options: object) -> None:
+        self.hashed = hashed
         config = vllm_config(path, ranks, **options)
         self.scheduler, self.workers = Connector(), list[Connector]()
         self.caches = [
@@ -89,10 +90,10 @@ class Engine:
         for rank, caches in enumerate(self.caches):
             worker, config = Connector(), vllm_config(path, ranks, **options)
             config.parallel_config.rank = rank
-            worker.begin(config, kv_config())
+            worker.begin(config, kv_config(hashed=hashed))
             worker.register_kv_caches(caches)
             self.workers.append(worker)
-        self.scheduler.begin(config, kv_config())
+        self.scheduler.begin(config, kv_config(hashed=hashed))
         told = {rank: each.get_handshake_metadata() for rank, each in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata(told)
         self.free = list(range(BLOCKS))
@@ -112,7 +113,7 @@ class Engine:
         self.count += 1
         made = SimpleNamespace(
             request_id=f"request {self.count}",
-            block_hashes=hashes(ids),
+            block_hashes=hashes(ids, self.hashed),
             num_tokens=len(ids),
             num_computed_tokens=0,
             lora_request=lora,

@@ -214,10 +214,8 @@ class Promises:
         self._loads: list[tuple[int, int]] = []
 
     def begin(self, request: Any) -> None:
-        """A request has come."""
-        if (
-            request.lora_request is None
-        ):  # vLLM's hash knows the name of an adapter, not its weights
+        """A request has come. Of an adapter, vLLM's hash knows the name and not the weights."""
+        if request.lora_request is None:
             self._requests[request.request_id] = request
 
     def end(self, name: str) -> None:
@@ -254,9 +252,11 @@ class Promises:
 
     def _ask(self, request: Any, first: int) -> _Asked | None:
         """Begin to read the pages that are there, as far as there are slots."""
-        hashes = self._hashes(request)[first:]
+        hashes = self._hashes(request, first, request.num_tokens // self._tokens)
         keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
-        there = self._store.contains(keys)
+        there = self._store.contains(keys[: self._ranks])
+        if there and all(there):
+            there = self._store.contains(keys)
         count = next((at for at, is_there in enumerate(there) if not is_there), len(there))
         self._reclaim()
         count = min(count // self._ranks, len(self._free))
@@ -314,22 +314,22 @@ class Promises:
         """The blocks that are full behind the step, and not in the store."""
         name = request.request_id
         first = self._saved.get(name, 0)
-        hashes = self._hashes(request)[: computed // self._tokens]
-        if first >= len(hashes):
+        hashes = self._hashes(request, first, computed // self._tokens)
+        if not hashes:
             return []
-        self._saved[name] = len(hashes)
-        keys = [key_of(each, rank) for each in hashes[first:] for rank in range(self._ranks)]
+        self._saved[name] = first + len(hashes)
+        keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
         there, ranks, found = self._store.contains(keys), self._ranks, list[SavedBlocks]()
         blocks, was_there = blocks_of(name), True
-        for page in range(first, len(hashes)):
-            at = (page - first) * ranks
-            is_there = all(there[at : at + ranks])
-            if not is_there and was_there:
-                found.append(SavedBlocks([], [], hashes[page - 1] if page else None))
+        before = self._hashes(request, first - 1, first)[0] if first else None
+        for at, each in enumerate(hashes):
+            is_there = all(there[at * ranks : (at + 1) * ranks])
             if not is_there:
-                found[-1].hashes.append(hashes[page])
-                found[-1].blocks.append(blocks[page])
-            was_there = is_there
+                if was_there:
+                    found.append(SavedBlocks([], [], before))
+                found[-1].hashes.append(each)
+                found[-1].blocks.append(blocks[first + at])
+            was_there, before = is_there, each
         return found
 
     def reset(self, identity: bytes | None = None) -> None:
@@ -348,10 +348,11 @@ class Promises:
         """Close the store."""
         self._store.close()
 
-    def _hashes(self, request: Any) -> list[bytes]:
-        """Of the full blocks of a request; each stands for its tokens and all before them."""
+    def _hashes(self, request: Any, first: int, end: int) -> list[bytes]:
+        """Of some full blocks of a request; each stands for its tokens and all before them."""
         each = self._hashes_a_page
-        return [bytes(one) for one in request.block_hashes[each - 1 :: each]]
+        known = request.block_hashes[(first + 1) * each - 1 : end * each : each]
+        return [bytes(one) for one in known]
 
     def _let_go(self, name: str) -> None:
         asked = self._asked.pop(name, None)
