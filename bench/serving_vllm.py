@@ -16,6 +16,7 @@ repetitions beside them.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import smollm
+from statehold.process.host_memory import home_path
 
 SIZES = (512, 1024, 2048, 4096)
 VOCABULARY = 49152
@@ -173,6 +175,14 @@ def restarts(
     return found
 
 
+def forget_memory(store: Path) -> None:
+    """As a start of the host does: an engine that ends leaves its pages in memory."""
+    found = store.stat()
+    name = hashlib.sha256(f"{found.st_dev} {found.st_ino}".encode()).hexdigest()[:16]
+    for file in Path(home_path()).glob(f"kv-{name}-*"):
+        file.unlink()
+
+
 def shown(row: dict[str, Any]) -> str:
     figures = [
         f"{kind} {statistics.median(row[kind]):8.0f} ms"
@@ -209,6 +219,7 @@ def main() -> None:
         rows = measure(engines, asked.sizes, asked.repetitions)
         for engine in engines:
             engine.end()
+        forget_memory(folder / "kv")
         rows += restarts(model, folder / "kv", folder, asked.sizes, asked.repetitions)
         if asked.out:
             asked.out.mkdir(parents=True, exist_ok=True)

@@ -67,8 +67,9 @@ def test_engines_that_start_later_find_all_pages(
 
 
 def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Path) -> None:
+    # Memory for the least number of pages: what an engine leaves there survives its end, too.
     asked, path = prompts(1, COUNT, TOKENS), tmp_path / "kv"
-    ask(model, asked, tmp_path / "first.json", **FP32, **pages(path)).answers()
+    ask(model, asked, tmp_path / "first.json", **FP32, **pages(path, memory=0)).answers()
     damaged = 0
     for segment in path.glob("segment-*"):
         raw = bytearray(segment.read_bytes())
@@ -79,7 +80,7 @@ def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Pa
         segment.write_bytes(raw)
     assert damaged
     answers = ask(
-        model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path)
+        model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path, memory=0)
     ).answers()
     assert 0 < sum(cached(answers, 0)) < COUNT * ALL
     assert cached(answers, 1) == [ALL] * COUNT  # what was computed again is there again
