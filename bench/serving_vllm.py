@@ -127,29 +127,27 @@ def prompt(dice: random.Random, tokens: int) -> list[int]:
     return dice.choices(range(10, VOCABULARY), k=tokens)
 
 
-def measure(engines: list[Engine], sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
-    """Cold and hit of each engine and size, in turns."""
-    dice, found = random.Random(7), list[dict[str, Any]]()
-    plain = engines[0]
-    for size in sizes:
-        rows = {engine.name: {"cold": [], "hit": [], "differ": 0} for engine in engines}
-        for at in range(repetitions):
-            ids = prompt(dice, size)
-            for engine in engines[at % len(engines) :] + engines[: at % len(engines)]:
-                row = rows[engine.name]
-                row["cold"].append(engine.ask(ids)["ms"])
-            right = None
-            for engine in engines:
-                row, forget = rows[engine.name], engine is not plain
-                answer = engine.ask(ids, forget=forget)  # the plain one has its own prefix cache
-                row["hit"].append(answer["ms"])
-                row["cached"] = answer["cached"]
-                tokens = engine.ask(ids, forget=forget, more=True)["tokens"]
-                right = right or tokens
-                row["differ"] += tokens != right
-        for name, row in rows.items():
-            found.append({"tokens": size, "engine": name, **row})
-            print(shown(found[-1]), flush=True)
+def measure(engines: list[Engine], size: int, repetitions: int) -> list[dict[str, Any]]:
+    """Cold and hit of each engine, in turns."""
+    dice, found, plain = random.Random(size), list[dict[str, Any]](), engines[0]
+    rows = {engine.name: {"cold": [], "hit": [], "differ": 0} for engine in engines}
+    for at in range(repetitions):
+        ids = prompt(dice, size)
+        for engine in engines[at % len(engines) :] + engines[: at % len(engines)]:
+            row = rows[engine.name]
+            row["cold"].append(engine.ask(ids)["ms"])
+        right = None
+        for engine in engines:
+            row, forget = rows[engine.name], engine is not plain
+            answer = engine.ask(ids, forget=forget)  # the plain one has its own prefix cache
+            row["hit"].append(answer["ms"])
+            row["cached"] = answer["cached"]
+            tokens = engine.ask(ids, forget=forget, more=True)["tokens"]
+            right = right or tokens
+            row["differ"] += tokens != right
+    for name, row in rows.items():
+        found.append({"tokens": size, "engine": name, **row})
+        print(shown(found[-1]), flush=True)
     return found
 
 
@@ -157,14 +155,12 @@ def restarts(
     model: Path, store: Path, log: Path, sizes: list[int], repetitions: int
 ) -> list[dict[str, Any]]:
     """The first hit after a start: the pages are in files alone."""
-    dice, seen = random.Random(7), dict[int, list[list[int]]]()
-    for size in sizes:
-        seen[size] = [prompt(dice, size) for _ in range(repetitions)]
     engine = Engine("statehold again", model, pages(store), log)
     engine.begin()
     found = []
     for size in sizes:
-        answers = [engine.ask(ids) for ids in seen[size]]
+        dice = random.Random(size)  # the prompts of measure()
+        answers = [engine.ask(prompt(dice, size)) for _ in range(repetitions)]
         row = {
             "tokens": size, "engine": "statehold", "restart": [each["ms"] for each in answers],
             "cached": answers[0]["cached"],
@@ -173,6 +169,21 @@ def restarts(
         print(shown(row), flush=True)
     engine.end()
     return found
+
+
+def write(out: Path | None, rows: list[dict[str, Any]]) -> None:
+    """The figures so far."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    command = " ".join(sys.orig_argv)
+    whole = {"command": command, "cores": os.cpu_count(), "load": os.getloadavg(), "rows": rows}
+    (out / "serving-vllm.json").write_text(json.dumps(whole, indent=1) + "\n")
+    text = "\n".join(map(shown, rows))
+    load = " ".join(f"{each:.1f}" for each in os.getloadavg())
+    (out / "serving-vllm.txt").write_text(
+        f"{command}\n{os.cpu_count()} cores, load {load}\n\n{text}\n"
+    )
 
 
 def forget_memory(store: Path) -> None:
@@ -216,18 +227,15 @@ def main() -> None:
         ]
         for engine in engines:
             engine.begin()
-        rows = measure(engines, asked.sizes, asked.repetitions)
+        rows = list[dict[str, Any]]()
+        for size in asked.sizes:
+            rows += measure(engines, size, asked.repetitions)
+            write(asked.out, rows)
         for engine in engines:
             engine.end()
         forget_memory(folder / "kv")
         rows += restarts(model, folder / "kv", folder, asked.sizes, asked.repetitions)
-        if asked.out:
-            asked.out.mkdir(parents=True, exist_ok=True)
-            command = " ".join(sys.orig_argv)
-            whole = {"command": command, "load": os.getloadavg(), "rows": rows}
-            (asked.out / "serving_vllm.json").write_text(json.dumps(whole, indent=1))
-            text = "\n".join(map(shown, rows))
-            (asked.out / "serving_vllm.txt").write_text(f"{command}\n\n{text}\n")
+        write(asked.out, rows)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
