@@ -257,8 +257,9 @@ def test_weights_that_change_change_what_is_found_in_the_same_moment(
         assert engine.run(prompt(1)) == 24  # of the weights before
 
 
-@pytest.mark.usefixtures("others")
-def test_a_step_that_was_planned_before_the_weights_changed_saves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_was_planned_before_the_weights_changed_saves_nothing(
+    tmp_path: Path, others: pytest.MonkeyPatch
+) -> None:
     with Engine(tmp_path) as engine:
         request = engine.request(prompt(1))
         plain = engine.forward
@@ -272,6 +273,9 @@ def test_a_step_that_was_planned_before_the_weights_changed_saves_nothing(tmp_pa
         engine.saved()
         engine.forward = plain  # type: ignore[method-assign]
         assert engine.run(prompt(1)) == 0
+    others.undo()
+    with Engine(tmp_path) as engine:
+        assert engine.run(prompt(1)) == 0  # the weights before have computed none of it
 
 
 def refused(config: Any, groups: Any, words: str) -> None:
