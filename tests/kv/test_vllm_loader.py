@@ -110,6 +110,16 @@ def test_ranks_get_tensors_that_were_not_read(run: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_default_device_changes_nothing(run: Path, ranks: int) -> None:
+    """vLLM loads under the device of the model."""
+    with torch.device("meta"):
+        found: dict[str, torch.Tensor] = {}
+        given = {"run": str(run), "name": "model"}
+        load_into(lambda w: found.update((n, t.view(t.shape)) for n, t in w), given, ranks)
+    assert same(found, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_damage_is_found(tmp_path: Path, ranks: int) -> None:
     with statehold.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"model": model(1)}).wait("committed")

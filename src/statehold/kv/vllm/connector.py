@@ -147,7 +147,7 @@ class Current:
 
     @classmethod
     def opened(cls, path: str) -> Current:
-        """That of another process."""
+        """The one of another process."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(fd)
@@ -385,7 +385,7 @@ class WorkerPages:
         count = max(1, buffer_bytes // self.page_bytes)
         # Touched now: a page fault for each 4 KiB would be part of the first steps.
         self._buffers = torch.zeros(
-            (count, self.page_bytes), dtype=torch.uint8, pin_memory=is_cuda
+            (count, self.page_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_cuda
         ).fill_(1)
         memory = (ctypes.c_ubyte * self._buffers.nbytes).from_address(self._buffers.data_ptr())
         self._memory = memoryview(memory).cast("B")

@@ -136,7 +136,7 @@ class StepReader:
         plan = ReadPlan(self._saved, hint="load an older step")
         made = []
         for part in parts:
-            target = torch.empty(part.box.shape, dtype=part.dtype)
+            target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
             made.append(target)
             for chunk in self._chunks(part):
                 cut = chunk.box.intersection(part.box)

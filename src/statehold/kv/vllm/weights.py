@@ -4,8 +4,8 @@
     init_weight_transfer_engine({"run": "runs/llama", "name": "model"})
     start_weight_update(); update_weights({"step": 1000}); finish_weight_update("1000")
 
-All ranks take the step that they are told. What a rank reads are the layers in which a tensor has
-other checksums than the one that is served.
+The caller names the step, so all ranks take the same one. A rank reads the layers in which a tensor
+has other checksums than the one that is served.
 Invariants: all that changes is read and verified before any of it reaches the model, so a step that
 is damaged or was retired changes nothing, and the error says so. What pages depend on changes in
 the same call as the weights: nothing that was computed with those before is found after it.
