@@ -53,6 +53,7 @@ UNITS = [
     "lineage",
     "kv",
     "kv.caches",
+    "kv.vllm",
     "resilience",
     "metrics",
     "testing",
@@ -72,12 +73,14 @@ CORE_USERS = {
     "reading",
     "subscription",
     "kv",
+    "kv.vllm",
     "resilience",
     "testing",
     "integrations",
     "cli",
 }
 TORCH_USERS = {
+    "kv.vllm",
     "tensors",
     "offload",
     "reading",

@@ -46,14 +46,23 @@ def identity(
         UsageError: there are no weights, or a value cannot be written as JSON.
         StateholdError: the weights cannot be read.
     """
-    path = Path(weights)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    is_step = (path / "manifest.json").exists() or not files
-    content = _of_step(os.fspath(weights)) if is_step else [_of_file(each) for each in files]
     if config is None:
         config = {}
         with contextlib.suppress(FileNotFoundError):
-            config = json.loads((path / "config.json").read_bytes())
+            config = json.loads((Path(weights) / "config.json").read_bytes())
+    return folded(content_of(weights), config, layout)
+
+
+def content_of(weights: str | os.PathLike[str]) -> list[Any]:
+    """The checksums of weights. Raises as identity() does."""
+    path = Path(weights)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    is_step = (path / "manifest.json").exists() or not files
+    return _of_step(os.fspath(weights)) if is_step else [_of_file(each) for each in files]
+
+
+def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, Any]) -> bytes:
+    """The identity of weights with these checksums. Raises UsageError for a value without JSON."""
     told = {name: value for name, value in config.items() if name not in _NOTES}
     try:
         raw = json.dumps([content, told, layout], sort_keys=True, allow_nan=False)

@@ -1,0 +1,765 @@
+"""StateholdConnector: vLLM's prefix cache goes on in a PageStore, with a GPU and without.
+
+    scheduler  which pages of a prompt are there -> read them into staging -> promise those that
+               are right -> plan: staging slots to load, blocks to save
+    worker     before the forward: staging -> KV cache; behind it: full blocks -> buffers -> store
+
+A page is one block of one tensor-parallel rank, over all layers: its key is vLLM's hash of the
+block and the rank. Staging is memory of the scheduler that the workers of the host map.
+
+Invariants: a page is promised only after its bytes were verified and are in staging, which nobody
+else writes to until all ranks have copied them. So a page that is bad, late or missing shortens the
+promise, and no request fails; until the pages are there, or their time has passed, the scheduler
+asks again, and other requests go on. No call waits for storage. What has no buffer is not saved,
+and counted. A block is saved only behind the forward that filled it, and not if that has failed.
+Not here: the store (kv/store), what its pages depend on (opening).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import mmap
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from statehold.errors import UsageError
+from statehold.kv.batch import PageBatch, PageVerdict
+from statehold.kv.page import IDENTITY_BYTES
+from statehold.kv.store import PageStore
+from statehold.kv.vllm.opening import PagesOptions
+from statehold.process.worker import Worker
+from statehold.units import parse_bytes
+
+# How long the threads that save wait for a place in the store.
+PUT_S = 30.0
+# Layers whose blocks hold all that the tokens of the block have left behind.
+HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+
+_HEAD_BYTES = mmap.PAGESIZE  # of staging: for each rank, the number of the last plan it has loaded
+_WORD = 8
+
+
+# -- what the two sides tell each other ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a worker tells the scheduler before the first request. current: path of a Current."""
+
+    identity: bytes
+    page_bytes: int
+    current: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlocks:
+    """Full blocks of a request, in order; after: the hash of the block before the first one."""
+
+    hashes: list[bytes]
+    blocks: list[int]
+    after: bytes | None
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the workers do in a step. loads: a block, and the staging slot of rank 0."""
+
+    number: int
+    staging: str
+    identity: bytes = b""
+    weights: int = 0  # how often they had changed
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[SavedBlocks] = field(default_factory=list)
+
+
+def key_of(block_hash: bytes, rank: int) -> bytes:
+    """The key of a page."""
+    return bytes(block_hash) + rank.to_bytes(4, "big")
+
+
+class StagedPages:
+    """Slots of memory in a file that lives as long as a process has it open."""
+
+    def __init__(self, fd: int, page_bytes: int) -> None:
+        self._mapped = mmap.mmap(fd, 0)
+        self.view = memoryview(self._mapped)
+        self._words = self.view[:_HEAD_BYTES].cast("Q")
+        self.page_bytes, self._slot_bytes = page_bytes, -(-page_bytes // _HEAD_BYTES) * _HEAD_BYTES
+        self.slots = (self.view.nbytes - _HEAD_BYTES) // self._slot_bytes
+
+    @classmethod
+    def made(cls, page_bytes: int, nbytes: int) -> tuple[StagedPages, int]:
+        """New staging, and the descriptor that keeps it."""
+        slot = -(-page_bytes // _HEAD_BYTES) * _HEAD_BYTES
+        fd = os.memfd_create("statehold-staging", os.MFD_CLOEXEC)
+        os.posix_fallocate(fd, 0, _HEAD_BYTES + max(1, nbytes // slot) * slot)
+        return cls(fd, page_bytes), fd
+
+    @classmethod
+    def opened(cls, path: str, page_bytes: int) -> StagedPages:
+        """The staging of another process."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(fd, page_bytes)
+        finally:
+            os.close(fd)
+
+    def page(self, slot: int) -> memoryview:
+        """The bytes of a page."""
+        at = _HEAD_BYTES + slot * self._slot_bytes
+        return self.view[at : at + self.page_bytes]
+
+    def loaded(self, rank: int) -> int:
+        """The number of the last plan that a rank has loaded."""
+        return self._words[rank]
+
+    def say_loaded(self, rank: int, number: int) -> None:
+        """A rank needs no slot of this plan, and of those before it, any more."""
+        self._words[rank] = number
+
+
+class Current:
+    """The identity of a worker's weights, in memory that the scheduler sees at once.
+
+    An identity is complete before the count says so, and stays until the one after the next.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._view = memoryview(mmap.mmap(fd, _HEAD_BYTES))
+        self._count = self._view.cast("Q")
+
+    @classmethod
+    def made(cls) -> tuple[Current, int]:
+        """A new one, and the descriptor that keeps it."""
+        fd = os.memfd_create("statehold-current", os.MFD_CLOEXEC)
+        os.truncate(fd, _HEAD_BYTES)
+        return cls(fd), fd
+
+    @classmethod
+    def opened(cls, path: str) -> Current:
+        """The one of another process."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)
+
+    @property
+    def count(self) -> int:
+        """How often the weights have changed."""
+        return self._count[0]
+
+    @property
+    def identity(self) -> bytes:
+        """What pages depend on since then."""
+        return bytes(self._view[self._place(self.count) :][:IDENTITY_BYTES])
+
+    def change(self, identity: bytes) -> None:
+        """The weights are others."""
+        at = self._place(self.count + 1)
+        self._view[at : at + IDENTITY_BYTES] = identity
+        self._count[0] += 1
+
+    def _place(self, count: int) -> int:
+        return _WORD + count % 2 * IDENTITY_BYTES
+
+
+# -- the scheduler's side --------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Pages of a request, read into staging. slots: by page, of all ranks, one after the other."""
+
+    first: int
+    slots: list[int]
+    batch: PageBatch
+    pages: int | None = None  # how many are right, from the first one on; None: not known yet
+    computed: int = 0  # tokens that vLLM had when it was promised pages
+
+
+class Promises:
+    """Which pages a request may count on, and the plans of steps."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        staging: StagedPages,
+        path: str,
+        *,
+        ranks: int,
+        tokens: int,
+        hashes_a_page: int = 1,
+    ) -> None:
+        self._store, self._staging, self._path = store, staging, path
+        self._ranks, self._tokens, self._hashes_a_page = ranks, tokens, hashes_a_page
+        # A slot of rank r is behind the one of rank 0.
+        self._free = deque(range(0, staging.slots - ranks + 1, ranks))
+        self._lent = deque[tuple[int, list[int]]]()  # the number of the plan, slots
+        self._asked: dict[str, _Asked] = {}
+        self._given_up = set[str]()
+        self._requests: dict[str, Any] = {}
+        self._saved: dict[str, int] = {}
+        self._number = 1
+        self._loads: list[tuple[int, int]] = []
+
+    def begin(self, request: Any) -> None:
+        """A request has come. Of an adapter, vLLM's hash knows the name and not the weights."""
+        if request.lora_request is None:
+            self._requests[request.request_id] = request
+
+    def end(self, name: str) -> None:
+        """A request has ended, or was given up."""
+        self._requests.pop(name, None)
+        self._saved.pop(name, None)
+        self._given_up.discard(name)
+        self._let_go(name)
+
+    def matched(self, request: Any, computed: int) -> int | None:
+        """How many tokens after those that are computed may be loaded; None: ask again later."""
+        name = request.request_id
+        if name not in self._requests or name in self._given_up:
+            return 0
+        asked = self._asked.get(name)
+        if asked is not None and computed < asked.first * self._tokens:
+            self._let_go(name)  # vLLM has lost blocks meanwhile
+            asked = None
+        if asked is None:
+            asked = self._ask(request, computed // self._tokens)
+            if asked is None:
+                return 0
+            self._asked[name] = asked
+        if not self._settle(asked):
+            return None
+        # One token at least is computed: its logits are the answer's first token.
+        end = min((asked.first + (asked.pages or 0)) * self._tokens, request.num_tokens - 1)
+        if end <= computed:
+            self._given_up.add(name)
+            self._let_go(name)
+            return 0
+        asked.computed = computed
+        return int(end - computed)
+
+    def _ask(self, request: Any, first: int) -> _Asked | None:
+        """Begin to read the pages that are there, as far as there are slots."""
+        hashes = self._hashes(request, first, request.num_tokens // self._tokens)
+        keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
+        there = self._store.contains(keys[: self._ranks])
+        if there and all(there):
+            there = self._store.contains(keys)
+        count = next((at for at, is_there in enumerate(there) if not is_there), len(there))
+        self._reclaim()
+        count = min(count // self._ranks, len(self._free))
+        if not count:
+            return None
+        slots = [self._free.popleft() for _ in range(count)]
+        pages = [self._staging.page(slot + rank) for slot in slots for rank in range(self._ranks)]
+        return _Asked(first, slots, self._store.get(keys[: len(pages)], pages))
+
+    def _settle(self, asked: _Asked) -> bool:
+        """Whether it is known which of the pages are right."""
+        if asked.pages is None:
+            if not asked.batch.is_done and asked.batch.seconds_left != 0.0:
+                return False
+            bad = (
+                at
+                for at, verdict in enumerate(asked.batch.wait())
+                if verdict is not PageVerdict.HIT
+            )
+            asked.pages = next(bad, asked.batch.count) // self._ranks
+            self._free.extend(asked.slots[asked.pages :])
+            del asked.slots[asked.pages :]
+        return True
+
+    def allocated(self, name: str, blocks: Sequence[int], external: int) -> None:
+        """vLLM has blocks for the request, of which `external` tokens are to be loaded."""
+        asked = self._asked.get(name)
+        if asked is not None and external:
+            first = asked.computed // self._tokens
+            end = -(-(asked.computed + external) // self._tokens)
+            used = asked.slots[first - asked.first : end - asked.first]
+            self._loads += zip(blocks[first:end], used, strict=True)
+            self._lent.append((self._number, used))
+            asked.slots = [slot for slot in asked.slots if slot not in set(used)]
+        self._let_go(name)
+
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[int]],
+        weights: int = 0,
+    ) -> Plan:
+        """The plan of a step. scheduled: the tokens that a request has computed behind it."""
+        plan = Plan(self._number, self._path, self._store.identity, weights, self._loads)
+        for name, computed in scheduled.items():
+            request = self._requests.get(name)
+            if request is not None:
+                plan.saves += self._saves(request, computed, blocks_of)
+        self._number, self._loads = self._number + 1, []
+        return plan
+
+    def _saves(
+        self, request: Any, computed: int, blocks_of: Callable[[str], Sequence[int]]
+    ) -> list[SavedBlocks]:
+        """The blocks that are full behind the step, and not in the store."""
+        name = request.request_id
+        first = self._saved.get(name, 0)
+        hashes = self._hashes(request, first, computed // self._tokens)
+        if not hashes:
+            return []
+        self._saved[name] = first + len(hashes)
+        keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
+        there, ranks, found = self._store.contains(keys), self._ranks, list[SavedBlocks]()
+        blocks, was_there = blocks_of(name), True
+        before = self._hashes(request, first - 1, first)[0] if first else None
+        for at, each in enumerate(hashes):
+            is_there = all(there[at * ranks : (at + 1) * ranks])
+            if not is_there:
+                if was_there:
+                    found.append(SavedBlocks([], [], before))
+                found[-1].hashes.append(each)
+                found[-1].blocks.append(blocks[first + at])
+            was_there, before = is_there, each
+        return found
+
+    def reset(self, identity: bytes | None = None) -> None:
+        """From now on no page of before is found. identity: of the new weights; None: nobody says
+        what they are, so pages are this engine's own until it starts again."""
+        for name in list(self._asked):
+            self._let_go(name)
+        # What runs has keys and values of before, which no page may have from now on.
+        self._requests = {n: r for n, r in self._requests.items() if not r.num_computed_tokens}
+        self._saved.clear()
+        self._given_up.clear()
+        fresh = hashlib.sha256(self._store.identity + os.urandom(IDENTITY_BYTES)).digest()
+        self._store.identity = identity or fresh[:IDENTITY_BYTES]
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    def _hashes(self, request: Any, first: int, end: int) -> list[bytes]:
+        """Of some full blocks of a request; each stands for its tokens and all before them."""
+        each = self._hashes_a_page
+        known = request.block_hashes[(first + 1) * each - 1 : end * each : each]
+        return [bytes(one) for one in known]
+
+    def _let_go(self, name: str) -> None:
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            for place in range(asked.batch.count):  # from now on nobody writes to the slots
+                asked.batch.settle(place, PageVerdict.LATE)
+            self._free.extend(asked.slots)
+
+    def _reclaim(self) -> None:
+        """Take the slots back that all ranks have loaded from."""
+        loaded = min(self._staging.loaded(rank) for rank in range(self._ranks))
+        while self._lent and self._lent[0][0] <= loaded:
+            self._free.extend(self._lent.popleft()[1])
+
+
+# -- the worker's side -----------------------------------------------------------------------------
+
+
+class WorkerPages:
+    """The pages of a worker, between the KV cache and the store."""
+
+    def __init__(
+        self, store: PageStore, caches: Sequence[torch.Tensor], rank: int, buffer_bytes: int
+    ) -> None:
+        self._store, self._rank = store, rank
+        self._rows = [rows_of(each) for each in caches]
+        self.page_bytes = sum(each.shape[1] for each in self._rows)
+        self._device = caches[0].device
+        is_cuda = self._device.type == "cuda"
+        count = max(1, buffer_bytes // self.page_bytes)
+        # Touched now: a page fault for each 4 KiB would be part of the first steps.
+        self._buffers = torch.zeros(
+            (count, self.page_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_cuda
+        ).fill_(1)
+        memory = (ctypes.c_ubyte * self._buffers.nbytes).from_address(self._buffers.data_ptr())
+        self._memory = memoryview(memory).cast("B")
+        self._free, self._guard = deque(range(count)), threading.Lock()
+        self._staging: StagedPages | None = None
+        self._saver = Worker("statehold-kv-save")
+        self._dropped = 0  # pages that had no buffer
+
+    def load(self, plan: Plan) -> None:
+        """Copy the pages of a plan to their blocks."""
+        if not plan.loads:
+            return
+        if self._staging is None:
+            self._staging = StagedPages.opened(plan.staging, self.page_bytes)
+        for block, slot in plan.loads:
+            page = torch.frombuffer(self._staging.page(slot + self._rank), dtype=torch.uint8)
+            at = 0
+            for rows in self._rows:
+                rows[block].copy_(page[at : at + rows.shape[1]])
+                at += rows.shape[1]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._staging.say_loaded(self._rank, plan.number)
+
+    def save(self, plan: Plan) -> None:
+        """Copy full blocks, as far as there are buffers, and store them later."""
+        if plan.identity:
+            self.use(plan.identity)
+        for save in plan.saves:
+            with self._guard:
+                count = min(len(save.blocks), len(self._free))
+                taken = [self._free.popleft() for _ in range(count)]
+            self._dropped += len(save.blocks) - count
+            if taken:
+                self._copy(save.blocks[:count], taken)
+                self._later(save, taken)
+
+    def _copy(self, blocks: list[int], buffers: list[int]) -> None:
+        at = 0
+        for rows in self._rows:
+            width = rows.shape[1]
+            for block, buffer in zip(blocks, buffers, strict=True):
+                self._buffers[buffer, at : at + width].copy_(rows[block], non_blocking=True)
+            at += width
+
+    def _later(self, save: SavedBlocks, buffers: list[int]) -> None:
+        copied = None
+        if self._device.type == "cuda":
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(self._device))
+        keys = [key_of(each, self._rank) for each in save.hashes[: len(buffers)]]
+        after = None if save.after is None else key_of(save.after, self._rank)
+
+        def put() -> None:
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                size = self.page_bytes
+                pages = [self._memory[at * size : (at + 1) * size] for at in buffers]
+                self._store.put(keys, pages, after=after, deadline_s=PUT_S).wait()
+            finally:
+                with self._guard:
+                    self._free.extend(buffers)
+
+        self._saver.submit(put)
+
+    def use(self, identity: bytes) -> None:
+        """What is saved from now on depends on other weights."""
+        if identity != self._store.identity:
+            self._saver.passed(None)  # those pages are of the identity before
+            self._store.identity = identity
+
+    def stats(self) -> dict[str, int]:
+        """Of the store, and of the buffers."""
+        return {**self._store.stats(), "no buffer": self._dropped}
+
+    def flush(self) -> None:
+        """Return once all that was saved is in files."""
+        self._saver.passed(None)
+        self._store.flush()
+
+    def close(self) -> None:
+        """Store what was saved, and close the store."""
+        self._saver.close()
+        self._store.close()
+
+
+def rows_of(cache: torch.Tensor) -> torch.Tensor:
+    """The blocks of a layer's cache as (blocks, bytes). Raises UsageError if they have gaps."""
+    block, nbytes = cache[0], cache[0].numel() * cache.element_size()
+    dims = sorted(
+        (stride, size) for size, stride in zip(block.shape, block.stride(), strict=True) if size > 1
+    )
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            facts = {"expected": "blocks without gaps", "got": f"strides {cache.stride()}"}
+            raise UsageError("the KV cache has a layout that pages cannot hold", facts=facts)
+        expected *= size
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    return raw.set_(
+        cache.untyped_storage(),
+        cache.storage_offset() * cache.element_size(),
+        (cache.shape[0], nbytes),
+        (cache.stride(0) * cache.element_size(), 1),
+    )
+
+
+# -- vLLM's interface ------------------------------------------------------------------------------
+
+
+class Connector:
+    """The methods of vLLM's KVConnectorBase_V1, for either side. version: vLLM's."""
+
+    version: ClassVar[str] = ""
+
+    def begin(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """Before all other calls. Raises UsageError for what pages cannot hold, by name."""
+        self._config = vllm_config
+        self._options = PagesOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._group = check(vllm_config, kv_cache_config)
+        self._block_tokens = self._group.kv_cache_spec.block_size
+        self._hash_tokens = kv_cache_config.hash_block_size or self._block_tokens
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._promises: Promises | None = None
+        self._copies: WorkerPages | None = None
+        self._plan: Plan | None = None
+        self._current: Current | None = None
+        self._keeps: int | None = None  # a descriptor
+        self._manager: Any = None
+        self._weights, self._is_stale = 0, False
+
+    # -- scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Told]) -> None:
+        """What the workers know: the weights that they have loaded, and the layout of pages."""
+        told = metadata[min(metadata)]
+        if len({each.page_bytes for each in metadata.values()}) != 1:
+            facts = {"got": {rank: each.page_bytes for rank, each in metadata.items()}}
+            raise UsageError("the ranks have pages of different sizes", facts=facts)
+        self._current = Current.opened(told.current)
+        store = self._options.opened(told.page_bytes, told.identity)
+        staging, self._keeps = StagedPages.made(told.page_bytes, parse_bytes(self._options.staging))
+        self._promises = Promises(
+            store,
+            staging,
+            f"/proc/{os.getpid()}/fd/{self._keeps}",
+            ranks=self._ranks,
+            tokens=self._block_tokens,
+            hashes_a_page=self._block_tokens // self._hash_tokens,
+        )
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM's own prefix cache: it knows nothing of weights."""
+        self._manager = kv_cache_manager
+
+    def _is_current(self) -> bool:
+        """Whether what vLLM has found is of the weights that the workers have."""
+        if self._promises is None or self._current is None:
+            return True
+        if self._weights != self._current.count:
+            self._weights, self._is_stale = self._current.count, True
+            self._promises.reset(self._current.identity)
+        if not self._is_stale:
+            return True
+        # It fails while requests run that began with the weights before.
+        self._is_stale = self._manager is not None and not self._manager.reset_prefix_cache()
+        return False
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        if self._promises is not None:
+            self._promises.begin(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens are in staging. They are loaded before the forward of the step.
+
+        None also if the weights have changed: what vLLM has found itself is of those before.
+        """
+        if not self._is_current():
+            return None, False
+        if self._promises is None or request.skip_reading_prefix_cache:
+            return 0, False
+        return self._promises.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        if self._promises is not None:
+            ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+            self._promises.allocated(request.request_id, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        """The plan of a step."""
+        if self._promises is None:
+            return Plan(0, "")
+        new, old = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        computed = {each.req_id: each.num_computed_tokens for each in new}
+        computed.update(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        steps = scheduler_output.num_scheduled_tokens
+        state = scheduler_output.kv_connector_block_state
+        return self._promises.plan(
+            {name: computed[name] + count for name, count in steps.items()},
+            lambda name: state.get_block_ids(name)[0],
+            self._weights,
+        )
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        """Blocks may go at once: what is saved was copied already."""
+        if self._promises is not None:
+            self._promises.end(request.request_id)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """vLLM forgets its prefix cache, with reset_connector=True: so are the pages."""
+        if self._promises is not None:
+            self._promises.reset()
+        return True
+
+    # -- worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """The tensors of the KV cache, by layer."""
+        caches = {name: kv_caches[name] for name in self._group.layer_names}
+        rank = self._config.parallel_config.rank % self._ranks
+        self._caches = caches
+        identity = self._identity()
+        nbytes = sum(each.shape[1] for each in map(rows_of, caches.values()))
+        self._copies = WorkerPages(
+            self._options.opened(nbytes, identity),
+            list(caches.values()),
+            rank,
+            parse_bytes(self._options.buffers),
+        )
+        self._current, self._keeps = Current.made()
+        self._told = Told(identity, nbytes, f"/proc/{os.getpid()}/fd/{self._keeps}")
+
+    def weights_changed(self) -> None:
+        """This process serves other weights (opening.serve): no page of before is found."""
+        if self._copies is not None and self._current is not None:
+            identity = self._identity()
+            self._copies.use(identity)
+            self._current.change(identity)
+
+    def _identity(self) -> bytes:
+        model = self._config.model_config
+        layers = [
+            [name, list(each.shape[1:]), list(each.stride()[1:]), str(each.dtype)]
+            for name, each in self._caches.items()
+        ]
+        return self._options.identity_of(
+            model.model,
+            json.loads(model.hf_config.to_json_string(use_diff=False)),
+            version=self.version,
+            layers=layers,
+            ranks=self._ranks,
+            tokens=self._block_tokens,
+            dtype=str(model.dtype),
+            quantization=str(model.quantization),
+            cache_dtype=self._config.cache_config.cache_dtype,
+            length=model.max_model_len,
+        )
+
+    def get_handshake_metadata(self) -> Told:
+        """For set_xfer_handshake_metadata."""
+        return self._told
+
+    def bind_connector_metadata(self, connector_metadata: Plan) -> None:
+        """The plan of the step that begins."""
+        self._plan = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step has ended."""
+        self._plan = None
+
+    def has_connector_metadata(self) -> bool:
+        """Whether a step is under way."""
+        return self._plan is not None
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Before the forward that uses the pages."""
+        if self._copies is not None and self._plan is not None:
+            self._copies.load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All layers are there before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """All layers are saved behind the forward."""
+
+    def wait_for_save(self) -> None:
+        """Behind the forward. vLLM also calls this behind one that has failed, while its error is
+        on its way: then the blocks hold anything."""
+        if self._copies is None or self._plan is None or self._current is None:
+            return
+        if sys.exc_info()[0] is None and self._plan.weights == self._current.count:
+            self._copies.save(self._plan)
+
+    def stats(self) -> Mapping[str, int]:
+        """As PageStore.stats(); "no buffer": pages of this worker that were not saved."""
+        if self._copies is None:
+            return {}
+        return self._copies.stats()
+
+    def flush(self) -> None:
+        """Return once all that this worker has saved is in files."""
+        if self._copies is not None:
+            self._copies.flush()
+
+    def shutdown(self) -> None:
+        """Store what was saved, and close."""
+        if self._copies is not None:
+            self._copies.close()
+        if self._promises is not None:
+            self._promises.close()
+        if self._keeps is not None:
+            os.close(self._keeps)
+        self._copies = self._promises = self._keeps = self._current = None
+
+
+def check(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """The group of layers whose pages are kept. Raises UsageError for what pages cannot hold."""
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    kinds = {name for group in groups for name in _kinds(group.kv_cache_spec)}
+    refused = {
+        f"layers of several kinds: {', '.join(sorted(kinds))}": len(groups) > 1,
+        f"layers of the kind {', '.join(sorted(kinds - HOLDS))}": bool(kinds - HOLDS),
+        "a model that is cut over pipeline ranks": parallel.pipeline_parallel_size > 1,
+        "tokens that are cut over context ranks": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "ranks on several hosts": getattr(parallel, "nnodes", 1) > 1,
+        "a draft model": vllm_config.speculative_config is not None,
+        "blocks without hashes": not vllm_config.cache_config.enable_prefix_caching,
+    }
+    for name, is_so in refused.items():
+        if is_so:
+            raise UsageError(
+                "pages of this engine cannot be kept",
+                facts={"expected": "full attention in all layers, on one host", "got": name},
+                hint="leave StateholdConnector out of kv_transfer_config for this model",
+            )
+    return groups[0]
+
+
+def _kinds(spec: Any) -> set[str]:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return {type(each).__name__ for each in (inner.values() if inner else [spec])}
+
+
+@functools.cache
+def _derived() -> type[Any]:
+    from vllm import __version__
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    class StateholdConnector(Connector, KVConnectorBase_V1, SupportsHMA):
+        """The connector that vLLM makes, once for each side."""
+
+        version = __version__
+        _cache_hit_source = CacheHitSource.DISK
+        # A page that is not handed on is computed again.
+        requires_kv_delivery = False
+
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+            self.begin(vllm_config, kv_cache_config)
+
+    return StateholdConnector
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StateholdConnector":
+        return _derived()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

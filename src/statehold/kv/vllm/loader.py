@@ -1,0 +1,279 @@
+"""load_format="statehold": vLLM's weights from a step of a run.
+
+    LLM(model="runs/llama/hf", load_format="statehold",
+        model_loader_extra_config={"run": "runs/llama@best:loss", "name": "model"})
+
+`run`: RUN, RUN@STEP or RUN@best:METRIC. `name`: what of the state is the model, "" for all of it.
+`model`, as always: the directory with config.json and the tokenizer.
+Invariants: every byte that a parameter gets was verified. With tensor parallelism a rank reads the
+pieces that hold its part of a tensor, and no others: vLLM narrows a tensor to the part, and only
+then are bytes read. The step that was loaded is what pages of this process depend on.
+Not here: which parameter a name means (vLLM), reads of boxes (checkpoint/restore/read_plan).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statehold import _core
+from statehold.checkpoint.restore.read_plan import ReadPlan
+from statehold.encoding import values
+from statehold.errors import UsageError
+from statehold.io.clients import open_engine
+from statehold.kv.identity import content_of
+from statehold.kv.vllm.opening import Sums, serve
+from statehold.layout.layout import Box
+from statehold.options.paths import check_path
+from statehold.reading.load import part_of
+from statehold.reading.places import StepPlace, at_rest, file_system
+from statehold.tensors import dtypes
+from statehold.tensors.composed import value_of
+from statehold.units import MiB
+
+if TYPE_CHECKING:
+    from statehold.format.saved import PlacedChunk
+
+_BUFFER_BYTES = 4 * MiB
+_STAGING_BYTES = 16 * _BUFFER_BYTES
+# Of whole tensors that are in memory before vLLM takes them.
+_GROUP_BYTES = 512 * MiB
+_FACTS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """A box of a tensor of the step."""
+
+    name: str
+    dtype: torch.dtype
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Of the box."""
+        return self.box.numel * self.dtype.itemsize
+
+    def narrowed(self, dim: int, start: int, length: int) -> StepPart:
+        """As torch.narrow()."""
+        dim %= len(self.box.shape)
+        start += self.box.shape[dim] if start < 0 else 0
+        offsets, shape = list(self.box.offsets), list(self.box.shape)
+        if not 0 <= start <= start + length <= shape[dim]:
+            raise IndexError(f"{start} to {start + length} of {shape[dim]} elements")
+        offsets[dim], shape[dim] = offsets[dim] + start, length
+        return StepPart(self.name, self.dtype, Box(tuple(offsets), tuple(shape)))
+
+
+class StepReader:
+    """Reads parts of tensors of a step, and verifies them. read_bytes: of the boxes, so far."""
+
+    def __init__(self, place: StepPlace, name: str) -> None:
+        with contextlib.closing(file_system()) as fs:
+            self._saved = place.open(fs)
+        self._directory = place.directory
+        self.parts = self._parts(part_of(self._saved.state, name, place.label), place.label)
+        self.read_bytes = 0
+        with contextlib.ExitStack() as opened:
+            files = opened.enter_context(contextlib.closing(_core.open_fs()))
+            self._engine = open_engine(files, _STAGING_BYTES, _BUFFER_BYTES, 2)
+            opened.callback(self._engine.close)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._opened.close()
+
+    def _parts(self, node: Any, where: str) -> dict[str, StepPart]:
+        """All tensors below the node, by their names there."""
+        made: dict[int, str] = {}
+        kept = []  # an id stays whose it is
+
+        def tensor(name: str) -> torch.Tensor:
+            entry = self._saved.tensors[name]
+            dtype = dtypes.dtype_of(entry.dtype, name)
+            shape = dtypes.torch_shape(dtype, entry.shape)
+            kept.append(torch.empty(shape, dtype=dtype, device="meta"))
+            made[id(kept[-1])] = name
+            return kept[-1]
+
+        tree = values.decode(node, lambda tag, payload: value_of(tag, payload, tensor))
+        found = {}
+        for name, value in _tensors(tree, ""):
+            if id(value) not in made:
+                facts = {"step": where, "tensor": name, "got": type(value).__name__}
+                raise UsageError("vLLM takes plain tensors", facts=facts)
+            found[name] = StepPart(made[id(value)], value.dtype, Box.whole(value.shape))
+        if not found:
+            facts = {"step": where, "got": type(tree).__name__}
+            hint = 'say which part of the state is the model: {"name": "model"}'
+            raise UsageError("this part of the step has no tensors", facts=facts, hint=hint)
+        return found
+
+    def sums(self) -> Sums:
+        """The checksums of all tensors, by name: equal ones mean equal tensors."""
+        return {
+            name: [part.dtype, *((each.box, each.sums) for each in self._chunks(part))]
+            for name, part in self.parts.items()
+        }
+
+    def _chunks(self, part: StepPart) -> list[PlacedChunk]:
+        return self._saved.chunks(part.name, part.box) if part.nbytes else []
+
+    def read(self, parts: list[StepPart]) -> list[torch.Tensor]:
+        """The elements. Raises CorruptionError."""
+        plan = ReadPlan(self._saved, hint="load an older step")
+        made = []
+        for part in parts:
+            target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
+            made.append(target)
+            for chunk in self._chunks(part):
+                cut = chunk.box.intersection(part.box)
+                assert cut is not None
+                inside = _moved(cut, chunk.box)
+                to = target[tuple(map(slice, *_span(_moved(cut, part.box))))]
+                plan.place(part.name, chunk, inside, to)
+            self.read_bytes += part.nbytes
+        reading = plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}")
+        reading.finish()
+        return made
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, some at a time."""
+        group, nbytes = list[str](), 0
+        for name, part in self.parts.items():
+            if group and nbytes + part.nbytes > _GROUP_BYTES:
+                yield from self._read_all(group)
+                group, nbytes = [], 0
+            group.append(name)
+            nbytes += part.nbytes
+        yield from self._read_all(group)
+
+    def _read_all(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from zip(names, self.read([self.parts[name] for name in names]), strict=True)
+
+    def later(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, each read when it is used, as far as it is used."""
+        for name, part in self.parts.items():
+            yield name, Later.of(self, part)
+
+
+def _tensors(node: Any, above: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, torch.Tensor):
+        yield above, node
+    elif isinstance(node, Mapping):
+        for key, item in node.items():
+            yield from _tensors(item, f"{above}.{key}" if above else str(key))
+
+
+def _moved(box: Box, into: Box) -> Box:
+    """The box, as counted from the first element of another."""
+    offsets = (at - begin for at, begin in zip(box.offsets, into.offsets, strict=True))
+    return Box(tuple(offsets), box.shape)
+
+
+def _span(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.offsets, box.ends
+
+
+class Later(torch.Tensor):
+    """A tensor of a step that knows its shape. narrow() makes it smaller; all else reads it."""
+
+    reader: StepReader
+    part: StepPart
+
+    @classmethod
+    def of(cls, reader: StepReader, part: StepPart) -> Later:
+        """A part that was not read."""
+        made = torch.empty(part.box.shape, dtype=part.dtype, device="meta").as_subclass(cls)
+        made.reader, made.part = reader, part
+        return made
+
+    def elements(self) -> torch.Tensor:
+        """What is in the step."""
+        return self.reader.read([self.part])[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Of narrow(), a part; of shape and dtype, what the step says; else, of the elements."""
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.narrow, torch.narrow) and isinstance(args[0], cls):
+            return cls.of(args[0].reader, args[0].part.narrowed(*args[1:], **kwargs))
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        named = {name: _read(value) for name, value in kwargs.items()}
+        return func(*map(_read, args), **named)
+
+
+def _read(value: Any) -> Any:
+    return value.elements() if isinstance(value, Later) else value
+
+
+def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
+    """Give a step to `take`, as an iterator of names and tensors. This process serves it then.
+
+    Raises UsageError for options that make no sense, and as statehold.load() does.
+    """
+    if unknown := sorted(set(options) - {"run", "name"}):
+        facts = {"expected": "run, name", "got": ", ".join(unknown)}
+        raise UsageError("the loader has no such option", facts=facts)
+    if "run" not in options:
+        hint = 'give model_loader_extra_config={"run": "runs/llama"}'
+        raise UsageError("the loader needs a run", hint=hint)
+    run = check_path(options["run"], "the run")
+    with contextlib.closing(file_system()) as fs:
+        content, sums = at_rest(
+            fs, run, lambda place: _take(take, place, options.get("name", ""), ranks)
+        )
+    serve(content, sums)
+
+
+def _take(take: Any, place: StepPlace, name: str, ranks: int) -> tuple[list[Any], Sums]:
+    with contextlib.closing(StepReader(place, name)) as reader:
+        take(reader.later() if ranks > 1 else reader.whole())
+        return content_of(place.directory), reader.sums()
+
+
+@functools.cache
+def register() -> None:
+    """Called by vLLM, in each of its processes."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    package = __package__ or ""
+    KVConnectorFactory.register_connector(
+        "StateholdConnector", f"{package}.connector", "StateholdConnector"
+    )
+    SecondaryTierFactory.register_tier("statehold", f"{package}.tier", "StateholdTier")
+    WeightTransferEngineFactory.register_engine(
+        "statehold", f"{package}.weights", "StateholdWeights"
+    )
+
+    @register_model_loader("statehold")
+    class StateholdLoader(BaseModelLoader):
+        """The loader that vLLM makes."""
+
+        def download_model(self, model_config: Any) -> None:
+            """A run is on this host."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            """Fill the parameters."""
+            from vllm.distributed import get_tensor_model_parallel_world_size
+
+            options = self.load_config.model_loader_extra_config
+            load_into(model.load_weights, options, get_tensor_model_parallel_world_size())

@@ -1,0 +1,112 @@
+"""What vLLM's configuration says of pages: where they lie, and what they depend on.
+
+Invariants: the identity of pages follows from the content of the weights that this process serves.
+If a run was loaded, it is the step that was loaded, and not the newest one of the run.
+Not here: the store itself (kv/store), its use (connector, tier).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from statehold.errors import UsageError
+from statehold.kv.identity import folded, identity
+from statehold.kv.page import IDENTITY_BYTES
+from statehold.kv.store import DEADLINE_S, PageStore
+
+# Of the pages of vLLM: how their bytes are put together here.
+FORMAT = 1
+
+Sums = dict[str, Any]  # by tensor, of the pieces that it consists of
+
+_serves: list[Any] = []
+_sums: Sums = {}
+
+
+def serve(content: Any, sums: Sums | None = None) -> None:
+    """This process serves weights with these checksums, of all (kv/identity.content_of) and of each
+    tensor."""
+    _serves[:] = [content]
+    _sums.clear()
+    _sums.update(sums or {})
+
+
+def served() -> Sums:
+    """The checksums of the tensors that are served, as far as they are known."""
+    return _sums
+
+
+@dataclass(frozen=True, slots=True)
+class PagesOptions:
+    """Options of a PageStore.
+
+    weights: a directory or a step, as statehold.kv.identity takes it; None: the model that vLLM
+    loads. identity: 32 hexadecimal digits instead of all that; only weights of a run count, too.
+    staging: memory for pages on their way between processes. buffers: memory for pages that are on
+    their way to the store.
+    """
+
+    path: str
+    capacity: int | str = "16GiB"
+    memory: int | str = "1GiB"
+    deadline_s: float = DEADLINE_S
+    weights: str | None = None
+    identity: str | None = None
+    staging: int | str = "512MiB"
+    buffers: int | str = "256MiB"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> PagesOptions:
+        """Raises UsageError for names that mean nothing, and without a path."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            facts = {"expected": ", ".join(known), "got": ", ".join(unknown)}
+            raise UsageError("the pages of vLLM have no such option", facts=facts)
+        if not given.get("path"):
+            hint = 'give kv_connector_extra_config={"path": "/nvme/kv"}'
+            raise UsageError("the pages of vLLM need a directory", hint=hint)
+        return cls(**given)
+
+    def opened(self, page_bytes: int, identity: bytes) -> PageStore:
+        """The store of pages. Raises as PageStore does."""
+        return PageStore(
+            self.path,
+            page_bytes=page_bytes,
+            capacity=self.capacity,
+            memory=self.memory,
+            identity=identity,
+            deadline_s=self.deadline_s,
+        )
+
+    def identity_of(
+        self, model: str, config: Mapping[str, Any] | None = None, **layout: Any
+    ) -> bytes:
+        """What pages of the weights that are served depend on. model: what vLLM was given."""
+        if self.identity is not None:
+            given = _from_hex(self.identity)
+            return folded(_serves, {}, {"given": self.identity}) if _serves else given
+        facts = {**layout, "engine": "vllm", "format": FORMAT}
+        if _serves:
+            return folded(_serves[0], config or {}, facts)
+        weights = self.weights or model
+        if not os.path.exists(weights.partition("@")[0]):
+            raise UsageError(
+                "the weights of these pages are not known",
+                facts={"expected": "a directory, or a step of a run", "got": weights},
+                hint="give the option weights= the directory that vLLM has loaded",
+            )
+        return identity(weights, config, **facts)
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != IDENTITY_BYTES:
+        facts = {"expected": f"{2 * IDENTITY_BYTES} hexadecimal digits", "got": text}
+        raise UsageError("not an identity of pages", facts=facts)
+    return raw

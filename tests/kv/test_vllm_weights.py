@@ -1,0 +1,146 @@
+"""Steps that vLLM takes while it serves: only what changed, and all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import statehold
+from statehold.errors import CorruptionError, StepNotFoundError, UsageError
+from statehold.kv.vllm import opening
+from statehold.kv.vllm.loader import load_into
+from statehold.kv.vllm.opening import PagesOptions
+from statehold.kv.vllm.weights import RunInfo, StepInfo, StepWeights, layer_of
+from support.faults import must
+
+
+class Served(nn.Module):
+    """A model that takes weights as vLLM's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in "abc")
+        self.head = nn.Linear(8, 8)
+        self.taken: list[str] = []
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        own = self.state_dict()
+        for name, tensor in weights:
+            self.taken.append(name)
+            own[name].copy_(tensor)
+
+
+class Connected:
+    def __init__(self) -> None:
+        self.identities: list[bytes] = []
+
+    def weights_changed(self) -> None:
+        self.identities.append(PagesOptions.of({"path": "p"}).identity_of("m"))
+
+
+class Engine(StepWeights):
+    def __init__(self, run: Path) -> None:
+        self.model, self.connected = Served(), Connected()
+        load_into(self.model.load_weights, {"run": f"{run}@1", "name": "model"}, 1)
+        self.model.taken.clear()
+        self.init_transfer_engine(RunInfo(str(run), "model"))
+
+    def _connectors(self) -> Iterator[Any]:
+        yield self.connected
+
+    def take(self, step: int) -> list[str]:
+        self.model.taken.clear()
+        self.start_weight_update()
+        self.receive_weights(StepInfo(step))
+        self.finish_weight_update()
+        return self.model.taken
+
+
+@pytest.fixture(autouse=True)
+def _others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test loads is served until it ends."""
+    monkeypatch.setattr(opening, "_serves", [])
+    monkeypatch.setattr(opening, "_sums", {})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = Served()
+    with statehold.Checkpointer(tmp_path / "run", keep=None) as ckpt:
+        ckpt.save(1, {"model": model}).wait("committed")
+        model.layers[1][1].bias.data += 0.375
+        ckpt.save(2, {"model": model}).wait("committed")
+        model.head.weight.data += 1
+        ckpt.save(3, {"model": model}).wait("committed")
+    return tmp_path / "run"
+
+
+def values(run: Path, step: int) -> Any:
+    return statehold.load(run, "model", step=step)
+
+
+def same(model: nn.Module, right: Any) -> bool:
+    own = model.state_dict()
+    return own.keys() == right.keys() and all(torch.equal(own[n], right[n]) for n in own)
+
+
+def test_a_step_brings_the_layers_that_changed(run: Path) -> None:
+    engine = Engine(run)
+    must(same(engine.model, values(run, 1)))
+    assert engine.take(2) == [f"layers.1.{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    assert same(engine.model, values(run, 2))
+    assert engine.take(3) == ["head.weight"]
+    assert same(engine.model, values(run, 3))
+    assert len(engine.take(1)) == 5  # back
+    assert same(engine.model, values(run, 1))
+    assert engine.take(1) == []
+
+
+def test_what_pages_depend_on_is_the_step(run: Path) -> None:
+    engine = Engine(run)
+    for step in (2, 3, 2):
+        engine.take(step)
+    two, three, again = engine.connected.identities
+    assert two == again != three
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "retired"])
+def test_a_step_that_cannot_be_read_changes_nothing(run: Path, fault: str) -> None:
+    engine = Engine(run)
+    (data,) = run.glob("step-000000000002/*.safetensors")
+    if fault == "retired":
+        shutil.rmtree(data.parent)
+    else:
+        raw = bytearray(data.read_bytes())
+        raw[raw.index(values(run, 2)["layers.1.1.bias"].numpy().tobytes())] ^= 1
+        data.write_bytes(raw)
+    engine.start_weight_update()
+    with pytest.raises((CorruptionError, StepNotFoundError)):
+        engine.receive_weights(StepInfo(2))
+    engine.finish_weight_update()
+    assert same(engine.model, values(run, 1))
+    assert not engine.connected.identities
+    assert len(engine.take(3)) == 5  # the next one has the changes of both
+    assert same(engine.model, values(run, 3))
+
+
+def test_a_step_of_another_model_is_refused(run: Path) -> None:
+    engine = Engine(run)
+    with statehold.Checkpointer(run, keep=None) as ckpt:
+        ckpt.save(9, {"model": nn.Linear(2, 2)}).wait("committed")
+    engine.start_weight_update()
+    with pytest.raises(UsageError, match="other tensors"):
+        engine.receive_weights(StepInfo(9))
+    assert not engine.model.taken
+
+
+def test_layers_are_taken_whole() -> None:
+    assert layer_of("model.layers.3.mlp.experts.7.w1") == "model.layers.3"
+    assert layer_of("model.embed_tokens.weight") == "model.embed_tokens.weight"

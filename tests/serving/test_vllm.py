@@ -1,0 +1,138 @@
+"""A real engine over pages: the tokens of a cold run, whatever the pages have become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from serving.engines import Rounds, ask, pages, prompts, tiny
+
+COUNT, TOKENS = 20, 200
+BLOCK = 32
+ALL = TOKENS // BLOCK * BLOCK
+FP32 = {"dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cold(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Rounds:
+    """Answers without a connector."""
+    out = tmp_path_factory.mktemp("cold") / "cold.json"
+    return ask(model, prompts(1, COUNT, TOKENS), out, **FP32).answers()
+
+
+@pytest.fixture(scope="module")
+def stored(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
+    """A store of pages, and the answers of the engine that has made it."""
+    folder = tmp_path_factory.mktemp("stored")
+    asked = ask(
+        model, prompts(1, COUNT, TOKENS), folder / "first.json", rounds=(0, 0), processes=3, **FP32,
+        **pages(folder / "kv"),
+    )  # fmt: skip
+    return folder / "kv", asked.answers()
+
+
+def tokens(answers: Rounds, at: int = 0) -> list[list[int]]:
+    assert all(each["reason"] == "length" for each in answers[at])
+    return [each["tokens"] for each in answers[at]]
+
+
+def cached(answers: Rounds, at: int = 0) -> list[int]:
+    return [each["cached"] for each in answers[at]]
+
+
+def test_a_hit_has_the_tokens_of_a_cold_run(cold: Rounds, stored: tuple[Path, Rounds]) -> None:
+    _, answers = stored
+    assert cached(answers, 0) == [0] * COUNT
+    assert cached(answers, 1) == [ALL] * COUNT
+    assert tokens(answers, 0) == tokens(cold)
+    assert tokens(answers, 1) == tokens(cold)
+
+
+def test_engines_that_start_later_find_all_pages(
+    model: Path, cold: Rounds, stored: tuple[Path, Rounds], tmp_path: Path
+) -> None:
+    path, _ = stored
+    asked = prompts(1, COUNT, TOKENS)
+    two = [ask(model, asked, tmp_path / f"{n}.json", **FP32, **pages(path)) for n in range(2)]
+    for each in two:  # two processes at the same time
+        answers = each.answers()
+        assert cached(answers) == [ALL] * COUNT
+        assert tokens(answers) == tokens(cold)
+
+
+def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Path) -> None:
+    # Memory for the least number of pages: what an engine leaves there survives its end, too.
+    asked, path = prompts(1, COUNT, TOKENS), tmp_path / "kv"
+    ask(model, asked, tmp_path / "first.json", **FP32, **pages(path, memory=0)).answers()
+    damaged = 0
+    for segment in path.glob("segment-*"):
+        raw = bytearray(segment.read_bytes())
+        begins = [at for at in range(0, len(raw), 4096) if raw[at : at + 8] == b"SHKVPAGE"]
+        for begin in begins[::5]:
+            raw[begin + 4096 + 1000] ^= 1
+            damaged += 1
+        segment.write_bytes(raw)
+    assert damaged
+    answers = ask(
+        model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path, memory=0)
+    ).answers()
+    assert 0 < sum(cached(answers, 0)) < COUNT * ALL
+    assert cached(answers, 1) == [ALL] * COUNT  # what was computed again is there again
+    assert tokens(answers, 0) == tokens(answers, 1) == tokens(cold)
+
+
+def test_other_weights_or_another_rope_find_nothing(
+    stored: tuple[Path, Rounds], tmp_path: Path
+) -> None:
+    path, _ = stored
+    asked = prompts(1, COUNT, TOKENS)
+    others = [tiny(tmp_path / "weights", seed=1), tiny(tmp_path / "rope", rope_theta=20000.0)]
+    for number, other in enumerate(others):
+        answers = ask(other, asked, tmp_path / f"{number}.json", **FP32, **pages(path)).answers()
+        assert cached(answers) == [0] * COUNT
+
+
+def test_an_engine_starts_from_a_run_and_takes_its_steps(
+    model: Path, cold: Rounds, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import statehold
+
+    trained = AutoModelForCausalLM.from_pretrained(model)
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, keep=None) as ckpt:
+        ckpt.save(1, {"model": trained}, metrics={"loss": 1.0}).wait("committed")
+        trained.model.layers[1].mlp.up_proj.weight.data *= -1
+        ckpt.save(2, {"model": trained}, metrics={"loss": 2.0}).wait("committed")
+    asked = prompts(1, COUNT, TOKENS)
+    given = {**FP32, "load_format": "statehold"}
+
+    def config(text: str) -> dict[str, str]:
+        return {"run": f"{run}@{text}", "name": "model"}
+
+    fresh = ask(
+        model, asked, tmp_path / "fresh.json", **given, model_loader_extra_config=config("2")
+    ).answers()
+    live = ask(
+        model, asked, tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run, **given,
+        **pages(tmp_path / "kv"), model_loader_extra_config=config("best:loss"),
+        weight_transfer_config={"backend": "statehold"},
+    ).answers()  # fmt: skip
+    assert tokens(fresh) != tokens(cold)
+    assert [tokens(live, at) == tokens(cold) for at in range(5)] == [True, True, False, False, True]
+    assert tokens(live, 2) == tokens(live, 3) == tokens(fresh)
+    # New weights find nothing, also in vLLM's own cache; then their own pages; then the old ones.
+    assert [sum(cached(live, at)) for at in range(5)] == [
+        0,
+        COUNT * ALL,
+        0,
+        COUNT * ALL,
+        COUNT * ALL,
+    ]
