@@ -34,6 +34,7 @@ UNITS = [
     "layout",
     "format",
     "planners",
+    "lowrank",
     "resilience.protocol",
     "observe",
     "ranks",
@@ -78,6 +79,7 @@ CORE_USERS = {
     "cli",
 }
 TORCH_USERS = {
+    "lowrank",
     "tensors",
     "offload",
     "reading",
