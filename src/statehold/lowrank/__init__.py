@@ -1,15 +1,21 @@
-"""Linear layers as pairs of factors with an activation between.
+"""Linear layers as pairs of factors with an activation between (docs/lowrank.md).
 
     y = activation(x a^T) b^T + bias        a: (rank, in)    b: (out, rank)
 
 The narrow product in the middle is the bottleneck: all that a pair moves and keeps is that wide
 (CoLA, arXiv 2502.10940).
 
-Invariants: a pair of a layer has its dtype, device and bias, and is as frozen as it was.
+Invariants: a pair of a layer has its dtype, device and bias, and is as frozen as it was. convert()
+replaces all layers that it was asked for, or none. What it cannot replace is refused by name.
+Not here: several ranks (parallel).
 """
 
 from __future__ import annotations
 
+import fnmatch
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,13 +27,20 @@ from statehold.errors import UsageError, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LowRankLinear"]
+__all__ = ["LowRankLinear", "ReplacedLayer", "convert"]
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     "silu": functional.silu,
     None: None,
 }
 Start = Literal["published", "svd"]
+
+# The linear layers of a decoder layer, by the names of Hugging Face's Llama and of torchtitan's.
+LLAMA = (
+    *(f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    *(f"*.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
+    *(f"*.feed_forward.{name}" for name in ("w1", "w2", "w3")),
+)
 
 
 class LowRankLinear(nn.Module):
@@ -145,3 +158,95 @@ def check_sizes(in_features: int, out_features: int, rank: int, **where: str) ->
         expected = f"in and out of at least twice the rank: {2 * rank}"
         facts = {**where, "expected": expected, "got": f"{in_features} and {out_features}"}
         raise UsageError("a layer is too small for a pair of this rank", facts=facts)
+
+
+# -- convert ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedLayer:
+    """A layer that convert() has replaced."""
+
+    name: str
+    in_features: int
+    out_features: int
+    rank: int
+    parameters_before: int
+    parameters_after: int
+
+
+def convert(
+    model: nn.Module,
+    *,
+    rank: int,
+    where: str | Sequence[str] = LLAMA,
+    activation: str | Literal["of the start"] | None = "of the start",
+    start: Start = "published",
+) -> list[ReplacedLayer]:
+    """Replace linear layers of a model by pairs, in place. Returns what was replaced.
+
+    Args:
+        model: any module, before it is wrapped or sharded.
+        rank: of each pair.
+        where: patterns of names, such as "*.q_proj"; default: the layers of Llama.
+        activation: of each pair; default: silu, and none for start="svd".
+        start: "published", or "svd" of the trained weights.
+
+    Raises:
+        UsageError: a layer cannot be replaced, or there is none. The model is unchanged.
+    """
+    chosen = [*_chosen(model, [where] if isinstance(where, str) else where)]
+    if not chosen:
+        facts = {"expected": "a pattern of names, such as '*.q_proj'", "got": shown(where)}
+        raise UsageError("the model has no linear layer of these names", facts=facts)
+    owners = _owners(model)
+    for name, linear in chosen:
+        _check(name, linear, rank, owners)
+    # All are made before one is put in its place: what fails leaves the model as it was.
+    made = [
+        LowRankLinear.from_linear(linear, rank, activation=activation, start=start)
+        for _, linear in chosen
+    ]
+    for (name, _), pair in zip(chosen, made, strict=True):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, pair)
+    return [
+        ReplacedLayer(
+            name, linear.in_features, linear.out_features, rank, _count(linear), _count(pair)
+        )
+        for (name, linear), pair in zip(chosen, made, strict=True)
+    ]
+
+
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) and any(fnmatch.fnmatchcase(name, p) for p in patterns):
+            yield name, module
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The modules that have each parameter, by its id."""
+    found = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            found[id(parameter)].append(name)
+    return found
+
+
+def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]) -> None:
+    if not name:
+        raise UsageError("the linear layer is the model itself", hint="use LowRankLinear")
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        kind = type(linear) if type(linear) is not nn.Linear else type(linear.weight)
+        facts = {"layer": name, "expected": "nn.Linear that is not sharded", "got": kind.__name__}
+        raise UsageError("a layer of another kind cannot become a pair", facts=facts)
+    others = [each for each in owners[id(linear.weight)] if each != name]
+    if others:
+        facts = {"layer": name, "also": ", ".join(others)}
+        hint = "leave it out, with where="
+        raise UsageError("a weight that is shared cannot become a pair", facts=facts, hint=hint)
+    check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
