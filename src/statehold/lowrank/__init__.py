@@ -13,21 +13,28 @@ Not here: several ranks (parallel).
 from __future__ import annotations
 
 import fnmatch
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from statehold.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LowRankLinear", "ReplacedLayer", "convert"]
+__all__ = ["LowRankLinear", "ReplacedLayer", "convert", "keep_bottlenecks"]
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
     "silu": functional.silu,
@@ -41,6 +48,21 @@ LLAMA = (
     *(f"*.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
     *(f"*.feed_forward.{name}" for name in ("w1", "w2", "w3")),
 )
+
+
+class _Kept(threading.local):
+    """Around what a backward keeps. A backward may run forwards again on threads of its own."""
+
+    is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+kept = _Kept()
 
 
 class LowRankLinear(nn.Module):
@@ -136,7 +158,9 @@ class LowRankLinear(nn.Module):
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.activated(functional.linear(x, self.a)), self.b, self.bias)
+        with kept:
+            bottleneck = functional.linear(x, self.a)
+        return functional.linear(self.activated(bottleneck), self.b, self.bias)
 
     def activated(self, bottleneck: Tensor) -> Tensor:
         activation = ACTIVATIONS[self.activation]
@@ -250,3 +274,79 @@ def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]
 
 def _count(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
+
+
+# -- keep_bottlenecks ------------------------------------------------------------------------------
+
+
+def keep_bottlenecks(model: nn.Module, where: str | Sequence[str] = "*") -> list[str]:
+    """Let a backward keep the bottlenecks and the inputs of layers, and compute the rest again.
+
+    Under tensor parallelism along the bottleneck (statehold.lowrank.parallel) it keeps what the
+    all-reduces gave, so nothing that is computed again communicates. Gradients have the same bits.
+
+    Args:
+        model: a model with pairs, before FSDP wraps it.
+        where: patterns of names of layers; default: all members of the lists of modules that have
+            pairs.
+
+    Returns the names of the layers. Raises UsageError if there is none, or all are kept already.
+    """
+    patterns = [where] if isinstance(where, str) else where
+    found = [
+        (name, layer)
+        for name, layer in _layers(model)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not found:
+        facts = {"expected": "a list of modules with LowRankLinear in them", "got": shown(where)}
+        raise UsageError("the model has no layer with pairs to keep", facts=facts)
+    for _, layer in found:
+        swap(layer, _Keeping)
+    return [name for name, _ in found]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost members of lists of modules that have pairs, and are not kept yet."""
+    inner: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or name.startswith(tuple(inner)):
+            continue
+        for own, layer in module.named_children():
+            if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+                continue  # its own members are meant
+            if any(isinstance(each, LowRankLinear) for each in layer.modules()):
+                inner.append(f"{name}.{own}.")
+                if not isinstance(layer, _Keeping):
+                    yield f"{name}.{own}".lstrip("."), layer
+
+
+class _Keeping(nn.Module):
+    """The forward of a layer under selective checkpointing."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        run = partial(super().forward, **options)
+        if not torch.is_grad_enabled():
+            return run(*args)
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:
+    is_kept = kept.is_on and operation in _KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_KEPT_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+
+
+def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put `mixin` before the class of a module, as FSDP does: names of parameters stay, and copies
+    of the module have it, too."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
