@@ -333,15 +333,15 @@ class _Keeping(nn.Module):
 
 
 def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_kept = kept.is_on and operation in _KEPT_OPERATIONS
+    is_kept = kept.is_on and str(operation) in _KEPT_OPERATIONS
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _KEPT_OPERATIONS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    "aten.mm.default",
+    "aten.bmm.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.wait_tensor.default",
 }
 
 
