@@ -34,6 +34,7 @@ UNITS = [
     "layout",
     "format",
     "planners",
+    "lowrank",
     "resilience.protocol",
     "observe",
     "ranks",
@@ -81,6 +82,7 @@ CORE_USERS = {
 }
 TORCH_USERS = {
     "kv.vllm",
+    "lowrank",
     "tensors",
     "offload",
     "reading",

@@ -268,8 +268,8 @@ def test_every_block_that_looks_like_python_is_one_that_runs() -> None:
     assert [str(each) for each in others if python.search(each.code)] == []
     assert {each.path.name for each in PYTHON} == {
         "README.md", "guide.md", "dcp.md", "in_and_out.md", "incremental.md", "index.md",
-        "integrations.md", "migrating.md", "offload.md", "resilience.md", "serving.md",
-        "tutorial.md",
+        "integrations.md", "lowrank.md", "migrating.md", "offload.md", "resilience.md",
+        "serving.md", "tutorial.md",
     }  # fmt: skip
 
 

@@ -24,7 +24,10 @@ _OF_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public: a NamedTuple
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, *_NAMED)
 # What came after the house was measured, and its commands, has lines of its own.
-_LATER = {"kv": ("statehold/kv/", "statehold/cli/plan_serving.py")}
+_LATER = {
+    "kv": ("statehold/kv/", "statehold/cli/plan_serving.py"),
+    "lowrank": ("statehold/lowrank/",),
+}
 
 
 class Source:

@@ -1,0 +1,352 @@
+"""Linear layers as pairs of factors with an activation between (docs/lowrank.md).
+
+    y = activation(x a^T) b^T + bias        a: (rank, in)    b: (out, rank)
+
+The narrow product in the middle is the bottleneck: all that a pair moves and keeps is that wide
+(CoLA, arXiv 2502.10940).
+
+Invariants: a pair of a layer has its dtype, device and bias, and is as frozen as it was. convert()
+replaces all layers that it was asked for, or none. What it cannot replace is refused by name.
+Not here: several ranks (parallel).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from statehold.errors import UsageError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LowRankLinear", "ReplacedLayer", "convert", "keep_bottlenecks"]
+
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
+    "silu": functional.silu,
+    None: None,
+}
+Start = Literal["published", "svd"]
+
+# The linear layers of a decoder layer, by the names of Hugging Face's Llama and of torchtitan's.
+LLAMA = (
+    *(f"*.{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    *(f"*.attention.{name}" for name in ("wq", "wk", "wv", "wo")),
+    *(f"*.feed_forward.{name}" for name in ("w1", "w2", "w3")),
+)
+
+
+class _Kept(threading.local):
+    """Around what a backward keeps. A backward may run forwards again on threads of its own."""
+
+    is_on = False
+
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
+
+kept = _Kept()
+
+
+class LowRankLinear(nn.Module):
+    """A linear layer as a pair of factors.
+
+    Args:
+        in_features: of the input.
+        out_features: of the output.
+        rank: of the pair, at most half of either.
+        bias: whether a bias is added.
+        activation: "silu", or None for a plain product of two factors.
+        device: where the factors are.
+        dtype: what they are.
+
+    Raises:
+        UsageError: a size makes no sense; the error says which.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        bias: bool = False,
+        activation: str | None = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_features, out_features, rank)
+        if activation not in ACTIVATIONS:
+            facts = {"expected": "'silu' or None", "got": shown(activation)}
+            raise UsageError("the activation of a pair is not known", facts=facts)
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.activation = activation
+        given: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.a = nn.Parameter(torch.empty(rank, in_features, **given))
+        self.b = nn.Parameter(torch.empty(out_features, rank, **given))
+        self.bias: nn.Parameter | None
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, **given)) if bias else None
+        )
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        rank: int,
+        *,
+        activation: str | Literal["of the start"] | None = "of the start",
+        start: Start = "published",
+    ) -> LowRankLinear:
+        """A pair in place of `linear`.
+
+        start: "published" draws the factors; "svd" is the nearest product to the weight, without an
+        activation unless one is given.
+        """
+        if activation == "of the start":
+            activation = "silu" if start == "published" else None
+        weight, bias = linear.weight, linear.bias
+        made = cls(
+            linear.in_features, linear.out_features, rank, bias=bias is not None,
+            activation=activation, device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        if start == "svd":
+            made._take(weight, bias)
+        elif start != "published":
+            facts = {"expected": "'published' or 'svd'", "got": shown(start)}
+            raise UsageError("the start of a pair is not known", facts=facts)
+        made.requires_grad_(weight.requires_grad)
+        return made
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the factors as published: randn * rank**-0.25 * (in + out)**-0.25."""
+        deviation = (self.rank * (self.in_features + self.out_features)) ** -0.25
+        for factor in (self.a, self.b):
+            nn.init.normal_(factor, std=deviation)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def _take(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Both factors get the roots of the largest singular values."""
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        left, values, right = torch.linalg.svd(wide, full_matrices=False)
+        roots = values[: self.rank].sqrt()
+        self.a.copy_(roots[:, None] * right[: self.rank])
+        self.b.copy_(left[:, : self.rank] * roots)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with kept:
+            bottleneck = functional.linear(x, self.a)
+        return functional.linear(self.activated(bottleneck), self.b, self.bias)
+
+    def activated(self, bottleneck: Tensor) -> Tensor:
+        activation = ACTIVATIONS[self.activation]
+        return bottleneck if activation is None else activation(bottleneck)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
+            f"bias={self.bias is not None}, activation={self.activation}"
+        )
+
+
+def check_sizes(in_features: int, out_features: int, rank: int, **where: str) -> None:
+    """Raises UsageError unless a pair of this rank is smaller than the layer."""
+    if type(rank) is not int or rank < 1:
+        facts = {**where, "expected": "a whole number from 1 on", "got": shown(rank)}
+        raise UsageError("the rank of a pair makes no sense", facts=facts)
+    if min(in_features, out_features) < 2 * rank:
+        expected = f"in and out of at least twice the rank: {2 * rank}"
+        facts = {**where, "expected": expected, "got": f"{in_features} and {out_features}"}
+        raise UsageError("a layer is too small for a pair of this rank", facts=facts)
+
+
+# -- convert ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedLayer:
+    """A layer that convert() has replaced."""
+
+    name: str
+    in_features: int
+    out_features: int
+    rank: int
+    parameters_before: int
+    parameters_after: int
+
+
+def convert(
+    model: nn.Module,
+    *,
+    rank: int,
+    where: str | Sequence[str] = LLAMA,
+    activation: str | Literal["of the start"] | None = "of the start",
+    start: Start = "published",
+) -> list[ReplacedLayer]:
+    """Replace linear layers of a model by pairs, in place. Returns what was replaced.
+
+    Args:
+        model: any module, before it is wrapped or sharded.
+        rank: of each pair.
+        where: patterns of names, such as "*.q_proj"; default: the layers of Llama.
+        activation: of each pair; default: silu, and none for start="svd".
+        start: "published", or "svd" of the trained weights.
+
+    Raises:
+        UsageError: a layer cannot be replaced, or there is none. The model is unchanged.
+    """
+    chosen = [*_chosen(model, [where] if isinstance(where, str) else where)]
+    if not chosen:
+        facts = {"expected": "a pattern of names, such as '*.q_proj'", "got": shown(where)}
+        raise UsageError("the model has no linear layer of these names", facts=facts)
+    owners = _owners(model)
+    for name, linear in chosen:
+        _check(name, linear, rank, owners)
+    # All are made before one is put in its place: what fails leaves the model as it was.
+    made = [
+        LowRankLinear.from_linear(linear, rank, activation=activation, start=start)
+        for _, linear in chosen
+    ]
+    for (name, _), pair in zip(chosen, made, strict=True):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, pair)
+    return [
+        ReplacedLayer(
+            name, linear.in_features, linear.out_features, rank, _count(linear), _count(pair)
+        )
+        for (name, linear), pair in zip(chosen, made, strict=True)
+    ]
+
+
+def _chosen(model: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) and any(fnmatch.fnmatchcase(name, p) for p in patterns):
+            yield name, module
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The modules that have each parameter, by its id."""
+    found = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for parameter in module.parameters(recurse=False):
+            found[id(parameter)].append(name)
+    return found
+
+
+def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]) -> None:
+    if not name:
+        raise UsageError("the linear layer is the model itself", hint="use LowRankLinear")
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+        kind = type(linear) if type(linear) is not nn.Linear else type(linear.weight)
+        facts = {"layer": name, "expected": "nn.Linear that is not sharded", "got": kind.__name__}
+        raise UsageError("a layer of another kind cannot become a pair", facts=facts)
+    others = [each for each in owners[id(linear.weight)] if each != name]
+    if others:
+        facts = {"layer": name, "also": ", ".join(others)}
+        hint = "leave it out, with where="
+        raise UsageError("a weight that is shared cannot become a pair", facts=facts, hint=hint)
+    check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+# -- keep_bottlenecks ------------------------------------------------------------------------------
+
+
+def keep_bottlenecks(model: nn.Module, where: str | Sequence[str] = "*") -> list[str]:
+    """Let a backward keep the bottlenecks and the inputs of layers, and compute the rest again.
+
+    Under tensor parallelism along the bottleneck (statehold.lowrank.parallel) it keeps what the
+    all-reduces gave, so nothing that is computed again communicates. Gradients have the same bits.
+
+    Args:
+        model: a model with pairs, before FSDP wraps it.
+        where: patterns of names of layers; default: all members of the lists of modules that have
+            pairs.
+
+    Returns the names of the layers. Raises UsageError if there is none, or all are kept already.
+    """
+    patterns = [where] if isinstance(where, str) else where
+    found = [
+        (name, layer)
+        for name, layer in _layers(model)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not found:
+        facts = {"expected": "a list of modules with LowRankLinear in them", "got": shown(where)}
+        raise UsageError("the model has no layer with pairs to keep", facts=facts)
+    for _, layer in found:
+        swap(layer, _Keeping)
+    return [name for name, _ in found]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost members of lists of modules that have pairs, and are not kept yet."""
+    inner: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or name.startswith(tuple(inner)):
+            continue
+        for own, layer in module.named_children():
+            if isinstance(layer, nn.ModuleList | nn.ModuleDict):
+                continue  # its own members are meant
+            if any(isinstance(each, LowRankLinear) for each in layer.modules()):
+                inner.append(f"{name}.{own}.")
+                if not isinstance(layer, _Keeping):
+                    yield f"{name}.{own}".lstrip("."), layer
+
+
+class _Keeping(nn.Module):
+    """The forward of a layer under selective checkpointing."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        run = partial(super().forward, **options)
+        if not torch.is_grad_enabled():
+            return run(*args)
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:
+    is_kept = kept.is_on and str(operation) in _KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_KEPT_OPERATIONS = {
+    "aten.mm.default",
+    "aten.bmm.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.wait_tensor.default",
+}
+
+
+def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put `mixin` before the class of a module, as FSDP does: names of parameters stay, and copies
+    of the module have it, too."""
+    own = type(module)
+    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})

@@ -1,0 +1,123 @@
+"""lowrank.keep_bottlenecks: the same bits of gradients, from what is narrow alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from statehold import lowrank
+from statehold.errors import UsageError
+from support.llama import FF, RANK, WIDTH, Llama, loss_of, low_rank, tokens_of
+
+
+def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss_of(model, tokens).backward()
+    found = {}
+    for name, each in model.named_parameters():
+        assert each.grad is not None, name
+        found[name] = each.grad.clone()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_have_the_same_bits(dtype: torch.dtype, dropout: float) -> None:
+    plain = low_rank(3, dropout=dropout, dtype=dtype)
+    kept = copy.deepcopy(plain)
+    assert lowrank.keep_bottlenecks(kept) == [f"model.layers.{n}" for n in range(3)]
+    assert list(plain.state_dict()) == list(kept.state_dict())
+    expected, found = gradients(plain, tokens_of()), gradients(kept, tokens_of())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(each.any() for each in expected.values())
+
+
+def test_a_llama_of_hugging_face_keeps_its_bottlenecks() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    lowrank.convert(model, rank=8)
+    tokens = torch.arange(12)[None]
+    losses = []
+    for each in (model, copy.deepcopy(model)):
+        if each is not model:
+            lowrank.keep_bottlenecks(each)
+        loss = each(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append((loss.detach(), [p.grad for p in each.parameters()]))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
+def kept_bytes(layers: int, tokens: Tensor) -> int:
+    """The bytes of tensors that a forward leaves for its backward."""
+
+    def storages() -> dict[int, int]:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+    model = low_rank(layers)
+    lowrank.keep_bottlenecks(model)
+    before = storages()
+    hidden = model.model(tokens)
+    after = storages()
+    assert hidden.requires_grad
+    return sum(size for at, size in after.items() if at not in before)
+
+
+def test_a_layer_keeps_seven_bottlenecks_and_its_input() -> None:
+    tokens = tokens_of(batch=4, length=64)
+    a_layer = kept_bytes(3, tokens) - kept_bytes(2, tokens)
+    elements = a_layer / 8 / tokens.numel()
+    assert elements == pytest.approx(7 * RANK + WIDTH, rel=0.05)
+
+
+def test_products_of_the_first_factor_are_not_computed_again() -> None:
+    tokens = tokens_of()
+
+    def flops(model: Llama) -> int:
+        loss = loss_of(model, tokens)
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        return counter.get_total_flops()
+
+    plain, kept, whole = (low_rank(2) for _ in range(3))
+    lowrank.keep_bottlenecks(kept)
+    for layer in whole.model.layers:
+        layer.forward = lambda x, run=layer.forward: checkpoint(run, x, use_reentrant=False)
+    first = 2 * RANK * (6 * WIDTH + FF) * tokens.numel() * 2
+    assert flops(whole) - flops(kept) == first
+    assert flops(kept) > flops(plain)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model = low_rank(2)
+    expected = model(tokens_of())
+    lowrank.keep_bottlenecks(model)
+    with torch.no_grad():
+        assert torch.equal(model(tokens_of()), expected)
+
+
+def test_layers_are_kept_once_and_may_be_chosen() -> None:
+    model = low_rank(3)
+    assert lowrank.keep_bottlenecks(model, where="model.layers.[12]") == [
+        "model.layers.1", "model.layers.2"
+    ]  # fmt: skip
+    assert lowrank.keep_bottlenecks(model) == ["model.layers.0"]
+    assert gradients(model, tokens_of())
+    with pytest.raises(UsageError, match="no layer with pairs"):
+        lowrank.keep_bottlenecks(model)
+    with pytest.raises(UsageError, match="no layer with pairs"):
+        lowrank.keep_bottlenecks(Llama())

@@ -1,0 +1,269 @@
+"""Pairs on ranks: equal to one process, all-reduces counted, nothing communicated twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from statehold import lowrank
+from statehold.errors import UsageError
+from statehold.lowrank.parallel import OnlineRMSNorm, parallelize
+from support.gloo import run_ranks
+from support.llama import FF, RANK, WIDTH, loss_of, low_rank, tokens_of
+
+LAYERS = 2
+WAYS: list[dict[str, Any]] = [
+    {"way": "bottleneck", "grouped": True},
+    {"way": "bottleneck", "grouped": False},
+    {"way": "rank"},
+]
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Elements(TorchDispatchMode):
+    """What all-reduces move, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == "_c10d_functional.all_reduce.default":
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+class Communicated(CommDebugMode):
+    """CommDebugMode without its hooks on modules, which checkpointing does not bear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tracker = self.advanced_module_tracker
+        unhooked = {"__enter__": lambda own: own, "__exit__": lambda *_: None}
+        tracker.__class__ = type("Unhooked", (type(tracker),), unhooked)
+        tracker.name, tracker.module_parents_dict = "Global", {"Global": set()}
+
+
+def as_in_one_process(rank: int, world: int) -> list[dict[str, float]]:
+    """For each way: the largest differences of the loss and of the gradients."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    tokens = tokens_of()
+    alone = low_rank(LAYERS)
+    expected = loss_of(alone, tokens)
+    expected.backward()
+    gradients = {name: each.grad for name, each in alone.named_parameters()}
+    found = []
+    for options in WAYS:
+        for is_kept in (False, True):
+            model = low_rank(LAYERS)
+            if is_kept:
+                lowrank.keep_bottlenecks(model)
+            parallelize(model, mesh, **options)
+            assert list(model.state_dict()) == list(alone.state_dict())
+            loss = loss_of(model, tokens)
+            loss.backward()
+            differences = {"loss": (loss - expected).abs().item()}
+            for name, each in model.named_parameters():
+                assert isinstance(each, DTensor), name
+                differences[name] = (whole(each.grad) - gradients[name]).abs().max().item()
+            found.append(differences)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_compute_what_one_process_computes(tmp_path: Path, world: int) -> None:
+    for of_rank in run_ranks(as_in_one_process, world, tmp_path):
+        assert len(of_rank) == 2 * len(WAYS)
+        for differences in of_rank:
+            worst = max(differences, key=lambda name: differences[name])
+            assert differences[worst] < 1e-12, (worst, differences[worst])
+
+
+def counted(rank: int, world: int) -> list[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    tokens = tokens_of()
+    found = []
+    for options in WAYS:
+        sizes, totals = [], []
+        for layers in (1, 2):
+            model = low_rank(layers)
+            parallelize(model, mesh, **options)
+            with Elements() as elements:
+                model(tokens)
+            sizes.append(elements.sizes)
+            kept = low_rank(layers)
+            lowrank.keep_bottlenecks(kept)
+            parallelize(kept, mesh, **options)
+            again = low_rank(layers)
+            parallelize(again, mesh, **options)
+            for layer in again.model.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            of_models = []
+            for each in (model, kept, again):
+                loss = loss_of(each, tokens)
+                with Communicated() as comm:
+                    loss.backward()
+                of_models.append(comm.get_total_counts())
+            totals.append(of_models)
+        found.append(
+            {
+                "elements": (sum(sizes[1]) - sum(sizes[0])) / tokens.numel(),
+                "calls": len(sizes[1]) - len(sizes[0]),
+                "all": totals,
+            }
+        )
+    return found
+
+
+def test_what_a_layer_all_reduces_and_how_often(tmp_path: Path) -> None:
+    for grouped, single, rank in run_ranks(counted, 2, tmp_path):
+        # The two numbers a token beside the bottlenecks are the norms' sums of squares.
+        assert (grouped["elements"], grouped["calls"]) == (7 * RANK + 2, 4)
+        assert (single["elements"], single["calls"]) == (7 * RANK + 2, 9)
+        assert (rank["elements"], rank["calls"]) == (5 * WIDTH + 2 * FF, 7)
+        for each in (grouped, single, rank):
+            for plain, kept, again in each["all"]:
+                assert again > plain == kept > 0  # what is computed again communicates nothing
+
+
+def norms(rank: int, world: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    worst = []
+    for scale in (1e-20, 1.0, 1e20):
+        torch.manual_seed(0)
+        norm = nn.RMSNorm(WIDTH, eps=0.0, dtype=torch.float64)
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 2)
+        x = torch.randn(3, 5, WIDTH, dtype=torch.float64) * scale
+        x[..., : WIDTH // 4] *= 1e3  # ranks differ
+        expected = norm(x)
+        split = parallelize_module(norm, mesh, OnlineRMSNorm(gather=True))
+        own = x.chunk(world, -1)[rank]
+        worst.append((split(own) - expected).abs().max().item() / expected.abs().max().item())
+
+        layer = low_rank(1).model.layers[0]
+        layer.input_layernorm.eps = 0.0
+        expected = layer.self_attn.q_proj(layer.input_layernorm(x))
+        holder = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
+        parallelize(holder, mesh)
+        found = layer.self_attn.q_proj(layer.input_layernorm(own))
+        expected = expected.chunk(world, -1)[rank]
+        worst.append((found - expected).abs().max().item() / expected.abs().max().item())
+    return worst
+
+
+def test_the_online_norm_is_the_norm_at_any_magnitude(tmp_path: Path) -> None:
+    for worst in run_ranks(norms, 2, tmp_path):
+        assert len(worst) == 6
+        assert max(worst) < 1e-12
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    found = []
+
+    def refused(model: nn.Module, **options: Any) -> None:
+        before = {name: type(each) for name, each in model.named_modules()}
+        with pytest.raises(UsageError) as caught:
+            parallelize(model, mesh, **options)
+        assert {name: type(each) for name, each in model.named_modules()} == before
+        found.append(" ".join(str(caught.value).split()))
+
+    refused(low_rank(1), dim="model")
+    refused(low_rank(1), way="columns")
+    refused(nn.Linear(4, 4))
+    uneven = low_rank(1)
+    uneven.model.layers[0].mlp.up_proj = lowrank.LowRankLinear(WIDTH, FF + 1, RANK)
+    refused(uneven)
+    odd = low_rank(1)
+    odd.model.layers[0].mlp.down_proj = lowrank.LowRankLinear(FF, WIDTH, 7)
+    refused(odd, way="rank")
+    full = low_rank(1)
+    full.model.layers[0].self_attn.o_proj = nn.Linear(WIDTH, WIDTH)
+    refused(full)
+    heads = low_rank(1)
+    heads.model.layers[0].self_attn.head_dim = WIDTH
+    refused(heads)
+    twice = parallelize(low_rank(1), mesh)
+    with pytest.raises(UsageError, match="no pair that can be split"):
+        parallelize(twice, mesh)
+    return found
+
+
+def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(refusals, 2, tmp_path):
+        words = ["'model'", "'columns'", "no decoder layers", "layers.0.mlp.up_proj",
+                 "layers.0.mlp.down_proj", "layers.0.self_attn.o_proj", "heads"]  # fmt: skip
+        assert [word for word, text in zip(words, found, strict=True) if word not in text] == []
+
+
+def hugging_face(rank: int, world: int) -> float:
+    transformers = pytest.importorskip("transformers")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, use_cache=False,
+    )  # fmt: skip
+    losses = []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        lowrank.convert(model, rank=8)
+        if is_split:
+            lowrank.keep_bottlenecks(model)
+            parallelize(model, mesh)
+        tokens = torch.arange(12)[None]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        grads = [whole(each.grad) for each in model.parameters()]
+        losses.append((loss.item(), sum(each.square().sum().item() for each in grads)))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    return abs(losses[0][1] / losses[1][1] - 1)
+
+
+def test_a_llama_of_hugging_face_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert max(run_ranks(hugging_face, 2, tmp_path)) < 1e-4
+
+
+def mean_of_data(rank: int, world: int) -> dict[str, float]:
+    """FSDP2 over two, along the bottleneck over two: the gradient of the mean of both batches."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone = low_rank(LAYERS)
+    batches = [tokens_of(seed) for seed in range(2)]
+    (sum(loss_of(alone, each) for each in batches) / 2).backward()
+    model = low_rank(LAYERS)
+    lowrank.keep_bottlenecks(model)
+    parallelize(model, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    loss_of(model, batches[mesh["dp"].get_local_rank()]).backward()
+    expected = {name: each.grad for name, each in alone.named_parameters()}
+    return {
+        name: (whole(each.grad) - expected[name]).abs().max().item()
+        for name, each in model.named_parameters()
+    }
+
+
+def test_fsdp_takes_another_dimension_of_the_mesh(tmp_path: Path) -> None:
+    for found in run_ranks(mean_of_data, 4, tmp_path):
+        assert Counter(difference < 1e-12 for difference in found.values()) == {True: len(found)}
