@@ -435,7 +435,9 @@ class Seed:
         if not names:
             return
         folder = f"{root}/{self._random.choice(names)}"
-        path = f"{folder}/{self._random.choice(self._listed(folder))[0]}"
+        if not (files := self._listed(folder)):  # the step has lost them all
+            return
+        path = f"{folder}/{self._random.choice(files)[0]}"
         if size := self._fs.stat_bytes(path):
             self._fs.corrupt(path, self._random.randrange(size), 1 << self._random.randrange(8))
             self._say(f"rot in {path}")
@@ -447,7 +449,9 @@ class Seed:
         if not found:
             return
         name = chance.choice(found)[0]
-        path = f"{RUN}/{name}/{chance.choice(self._listed(f'{RUN}/{name}'))[0]}"
+        if not (files := self._listed(f"{RUN}/{name}")):
+            return
+        path = f"{RUN}/{name}/{chance.choice(files)[0]}"
         content = fs.read_file(path, fs.stat_bytes(path) or 0)
         fs.unlink(path)
         if chance.random() < 0.5:
