@@ -35,6 +35,7 @@ from statehold.tensors.columns import (
     Structure,
     Tensors,
     described,
+    forms_of,
 )
 from statehold.tensors.facts import BatchFacts, Facts, read
 from statehold.tensors.placements import OWN, Placed
@@ -80,6 +81,7 @@ class SeenBatch:
         self,
         observed: Any,
         facts: Facts,
+        forms: list[Form],
         sights: dict[str, Sight],
         strided: list[Strided | None],
         are_gated: list[bool],
@@ -89,7 +91,7 @@ class SeenBatch:
         self.names = frozenset(sights)
         self._run = ColumnRun(
             [sight.spec for sight in sights.values()],
-            list(map(Form, facts.dtypes, facts.shapes, facts.strides, facts.devices)),
+            forms,
             strided,
             [device >= 0 for device in facts.devices],
             [False] * len(sights),  # owned
@@ -248,7 +250,7 @@ class Found:
 
     # -- many at once ----------------------------------------------------------------------
 
-    def recognised(self, key: Key, observed: Any, values: Sequence[Any]) -> Any | None:
+    def recognised(self, key: Key, observed: Any, values: list[Any]) -> Any | None:
         """What remember() was given for the same tensors in the capture before, and adds them.
 
         None, and nothing is added, if any of them shows anything else, or is tied.
@@ -266,9 +268,7 @@ class Found:
         self._seen.batches_now[key] = batch
         return batch.nodes
 
-    def remember(
-        self, key: Key, observed: Any, values: Sequence[Any], begin: int, nodes: Any
-    ) -> None:
+    def remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:
         """Keep what the next capture needs to recognise `values`, which were added one by one from
         tensors[begin] on; nothing if any of them is out of the ordinary."""
         added = self.tensors[begin:]
@@ -277,18 +277,17 @@ class Found:
             return  # no capture keeps a graph alive
         seen = [(each.spec.name, self._seen.now(each.spec.name)) for each in added]
         sights = {name: sight for name, sight in seen if sight is not None}
+        forms = forms_of(reading.tensors, reading.facts.devices)
         is_usual = all(
             each.spec is sight.spec
-            and dtype is sight.dtype  # else a view of another dtype is stored
-            and (sight.is_usual or (each.wrapper is not None and not dtype.is_complex))
-            for each, dtype, sight in zip(
-                added, reading.facts.dtypes, sights.values(), strict=False
-            )
+            and form.dtype is sight.dtype  # else a view of another dtype is stored
+            and (sight.is_usual or (each.wrapper is not None and not form.dtype.is_complex))
+            for each, form, sight in zip(added, forms, sights.values(), strict=False)
         )
         if is_usual and len(sights) == len(values):
             strided = [each.strided for each in added]
             are_gated = [each.is_gated for each in added]
-            batch = SeenBatch(observed, reading.facts, sights, strided, are_gated, nodes)
+            batch = SeenBatch(observed, reading.facts, forms, sights, strided, are_gated, nodes)
             self._seen.batches_now[key] = batch
 
     def _add_places(self, places: Sequence[int]) -> bool:
