@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from operator import attrgetter
@@ -54,8 +53,7 @@ from statehold.tensors.storable import (
 # made again, and plans find at once that nothing has changed.
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(NamedTuple):
     """What a tensor that lies at `place` showed, and what follows from that.
 
     is_usual: it has elements, and its dtype has no conjugate views.
@@ -454,7 +452,7 @@ def _captured(
     if tensor.is_inference():
         is_gated, eager = False, True
     if spec.eager is not eager:
-        spec = replace(spec, eager=eager)
+        spec = spec._replace(eager=eager)
     return described(
         spec,
         tensor,
