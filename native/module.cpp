@@ -16,6 +16,7 @@
 #include "fs_threads.h"
 #include "fs_uring.h"
 #include "raw.h"
+#include "tensor_forms.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -458,4 +459,5 @@ NB_MODULE(_core, m) {
       "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
   m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
         "kind"_a, "stream"_a);
+  m.def("read_forms", &read_forms, "tensors"_a, "exchange"_a);
 }

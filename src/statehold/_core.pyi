@@ -8,7 +8,7 @@ the caller's memory. After a fork, a child must not use objects of its parent: t
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 Buffer = array[int] | memoryview
 # Element size in bytes, shape, and strides in elements.
@@ -361,6 +361,11 @@ def call_copies(
 ) -> int:
     """Call cudaMemcpyAsync, or what has its signature, for each copy, without the interpreter lock.
     0, or the first error, after which nothing more is called."""
+
+def read_forms(tensors: list[Any], exchange: object) -> tuple[bytes, bytes, bytes, list[int]]:
+    """(shapes, strides, dtypes, addresses) of tensors whose type offers `exchange`, the capsule of
+    DLPack's C functions. The bytes of two lists are equal exactly when these are. Raises what torch
+    says of a tensor that it cannot describe so."""
 
 def raw_write(
     fs: Fs, path: str, file_bytes: int, buffer_bytes: int, depth: int, reuse: bool

@@ -171,7 +171,18 @@ def test_the_top_level_is_a_table_of_contents() -> None:
 
 def test_few_units_touch_the_core() -> None:
     users = {unit(name) for name, path in MODULES.items() if CORE in inner(name, path, types=False)}
-    assert users <= CORE_USERS
+    assert users <= CORE_USERS | {"tensors"}
+
+
+def test_tensors_only_read_tensors_with_the_core() -> None:
+    taken = {
+        dotted
+        for name, path in MODULES.items()
+        if unit(name) == "tensors"
+        for dotted in imports(name, parsed(path))
+        if dotted.startswith(CORE)
+    }
+    assert taken == {CORE, f"{CORE}.read_forms"}
 
 
 def roots(name: str, path: Path, *, types: bool) -> set[str]:

@@ -222,7 +222,7 @@ def test_the_tensors_of_another_plan_are_read_again(
 
     def damaged(self: PlanCache, *given: Any) -> RankPlan:
         plan = plan_of(self, *given)
-        specs = (*plan.save.specs[:-1], replace(plan.save.specs[-1], **wrong))
+        specs = (*plan.save.specs[:-1], plan.save.specs[-1]._replace(**wrong))
         return replace(plan, save=replace(plan.save, specs=specs))
 
     monkeypatch.setattr(PlanCache, "get", damaged)

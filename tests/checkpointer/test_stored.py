@@ -233,10 +233,10 @@ LIES = {
     "no checksums": lambda files: changed(files, 1, sums=b""),
     "data within a page": lambda files: changed(files, 1, data_begin=4097),
     "another dtype": lambda files: changed(
-        files, 2, specs=(replace(files[2].specs[0], dtype="I32"), *files[2].specs[1:])
+        files, 2, specs=(files[2].specs[0]._replace(dtype="I32"), *files[2].specs[1:])
     ),
     "another name": lambda files: changed(
-        files, 2, specs=(replace(files[2].specs[0], name="weight"), *files[2].specs[1:])
+        files, 2, specs=(files[2].specs[0]._replace(name="weight"), *files[2].specs[1:])
     ),
     "nothing": lambda files: [],
 }

@@ -164,7 +164,7 @@ def test_captured_tensors_keep_memory_and_version() -> None:
     assert found.moved(eager=True) is None
     model.weight.data = torch.zeros(2, 2)
     [weight] = [t for t in found.tensors if t.spec.name == "model.weight"]
-    assert weight.address == weight.tensor.data_ptr() == address
+    assert weight.address == weight.alias.data_ptr() == address
 
 
 def test_whoever_settles_first_decides() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from statehold.tensors.captured import Capturing
 from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Found, Seen
 from statehold.tensors.kinds import modules, optimizers
+from statehold.tensors.kinds.optimizers import _States
 from support.changing import Changing
 from support.quantized import Made
 
@@ -54,7 +56,7 @@ ONE_BY_ONE: list[Defect] = [
 ]
 TOGETHER: list[Defect] = [
     (Found, "nodes", "and address not in self._places", "", 47),
-    (Found, "recognised", "or batch.observed != observed", "", 0),
+    (Found, "recognised", "batch.observed == observed", "True", 0),
     (Found, "recognised", "or reading.facts != batch.facts", "", 0),
     (Found, "recognised", "not self._taken.isdisjoint(batch.names)", "False", 46),
     (Found, "_add_places", "len(self._places) == count", "True", 180),
@@ -62,16 +64,24 @@ TOGETHER: list[Defect] = [
     (
         Found,
         "remember",
-        "and dtype is sight.dtype  # else a view of another dtype is stored",
+        "and form.dtype is sight.dtype  # else a view of another dtype is stored",
         "",
         0,
     ),
-    (facts, "read", "list(map(_size, tensors))", "[torch.Size()] * len(tensors)", 0),
-    (facts, "read", "list(map(_stride, tensors))", "[()] * len(tensors)", 0),
-    (facts, "read", "list(map(_dtype, tensors))", "[torch.float32] * len(tensors)", 0),
-    (facts, "read", "devices_of(tensors),\n            layouts", "[-1] * len(tensors), layouts", 0),
+    (facts, "read", "(shapes, strides", "(None, strides", 8),
+    (facts, "read", "strides, dtypes, d", "None, dtypes, d", 33),
+    (facts, "read", "dtypes, devices", "None, devices", 0),
+    (facts, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
     (facts, "read", "any(map(_is_neg, tensors))", "False", 1),
-    (facts, "read", "            layouts,\n", "            [],\n", 9),
+    (facts, "read", "), layouts)", "), [])", 9),
+    (Found, "_learned", " or self._is_taken(name)", "", 46),
+    (Found, "_learned", " or reading.facts.layouts", "", 1),
+    (Found, "recognised", " or not self._add_places(reading.places)", "", 0),
+    (found_module, "_stored", " and not dtype.is_complex", "", 20),
+    (modules, "_captured", "eager is Eager.ALL or not each", "not each", 4),
+    (modules, "_captured", "if place_of is None else None\n        found", "\n        found", 3),
+    (_States, "_batch", "marked is Eager.ALL)", "False)", 15),
+    (_States, "_batch", "places is None and not", "not", 3),
     (modules, "_captured", "to.rank, names, ", "to.rank, ", 117),
     (modules, "_captured", "are_parameters, to", "to", 90),
     (modules, "_captured", "to.layouts_of(held)", "None", 81),
@@ -96,9 +106,12 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def seen_of(of: Changing, rank: int | None, seen: Seen | None) -> Any:
-    """All there is to know of a capture; what clones hold instead of where they lie."""
+    """All there is to know of a capture; what clones hold instead of where they lie. Without memory
+    each tensor is captured alone."""
+    alone = mock.patch.object(Found, "_learned", return_value=None)
     try:
-        found = capture(of.state(), rank, of.stepping, seen)
+        with alone if seen is None else nullcontext():
+            found = capture(of.state(), rank, of.stepping, seen)
     except StateholdError as error:
         return str(error)
     tensors = [
@@ -119,7 +132,8 @@ def seen_of(of: Changing, rank: int | None, seen: Seen | None) -> Any:
 
 
 def first_difference(states: Iterable[int], mesh: DeviceMesh) -> str | None:
-    """Of captures with memory from those without; None where all are equal."""
+    """Of captures with memory, also with an empty one, from those without; None where all are
+    equal."""
     for seed in states:
         changing = Changing(seed, mesh if seed % 2 else None)
         rank = 0 if seed % 2 else None
@@ -127,9 +141,10 @@ def first_difference(states: Iterable[int], mesh: DeviceMesh) -> str | None:
         for number in range(CHANGES):
             with torch.inference_mode() if (seed + number) % 7 == 0 else nullcontext():
                 expected = seen_of(changing, rank, None)
-                found = seen_of(changing, rank, seen)
-            if found != expected:
-                return f"seed {seed}, capture {number}:\n{found}\n{expected}"
+                for memory in (seen, Seen()):
+                    found = seen_of(changing, rank, memory)
+                    if found != expected:
+                        return f"seed {seed}, capture {number}:\n{found}\n{expected}"
             for _ in range(changing.random.randrange(3)):
                 changing.change()
     return None
@@ -183,8 +198,9 @@ def test_each_condition_of_recognition_is_needed(
     assert source.count(condition) == 1
     wrong = source.replace(condition, instead)
     module = sys.modules[getattr(owner, "__module__", owner.__name__)]
-    names = dict(vars(module))
-    exec(compile("from __future__ import annotations\n" + wrong, "<wrong>", "exec"), names)
+    names: dict[str, Any] = {}
+    code = compile("from __future__ import annotations\n" + wrong, "<wrong>", "exec")
+    exec(code, vars(module), names)
     monkeypatch.setattr(owner, function, names[function])
     if owner is facts and function == "read":
         monkeypatch.setattr(found_module, "read", names[function])

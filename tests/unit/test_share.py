@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from statehold.errors import InvariantError
@@ -79,8 +77,7 @@ def test_a_large_replicated_tensor_is_cut_over_all_replicas() -> None:
         assert found.held == (HeldTensor("w", "U8", shape, cut, 0),)
         (part,) = found.parts
         assert part.rows == (first, first + rows)
-        assert part.spec == replace(
-            own,
+        assert part.spec == own._replace(
             shape=(rows, 1024),
             nbytes=rows * 1024,
             offsets=(rank % 2 * shape[0] // 2 + first, 0),
@@ -153,7 +150,7 @@ def test_thousands_of_tensors_balance() -> None:
 def test_a_box_that_is_not_the_rank_s(change: dict[str, object]) -> None:
     own = local_spec("w", "F32", (6, 5), Layout(mesh(2), ((0, 0),)), 0)
     with pytest.raises(InvariantError, match="another box") as caught:
-        share([replace(own, **change)], 0)
+        share([own._replace(**change)], 0)
     assert {"tensor", "rank", "expected", "got"} <= set(caught.value.facts)
 
 

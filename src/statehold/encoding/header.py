@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.encoding.values import well_formed
@@ -57,8 +56,7 @@ _DTYPE = re.compile("|".join(DTYPE_BITS))
 _ANY_TEXT = re.compile(r".*", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor: the bytes [begin, end) counted from the first byte of the data."""
 
     name: str

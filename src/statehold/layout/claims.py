@@ -28,7 +28,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from statehold.errors import ReplicasDifferError
@@ -138,7 +138,7 @@ class Claims:
             for spec, held_on in zip(specs, map(self._mesh_of, specs), strict=True)
         ]
         resolved = [
-            replace(spec, layout=_layout_on(mesh, spec)) if mesh else spec
+            spec._replace(layout=_layout_on(mesh, spec)) if mesh else spec
             for spec, mesh in zip(specs, found, strict=True)
         ]
         return Resolved(tuple(resolved), tuple(comparisons))

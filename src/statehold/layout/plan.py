@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from statehold.encoding import header
 from statehold.errors import InvariantError, UsageError, shown
@@ -36,8 +36,7 @@ _FILE_NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})(?:-([1-9][0-9]{0,8}))?\.
 _STEP_AT = header.LENGTH_BYTES + len(f'{{"{header.METADATA}":{{"{_STEP_KEY}":"')
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor to save, or the box of one. `eager`: it may change soon, so it is copied first.
 
     `shape` and `nbytes` are those of the box. `layout` is None for a tensor of this rank alone.

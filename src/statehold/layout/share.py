@@ -17,8 +17,8 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from statehold.encoding import header
 from statehold.errors import InvariantError
@@ -31,8 +31,7 @@ SPLIT_BYTES = 8 * MiB  # a replicated box from this size on is cut
 PIECE_BYTES = 1 * MiB  # no piece of the largest box is cut smaller
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
+class HeldTensor(NamedTuple):
     """The entry of a record for a tensor that its rank holds, written there or not.
 
     `shape` is global. `layout` is the written one (a large replicated tensor is split over its
@@ -46,8 +45,7 @@ class HeldTensor:
     writer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A part that this rank writes: `rows` (of dim 0; None: all) of the captured spec `source`."""
 
     spec: TensorSpec
@@ -122,7 +120,7 @@ def _own_box(spec: TensorSpec, layout: AnyLayout, rank: int) -> Box:
 
 def _spec_of(spec: TensorSpec, box: Box) -> TensorSpec:
     nbytes = header.DTYPE_BITS[spec.dtype] * box.numel // 8  # _item cuts no byte
-    return replace(spec, shape=box.shape, nbytes=nbytes, offsets=box.offsets)
+    return spec._replace(shape=box.shape, nbytes=nbytes, offsets=box.offsets)
 
 
 # -- who writes a replicated box ---------------------------------------------------------------

@@ -39,7 +39,7 @@ from statehold.tensors.columns import BATCH, Structure, Tensors, described
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
 from statehold.tensors.facts import layout_of, storage_addresses
-from statehold.tensors.found import Eager, Found, Seen
+from statehold.tensors.found import Eager, Found, New, NewTensors, Seen
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.placements import OWN, Piece, Placed
 from statehold.tensors.stepping import MARKED, Owners, Storages, owned_tensors, storages
@@ -226,6 +226,17 @@ class Flat:
             kinds = list(map(type, chain.from_iterable(self.keys)))  # True and 1 are equal keys
         return self.keys, kinds, [(index, key) for index, key, _ in self.others]
 
+    def new(self, paths: Sequence[str], eager: bool) -> NewTensors:
+        """What there is to know of them if they are new (found.New)."""
+        each_of = zip(paths, self.keys, strict=True)
+        names = [{key: f"{path}.{key}" for key in keys} for path, keys in each_of]
+        made = [{key: {"$tensor": name} for key, name in each.items()} for each in names]
+        for index, key, _ in self.others:
+            del names[index][key]
+        nodes = self.with_others(list(map(values.mapping_of, made)), paths)
+        found = list(chain.from_iterable(map(dict.values, names)))
+        return found, [eager] * len(found), nodes
+
     def with_others(self, nodes: list[Any], paths: Sequence[str]) -> list[Any]:
         """The nodes of these dicts, by those of dicts with other plain values."""
         nodes = list(nodes)
@@ -373,9 +384,10 @@ class Capturing:
         flat: Flat,
         paths: Callable[[], list[str]],
         one_by_one: Callable[[], list[Any]],
+        new: New | None = None,
     ) -> tuple[list[Any], bool]:
-        """The nodes of dicts of tensors, and whether these are those of the capture before."""
-        nodes = self.found.recognised(key, observed, flat.tensors)
+        """The nodes of dicts of tensors, and whether these were added together."""
+        nodes = self.found.recognised(key, observed, flat.tensors, new)
         if nodes is not None:
             return flat.with_others(nodes, paths()) if flat.others else nodes, True
         begin = len(self.tensors)

@@ -119,6 +119,13 @@ def form_of(tensor: torch.Tensor) -> Form:
     return Form(tensor.dtype, tensor.size(), tensor.stride(), *devices_of((tensor,)))
 
 
+def forms_of(tensors: Sequence[torch.Tensor], devices: Iterable[int]) -> list[Form]:
+    """The forms of tensors on these devices (devices_of)."""
+    return list(
+        map(Form, map(_dtype, tensors), map(_size, tensors), map(_stride, tensors), devices)
+    )
+
+
 _FIELDS = CapturedTensor._fields
 # So many of the fields, the first ones, are the same in equal structures.
 _STRUCTURE = _FIELDS.index("tensor")

@@ -1,4 +1,4 @@
-"""What many tensors show, read column by column: a call of C for each fact, no Python in between.
+"""What many tensors show, read column by column: no Python between one tensor and the next.
 
 Owns: the reads that decide a tensor's spec, strides and ties, for a batch of tensors at once.
 Invariants: equal facts, at equal names and places, give equal specs and strides. A batch in which
@@ -9,11 +9,13 @@ Not here: what follows from a reading, and what is remembered of it (found).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
+from statehold._core import read_forms
 from statehold.tensors.storable import ORDINARY, devices_of, is_dtensor
 
 _version, _impl = attrgetter("_version"), attrgetter("_cdata")
@@ -23,15 +25,19 @@ _data_ptr, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_neg
 _storage, _storage_ptr = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 # All that decides where a DTensor lies.
 _layout = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
+# C functions that torch offers to others from 2.10 on. One call says what four of Python say, which
+# would also make an object of each size.
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 class Facts(NamedTuple):
-    """What decides specs and strides. devices: as devices_of() says. layouts: those of DTensors,
-    None for each other tensor; no list at all where there is no DTensor."""
+    """What decides specs and strides. The first three are equal exactly when these are, and have no
+    other form to rely on. devices: as devices_of() says. layouts: those of DTensors, None for each
+    other tensor; no list at all where there is no DTensor."""
 
-    shapes: list[torch.Size]
-    strides: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
+    shapes: Any
+    strides: Any
+    dtypes: Any
     devices: list[int]
     layouts: list[Any]
 
@@ -42,7 +48,7 @@ class BatchFacts(NamedTuple):
     when they may be one: addresses, and the ids of DTensors."""
 
     facts: Facts
-    tensors: Sequence[torch.Tensor]
+    tensors: list[torch.Tensor]
     storages: list[torch.UntypedStorage]
     impls: list[int]
     versions: list[int]
@@ -51,7 +57,7 @@ class BatchFacts(NamedTuple):
     places: list[int]
 
 
-def read(values: Sequence[Any]) -> BatchFacts | None:
+def read(values: list[Any]) -> BatchFacts | None:
     """What a batch shows; None unless all of it are ordinary tensors, or DTensors of such."""
     wrappers: list[Any] = [None] * len(values)
     tensors, layouts = values, list[Any]()
@@ -64,14 +70,8 @@ def read(values: Sequence[Any]) -> BatchFacts | None:
             tensors = [value if type(value) in ORDINARY else _local(value) for value in values]
             if not ORDINARY.issuperset(map(type, tensors)):
                 return None  # under way from a collective, or made of others
-        addresses = list(map(_data_ptr, tensors))
-        facts = Facts(
-            list(map(_size, tensors)),
-            list(map(_stride, tensors)),
-            list(map(_dtype, tensors)),
-            devices_of(tensors),
-            layouts,
-        )
+        shapes, strides, dtypes, addresses = _shown(tensors)
+        facts = Facts(shapes, strides, dtypes, devices_of(tensors), layouts)
         if any(map(_is_neg, tensors)):
             return None
         versions = list(map(_version, tensors))
@@ -86,6 +86,15 @@ def read(values: Sequence[Any]) -> BatchFacts | None:
         versions = list(map(add, versions, moved))
     impls = list(map(_impl, tensors))
     return BatchFacts(facts, tensors, storages, impls, versions, addresses, wrappers, places)
+
+
+def _shown(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:
+    """Shapes, strides, dtypes and addresses. Raises RuntimeError."""
+    if EXCHANGE is not None:
+        with suppress(RuntimeError, BufferError):  # some kinds of tensors and devices are not in it
+            return read_forms(tensors, EXCHANGE)
+    sizes, strides = list(map(_size, tensors)), list(map(_stride, tensors))
+    return sizes, strides, list(map(_dtype, tensors)), list(map(_data_ptr, tensors))
 
 
 def layout_of(tensor: Any) -> tuple[Any, ...]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
 from enum import Enum
+from functools import lru_cache
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from statehold.tensors.columns import (
     Structure,
     Tensors,
     described,
+    forms_of,
 )
 from statehold.tensors.facts import BatchFacts, Facts, read
 from statehold.tensors.placements import OWN, Placed
@@ -44,6 +46,7 @@ from statehold.tensors.storable import (
     is_external,
     is_view_of_other_values,
     memory_of,
+    strides_of,
 )
 
 # -- what the next capture recognises --------------------------------------------------------------
@@ -53,8 +56,7 @@ from statehold.tensors.storable import (
 # made again, and plans find at once that nothing has changed.
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(NamedTuple):
     """What a tensor that lies at `place` showed, and what follows from that.
 
     is_usual: it has elements, and its dtype has no conjugate views.
@@ -80,6 +82,7 @@ class SeenBatch:
         self,
         observed: Any,
         facts: Facts,
+        forms: list[Form],
         sights: dict[str, Sight],
         strided: list[Strided | None],
         are_gated: list[bool],
@@ -89,7 +92,7 @@ class SeenBatch:
         self.names = frozenset(sights)
         self._run = ColumnRun(
             [sight.spec for sight in sights.values()],
-            list(map(Form, facts.dtypes, facts.shapes, facts.strides, facts.devices)),
+            forms,
             strided,
             [device >= 0 for device in facts.devices],
             [False] * len(sights),  # owned
@@ -98,10 +101,12 @@ class SeenBatch:
 
     def add_to(self, tensors: Tensors, reading: BatchFacts) -> None:
         """The tensors of a reading with equal facts."""
-        _, live, storages, impls, versions, addresses, wrappers, _ = reading
-        tensors.extend(self._run, live, storages, impls, versions, addresses, wrappers)
+        tensors.extend(self._run, *reading[1:-1])
 
 
+# Of new tensors: names, whether each is eager, and the nodes.
+NewTensors = tuple[list[str], list[bool], Any]
+New = Callable[[], NewTensors]
 # Where a batch was found: the path, and how many were found there before it.
 Key = tuple[str, int]
 
@@ -202,6 +207,16 @@ def _spec(tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> Tensor
     return TensorSpec(name, code, shape, nbytes, eager, place.layout, whole, offsets)
 
 
+@lru_cache(1 << 12)  # a state has few shapes
+def _stored(dtype: torch.dtype, shape: torch.Size) -> tuple[str, tuple[int, ...], int] | None:
+    """Code, shape and bytes in a step of a usual tensor (Sight); None for any other."""
+    with suppress(UnsupportedValueError):
+        code, kept = dtypes.code_of(dtype, ""), dtypes.stored_shape(dtype, tuple(shape), "")
+        nbytes = bytes_of(code, kept)
+        return (code, kept, nbytes) if nbytes and not dtype.is_complex else None
+    return None
+
+
 def _packs_evenly(layout: AnyLayout, shape: tuple[int, ...], packed: tuple[int, ...]) -> bool:
     """Whether a layout cuts the packed shape where it cuts the other."""
     if not isinstance(layout, Layout):
@@ -248,16 +263,22 @@ class Found:
 
     # -- many at once ----------------------------------------------------------------------
 
-    def recognised(self, key: Key, observed: Any, values: Sequence[Any]) -> Any | None:
-        """What remember() was given for the same tensors in the capture before, and adds them.
+    def recognised(
+        self, key: Key, observed: Any, values: list[Any], new: New | None = None
+    ) -> Any | None:
+        """What remember() was given for the same tensors in the capture before, and adds them; or
+        the nodes of new ones. None, and nothing is added, if any of them shows anything else, or is
+        tied, or is new and out of the ordinary.
 
-        None, and nothing is added, if any of them shows anything else, or is tied.
+        new: what tensors of this rank alone are like that no capture has seen.
         """
         batch = self._seen.batches_before.get(key)
-        if batch is None or batch.observed != observed:
+        if (new if batch is None else batch.observed == observed) in (None, False):
             return None
         reading = read(values)
-        if reading is None or reading.facts != batch.facts:
+        if reading is not None and batch is None and new is not None:
+            batch = self._learned(observed, reading, new())
+        if reading is None or batch is None or reading.facts != batch.facts:
             return None
         if not self._taken.isdisjoint(batch.names) or not self._add_places(reading.places):
             return None
@@ -266,9 +287,25 @@ class Found:
         self._seen.batches_now[key] = batch
         return batch.nodes
 
-    def remember(
-        self, key: Key, observed: Any, values: Sequence[Any], begin: int, nodes: Any
-    ) -> None:
+    def _learned(self, observed: Any, reading: BatchFacts, new: NewTensors) -> SeenBatch | None:
+        """What there would be to remember of tensors, had they been added one by one."""
+        names, are_eager, nodes = new
+        forms = forms_of(reading.tensors, reading.facts.devices)
+        stored: list[Any] = [_stored(form.dtype, form.shape) for form in forms]
+        are_known = any(self._seen.before(name) or self._is_taken(name) for name in names)
+        are_names = len(set(names)) == len(names) and all(map(header.is_name, names))
+        are_usual = None not in stored and all(map(_is_leaf, reading.tensors))
+        if are_known or not are_names or not are_usual or reading.facts.layouts:
+            return None
+        specs = map(TensorSpec, names, *zip(*stored, strict=True), are_eager)
+        sights = {
+            spec.name: Sight(form.dtype, form.shape, spec.eager, OWN, spec, True)
+            for spec, form in zip(specs, forms, strict=True)
+        }
+        strided, are_gated = list(map(strides_of, reading.tensors)), [False] * len(names)
+        return SeenBatch(observed, reading.facts, forms, sights, strided, are_gated, nodes)
+
+    def remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:
         """Keep what the next capture needs to recognise `values`, which were added one by one from
         tensors[begin] on; nothing if any of them is out of the ordinary."""
         added = self.tensors[begin:]
@@ -277,18 +314,17 @@ class Found:
             return  # no capture keeps a graph alive
         seen = [(each.spec.name, self._seen.now(each.spec.name)) for each in added]
         sights = {name: sight for name, sight in seen if sight is not None}
+        forms = forms_of(reading.tensors, reading.facts.devices)
         is_usual = all(
             each.spec is sight.spec
-            and dtype is sight.dtype  # else a view of another dtype is stored
-            and (sight.is_usual or (each.wrapper is not None and not dtype.is_complex))
-            for each, dtype, sight in zip(
-                added, reading.facts.dtypes, sights.values(), strict=False
-            )
+            and form.dtype is sight.dtype  # else a view of another dtype is stored
+            and (sight.is_usual or (each.wrapper is not None and not form.dtype.is_complex))
+            for each, form, sight in zip(added, forms, sights.values(), strict=False)
         )
         if is_usual and len(sights) == len(values):
             strided = [each.strided for each in added]
             are_gated = [each.is_gated for each in added]
-            batch = SeenBatch(observed, reading.facts, sights, strided, are_gated, nodes)
+            batch = SeenBatch(observed, reading.facts, forms, sights, strided, are_gated, nodes)
             self._seen.batches_now[key] = batch
 
     def _add_places(self, places: Sequence[int]) -> bool:
@@ -455,7 +491,7 @@ def _captured(
     if tensor.is_inference():
         is_gated, eager = False, True
     if spec.eager is not eager:
-        spec = replace(spec, eager=eager)
+        spec = spec._replace(eager=eager)
     return described(
         spec,
         tensor,

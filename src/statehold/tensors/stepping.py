@@ -2,8 +2,7 @@
 
 They also tell whether gradients wait for an update. A step does not hold gradients.
 
-Owns: the memory of tensors that a state has without their optimizer, those of its state_dict();
-which parameters need no gradient.
+Owns: the memory of tensors that a state has without their optimizer, those of its state_dict().
 Invariants: reads no memory of tensors, waits for no device, and keeps no gradient alive.
 """
 
@@ -11,14 +10,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from statehold.tensors.columns import BATCH
@@ -183,15 +181,3 @@ class Gradients:
         with self._guard:
             used = list(self._used.values())
         return bool(used) and all(each.has_another_gradient for each in used)
-
-
-def frozen_in(state: object) -> set[int]:
-    """The addresses of parameters in the modules of a state that need no gradient."""
-    if isinstance(state, nn.Module):
-        frozen = (local_of(each) for each in state.parameters() if not each.requires_grad)
-        return {each.data_ptr() for each in frozen if type(each) in ORDINARY}
-    if isinstance(state, Mapping):
-        return set[int]().union(*map(frozen_in, state.values()))
-    if isinstance(state, list | tuple):
-        return set[int]().union(*map(frozen_in, state))
-    return set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -230,7 +231,5 @@ def version_of(tensor: torch.Tensor, wrapper: torch.Tensor | None = None) -> int
     return sum(each._version for each in counted)
 
 
-def impl_of(thing: Any) -> int:
-    """The address of what is behind a tensor, or a storage."""
-    address: int = thing._cdata
-    return address
+# The address of what is behind a tensor, or a storage.
+impl_of: Callable[[Any], int] = attrgetter("_cdata")

@@ -32,7 +32,6 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
 from statehold.tensors import fingerprints, updates
 from statehold.tensors.devices.jobs import JobSource
-from statehold.tensors.stepping import frozen_in
 from statehold.units import GiB
 
 if TYPE_CHECKING:
@@ -152,9 +151,7 @@ class Saver:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)
                 if held.copies_from(moved):
                     raise _moved()
-                return self._begin_with(
-                    captured, held, state, number, about, is_last=ends
-                ), captured
+                return self._begin_with(captured, held, number, about, is_last=ends), captured
             except BaseException:
                 captured.release()
                 raise
@@ -163,7 +160,6 @@ class Saver:
         self,
         captured: Capture,
         held: HeldSave,
-        state: Mapping[str, Any],
         number: int,
         about: About,
         *,
@@ -175,7 +171,7 @@ class Saver:
             specs = captured.structure.specs
             known = self.claims.resolve(specs, self.schedule.turns.settled)
             plan = self.plans.get(known.specs, save.step, captured.frozen)
-            plan, shared = self.sharing.split(plan, captured.tensors, partial(frozen_in, state))
+            plan, shared = self.sharing.split(plan, captured.tensors)
         save.record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,

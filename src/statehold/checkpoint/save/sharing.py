@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -97,19 +97,14 @@ class Sharing:
         with self._guard:
             self._restored, self._is_new = step, True
 
-    def split(
-        self, plan: RankPlan, captured: Tensors, frozen: Callable[[], Set[int]]
-    ) -> tuple[RankPlan, SharedFiles]:
-        """The plan of the rank's own file in this save, and the shared files.
-
-        frozen: the addresses of what needs no gradient, asked when the structure has changed.
-        """
+    def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles]:
+        """The plan of the rank's own file in this save, and the shared files."""
         with self._guard:
             shared = SharedFiles(self)
             if self._is_off:
                 return plan, shared
             if plan.share is not self._share:
-                self._look(plan.share, captured, frozen())
+                self._look(plan)
                 self._is_new = True
             if self._is_new:
                 self._is_new = False
@@ -125,17 +120,14 @@ class Sharing:
             self._making |= made
             return self._rest(plan, {self._parts[key].source for key in linked | made}), shared
 
-    def _look(self, share: Share, captured: Tensors, frozen: Set[int]) -> None:
+    def _look(self, plan: RankPlan) -> None:
         """The state has another structure, or this rank another share of it."""
-        self._share, self._own = share, None
-        self._parts = {
-            key_of(part.spec): part for part in share.parts if part.spec.nbytes >= PART_BYTES_MIN
-        }
+        self._share, self._own = plan.share, None
+        large = [part for part in plan.share.parts if part.spec.nbytes >= PART_BYTES_MIN]
+        self._parts = {key_of(part.spec): part for part in large}
         self._history.keep(self._parts)
-        addresses = captured.addresses
-        self._history.predict(
-            key for key, part in self._parts.items() if addresses[part.source] in frozen
-        )
+        frozen = frozenset(plan.save.frozen or ())
+        self._history.predict(key for key in self._parts if key[0] in frozen)
 
     def _take_over(self, plan: RankPlan, captured: Tensors) -> None:
         """Name the files of the restored step in the pool, if the state has exactly their parts.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -79,11 +80,27 @@ class Gathering:
         except torch.OutOfMemoryError:
             self._copy_apart(host, run)
             return
-        packed = _Packed(scratch)
-        for segment, offset, at, nbytes in run:
-            packed.add(self._tensors[segment], offset, at - begin, nbytes)
-        packed.end()
+        for dtype, group in groupby(run, self._moved_as):
+            pieces = list(group)
+            if dtype is None:
+                for segment, offset, at, nbytes in pieces:
+                    bring(self._tensors[segment], offset, scratch[at - begin :][:nbytes])
+            else:
+                to = scratch[pieces[0][2] - begin : pieces[-1][2] + pieces[-1][3] - begin]
+                torch.cat([self._elements(*each) for each in pieces], out=to.view(dtype))
         host[begin:end].copy_(scratch, non_blocking=True)
+
+    def _moved_as(self, piece: Piece) -> torch.dtype | None:
+        """The dtype as which a piece is moved together with its neighbours; None: it is not."""
+        tensor = self._tensors[piece[0]]
+        return as_moved(tensor).dtype if tensor.is_contiguous() else None
+
+    def _elements(self, segment: int, offset: int, _: int, nbytes: int) -> torch.Tensor:
+        """Those of a piece of a contiguous tensor."""
+        whole = as_moved(self._tensors[segment]).view(-1)
+        if whole.nbytes == nbytes:
+            return whole
+        return whole[offset // whole.itemsize : (offset + nbytes) // whole.itemsize]
 
     def _copy_apart(self, host: torch.Tensor, run: Sequence[Piece]) -> None:
         """Copy pieces with less scratch, or none. Inside the handler of the error that said so."""
@@ -123,35 +140,6 @@ def _copy_alone(each: _Alone) -> None:
     host[at : at + nbytes].copy_(flat(tensor, offset, nbytes), non_blocking=True)
 
 
-class _Packed:
-    """Scratch that is filled from its begin to its end, neighbours of one dtype in one call."""
-
-    def __init__(self, scratch: torch.Tensor) -> None:
-        self._scratch = scratch
-        self._begin = self._end = 0
-        self._parts: list[torch.Tensor] = []
-
-    def add(self, tensor: torch.Tensor, offset: int, at: int, nbytes: int) -> None:
-        """The next bytes."""
-        if not tensor.is_contiguous():
-            self.end()
-            bring(tensor, offset, self._scratch[at : at + nbytes])
-            self._begin = at + nbytes
-            return
-        part = _flat_elements(tensor, offset, nbytes)
-        if self._parts and self._parts[0].dtype is not part.dtype:
-            self.end()
-        self._parts.append(part)
-        self._end = at + nbytes
-
-    def end(self) -> None:
-        """Enqueue what was added."""
-        if self._parts:
-            to = self._scratch[self._begin : self._end].view(self._parts[0].dtype)
-            torch.cat(self._parts, out=to)
-            self._begin, self._parts = self._end, []
-
-
 def bring(tensor: torch.Tensor, offset: int, to: torch.Tensor) -> None:
     """Copy the bytes from `offset` on, in C order, into `to`: bytes on the device, contiguous and
     aligned as the elements are."""
@@ -166,12 +154,3 @@ def bring(tensor: torch.Tensor, offset: int, to: torch.Tensor) -> None:
     for box in boxes_of_run(tensor.shape, begin, end):
         to[at : at + box.numel].view(box.shape).copy_(part_of(elements, box))
         at += box.numel
-
-
-def _flat_elements(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """Elements of a contiguous tensor, as they are moved."""
-    whole = as_moved(tensor).view(-1)
-    size = whole.element_size()
-    if whole.numel() * size == nbytes:
-        return whole
-    return whole[offset // size : (offset + nbytes) // size]

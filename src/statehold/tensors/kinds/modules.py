@@ -31,7 +31,7 @@ from statehold.layout.layout import Layout
 from statehold.tensors import composed
 from statehold.tensors.captured import Capturing, in_batches
 from statehold.tensors.columns import BATCH
-from statehold.tensors.found import Eager
+from statehold.tensors.found import Eager, NewTensors
 from statehold.tensors.kinds.objects import load as load_object
 from statehold.tensors.matching import ABSENT, Matching, Walk, described, missing_of
 from statehold.tensors.nodes import members, payload
@@ -114,13 +114,21 @@ def _captured(to: Capturing, _: values.Encoder, module: nn.Module, path: str) ->
             if isinstance(each, nn.Parameter) and not each.requires_grad
         ]
         observed = eager, to.rank, names, are_parameters, to.layouts_of(held)
-        found = to.found.recognised(key, observed, held)
+        is_eager = [eager is Eager.ALL or not each for each in are_parameters]
+        new = partial(_new, path, names, is_eager) if place_of is None else None
+        found = to.found.recognised(key, observed, held, new)
         if found is None:
             first, members = len(to.tensors), dict(zip(names, held, strict=True))
             found = to.found.nodes(members, path, eager, place_of, other)
             to.found.remember(key, observed, held, first, found)
         nodes.append(found)
     return to.seen.mapping(path, nodes, lambda: chain.from_iterable(map(dict.items, nodes)))
+
+
+def _new(path: str, names: list[str], are_eager: list[bool]) -> NewTensors:
+    """What there is to know of tensors that are new (found.New)."""
+    found = {name: f"{path}.{name}" for name in names}
+    return list(found.values()), are_eager, {name: {"$tensor": found[name]} for name in names}
 
 
 def entries(module: nn.Module) -> dict[str, Any]:

@@ -172,10 +172,9 @@ def parameters(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(group index, name, parameter) of every parameter, in the order of the groups."""
-    running = count()
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter, number in zip(group[PARAMS], running, strict=False):
-            yield index, names.get(id(parameter), str(number)), parameter
+    by_group, found = _names_of(optimizer, names)
+    groups = chain.from_iterable([index] * len(own) for index, own in enumerate(by_group))
+    return zip(groups, chain.from_iterable(by_group), found, strict=True)
 
 
 def _states_of(
@@ -310,8 +309,11 @@ class _States:
         flat = Flat.of(held)
         if flat is None:
             return one_by_one()
-        observed = to.eager(Eager.NONE), to.rank, names, flat.shape, to.places_of(found)
-        return to.batch((self.path, begin), observed, flat, paths, one_by_one)[0]
+        marked, places = to.eager(Eager.NONE), to.places_of(found)
+        observed = marked, to.rank, names, flat.shape, places
+        is_own = places is None and not self.whole
+        new = (lambda: flat.new(paths(), marked is Eager.ALL)) if is_own else None
+        return to.batch((self.path, begin), observed, flat, paths, one_by_one, new)[0]
 
     def _one(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
         to, place = self.to, self.to.place(parameter, path)
