@@ -80,10 +80,10 @@ def trained(seconds: float) -> tuple[Any, Any]:
     model, letters = LlamaForCausalLM(config), Letters()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     short = [text for text in topics.values() if len(text) < 3000]
-    ids = torch.tensor(letters.encode("\n".join(short)))
+    ids = torch.tensor(letters.encode("\n".join(short)), device="cpu")
     dice, begin = torch.Generator().manual_seed(0), time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        at = torch.randint(len(ids) - 256, (8,), generator=dice).tolist()
+        at = torch.randint(len(ids) - 256, (8,), generator=dice, device="cpu").tolist()
         batch = torch.stack([ids[each : each + 256] for each in at])
         model(batch, labels=batch).loss.backward()
         optimizer.step()
@@ -107,8 +107,8 @@ def opened(options: argparse.Namespace) -> tuple[Any, Any, str]:
 
 def encoded(tokenizer: Any, text: str) -> Ids:
     if isinstance(tokenizer, Letters):
-        return torch.tensor(tokenizer.encode(text))
-    return torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+        return torch.tensor(tokenizer.encode(text), device="cpu")
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False), device="cpu")
 
 
 def texts(tokenizer: Any, tokens: int, count: int) -> list[tuple[str, Ids]]:
@@ -222,7 +222,8 @@ def cases() -> list[tuple[str, int, Score | None]]:
 def speeds(model: Any, vocabulary: int, options: argparse.Namespace) -> list[Record]:
     """Memory and tokens a second behind a long prompt, in turns."""
     dice = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, (options.long + options.decoded,), generator=dice)
+    count = options.long + options.decoded
+    ids = torch.randint(1, vocabulary, (count,), generator=dice, device="cpu")
     pairs = prefilled(model, ids[: options.long])
     rows = []
     for _ in range(ROUNDS):

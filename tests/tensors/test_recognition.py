@@ -74,7 +74,6 @@ TOGETHER: list[Defect] = [
     (facts, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
     (facts, "read", "any(map(_is_neg, tensors))", "False", 1),
     (facts, "read", "), layouts)", "), [])", 9),
-    (Found, "_learned", " or self._is_taken(name)", "", 46),
     (Found, "_learned", " or reading.facts.layouts", "", 1),
     (Found, "recognised", " or not self._add_places(reading.places)", "", 0),
     (found_module, "_stored", " and not dtype.is_complex", "", 20),
@@ -247,3 +246,12 @@ def test_no_tensor_is_kept_for_the_next_capture() -> None:
             left += gc.get_referents(each)
     assert any(isinstance(each, torch.Size) for each in reached.values())
     assert not any(isinstance(each, torch.Tensor) for each in reached.values())
+
+
+def test_a_name_that_two_batches_of_new_tensors_make_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_small(monkeypatch, 2)
+    one, other = torch.nn.Linear(2, 2), torch.nn.ModuleDict({"b": torch.nn.Linear(2, 2)})
+    with pytest.raises(StateholdError, match="the same name"):
+        capture({"a.b": one, "a": other}, 0)

@@ -99,13 +99,13 @@ class LowRankLinear(nn.Module):
             raise UsageError("the activation of a pair is not known", facts=facts)
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.activation = activation
-        given: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.a = nn.Parameter(torch.empty(rank, in_features, **given))
-        self.b = nn.Parameter(torch.empty(out_features, rank, **given))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.a, self.b = parameter(rank, in_features), parameter(out_features, rank)
         self.bias: nn.Parameter | None
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(out_features, **given)) if bias else None
-        )
+        self.register_parameter("bias", parameter(out_features) if bias else None)
         self.reset_parameters()
 
     @classmethod

@@ -70,7 +70,11 @@ def read(values: list[Any]) -> BatchFacts | None:
             tensors = [value if type(value) in ORDINARY else _local(value) for value in values]
             if not ORDINARY.issuperset(map(type, tensors)):
                 return None  # under way from a collective, or made of others
-        shapes, strides, dtypes, addresses = _shown(tensors)
+        shown = None
+        if EXCHANGE is not None:
+            with suppress(RuntimeError, BufferError):  # some kinds of tensors are not in it
+                shown = read_forms(tensors, EXCHANGE)
+        shapes, strides, dtypes, addresses = shown or _described(tensors)
         facts = Facts(shapes, strides, dtypes, devices_of(tensors), layouts)
         if any(map(_is_neg, tensors)):
             return None
@@ -88,11 +92,8 @@ def read(values: list[Any]) -> BatchFacts | None:
     return BatchFacts(facts, tensors, storages, impls, versions, addresses, wrappers, places)
 
 
-def _shown(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:
+def _described(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:
     """Shapes, strides, dtypes and addresses. Raises RuntimeError."""
-    if EXCHANGE is not None:
-        with suppress(RuntimeError, BufferError):  # some kinds of tensors and devices are not in it
-            return read_forms(tensors, EXCHANGE)
     sizes, strides = list(map(_size, tensors)), list(map(_stride, tensors))
     return sizes, strides, list(map(_dtype, tensors)), list(map(_data_ptr, tensors))
 

@@ -107,8 +107,8 @@ class PageRows:
     def __init__(self, begin: int, tokens: int, count: int, nbytes: int) -> None:
         self._begin, self._tokens, self._count = begin, tokens, count
         self._at = 0
-        self.rows = torch.empty((count, nbytes), dtype=torch.uint8)
-        self.scores = torch.zeros(count)
+        self.rows = torch.empty((count, nbytes), dtype=torch.uint8, device="cpu")
+        self.scores = torch.zeros(count, device="cpu")
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, score: Score | None) -> None:
         """The tokens of the next layer."""
@@ -299,7 +299,7 @@ def _has_root(store: PageStore, layout: PageShape, deadline_s: float) -> bool:
 
 def _read(store: PageStore, keys: list[bytes], nbytes: int, deadline_s: float) -> torch.Tensor:
     """The pages up to the first one that the store does not have, a row for each."""
-    rows = torch.empty((len(keys), nbytes), dtype=torch.uint8)
+    rows = torch.empty((len(keys), nbytes), dtype=torch.uint8, device="cpu")
     if not keys:
         return rows
     verdicts = store.get(keys, views(rows), deadline_s=deadline_s).wait()

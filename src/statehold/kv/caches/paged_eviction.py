@@ -68,7 +68,7 @@ def random_scores(seed: int = 0) -> Score:
     dice = torch.Generator().manual_seed(seed)
 
     def score(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.rand(keys.shape[1], generator=dice).to(keys.device)
+        return torch.rand(keys.shape[1], generator=dice, device="cpu").to(keys.device)
 
     return score
 
@@ -232,7 +232,7 @@ class EvictingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused, except for once."""
-        self.reorder_cache(torch.zeros(repeats, dtype=torch.long))
+        self.reorder_cache(torch.zeros(repeats, dtype=torch.long, device="cpu"))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Refused, except for the one sequence that there is."""

@@ -164,7 +164,7 @@ class TieredLayer(DynamicLayer):
 
     def _ask(self) -> PagesUnderWay:
         nbytes = self._page_tokens * sum(_token_bytes(each) for each in (self.keys, self.values))
-        pages = torch.empty((len(self._away), nbytes), dtype=torch.uint8)
+        pages = torch.empty((len(self._away), nbytes), dtype=torch.uint8, device="cpu")
         batch = self._store.get(self._away, views(pages), deadline_s=DEADLINE_S)
         return PagesUnderWay(batch, self._away, pages)
 

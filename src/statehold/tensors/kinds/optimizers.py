@@ -6,8 +6,7 @@ groups in memory nor the index that Optimizer.state_dict() would give matters to
 A parameter that no module in the state holds is named by its running index, as torch does.
 An optimizer whose class or hooks change what state_dict() means is saved through that instead,
 unless it has gathered_state(), because its state lies elsewhere than in `state`.
-A wrapper around an optimizer, such as those of Accelerate and Lightning Fabric, is looked through:
-names are the same with and without it.
+Wrappers, such as Accelerate's and Lightning's, are looked through: names are the same without them.
 
 Owns: which saved group has the options for a live one, which saved entries a parameter gets, and in
 what kind of tensors; the forms in which torch.distributed.checkpoint has an optimizer.
@@ -49,10 +48,8 @@ from statehold.tensors.stored import (
 
 PARAMS = "params"
 STATE, GROUPS, OTHER = "state", "param_groups", "other"
-# Of nodes: an optimizer, its state or groups, a parameter or a group.
-LEVELS = 3
-# Where wrappers keep the optimizer that they wrap.
-_WRAPPED = ("optimizer", "_optimizer")
+LEVELS = 3  # of nodes: an optimizer, its state or groups, a parameter or a group
+_WRAPPED = ("optimizer", "_optimizer")  # where wrappers keep the optimizer that they wrap
 _HOOKS = tuple(
     f"_optimizer_{action}_{when}_hooks"
     for action in ("state_dict", "load_state_dict")
@@ -172,9 +169,10 @@ def parameters(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(group index, name, parameter) of every parameter, in the order of the groups."""
-    by_group, found = _names_of(optimizer, names)
-    groups = chain.from_iterable([index] * len(own) for index, own in enumerate(by_group))
-    return zip(groups, chain.from_iterable(by_group), found, strict=True)
+    running = count()
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter, number in zip(group[PARAMS], running, strict=False):
+            yield index, names.get(id(parameter), str(number)), parameter
 
 
 def _states_of(
