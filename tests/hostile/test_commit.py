@@ -182,7 +182,7 @@ def test_records_with_other_grids() -> None:
 def test_records_that_disagree_about_a_tensor() -> None:
     def change(record: Record) -> Record:
         held = tuple(
-            replace(each, shape=(6,)) if each.name == "uneven" else each for each in record.held
+            each._replace(shape=(6,)) if each.name == "uneven" else each for each in record.held
         )
         return replace(record, held=held)
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from statehold import lowrank
 from statehold.errors import UsageError
-from support.llama import FF, RANK, WIDTH, Llama, loss_of, low_rank, tokens_of
+from support.small_llama import FF, RANK, WIDTH, Llama, loss_of, low_rank, tokens_of
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from statehold import lowrank
 from statehold.errors import UsageError
 from statehold.lowrank.parallel import OnlineRMSNorm, parallelize
 from support.gloo import run_ranks
-from support.llama import FF, RANK, WIDTH, loss_of, low_rank, tokens_of
+from support.small_llama import FF, RANK, WIDTH, loss_of, low_rank, tokens_of
 
 LAYERS = 2
 WAYS: list[dict[str, Any]] = [

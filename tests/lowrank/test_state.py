@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import statehold
 from statehold.lowrank.parallel import parallelize
 from support.gloo import run_ranks
-from support.llama import Llama, loss_of, low_rank, tokens_of
+from support.small_llama import Llama, loss_of, low_rank, tokens_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},

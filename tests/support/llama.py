@@ -1,101 +1,70 @@
-"""A small Llama of plain torch, in any dtype, with the names of Hugging Face's."""
+"""examples/llama as tests run it: in this process, and its programs as forks of a server.
+
+Leaves its command as people start it to tests/packaging, which runs the demo from a wheel.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+import importlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, reduction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from statehold import lowrank
+import pytest
 
-WIDTH, FF, HEADS, RANK, VOCABULARY = 32, 64, 4, 8, 40
+from support import scripts
+from support.forked import forked
 
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_dim = WIDTH // HEADS
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            f(x).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+LLAMA = Path(__file__).resolve().parents[2] / "examples/llama"
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, FF, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(FF, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_proj(x) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
-class Layer(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = Attention(), MLP()
-        self.input_layernorm, self.post_attention_layernorm = (
-            nn.RMSNorm(WIDTH, eps=1e-6) for _ in range(2)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x)))
-        out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
-        return out
+@contextmanager
+def imported(*names: str) -> Iterator[SimpleNamespace]:
+    """The example's modules, which are scripts side by side and not a package."""
+    sys.path.insert(0, str(LLAMA))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(LLAMA))
+        for name, module in [*sys.modules.items()]:
+            if LLAMA in Path(getattr(module, "__file__", None) or "").parents:
+                del sys.modules[name]
 
 
-class Decoder(nn.Module):
-    def __init__(self, layers: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
-        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)  # type: ignore[no-any-return]
+def call(program: str, words: Sequence[str]) -> int:
+    """As story_alone.call."""
+    path = os.pathsep.join([str(LLAMA), str(LLAMA.parents[1] / "src")])
+    return scripts.start([LLAMA / program, *words], env=os.environ | {"PYTHONPATH": path}).wait()
 
 
-class Llama(nn.Module):
-    def __init__(self, layers: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.model = Decoder(layers, dropout)
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens))  # type: ignore[no-any-return]
-
-
-def low_rank(
-    layers: int = 2, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Llama:
-    """The same model for the same seed, made of pairs; its norms are not all ones."""
-    torch.manual_seed(seed)
-    model = Llama(layers, dropout)
-    lowrank.convert(model, rank=RANK)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.RMSNorm):
-                module.weight.uniform_(0.5, 1.5)
-    return model.to(dtype)
+def fork_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and replicas are forked by the server that all tests share, and print to this test."""
+    forked()
+    forkserver.ensure_running()
+    job = importlib.import_module("job")
+    start, secret = job.start, secrets.token_hex(32)
+    monkeypatch.setenv("STATEHOLD_SECRET", secret)  # the server has the environment of before
+    monkeypatch.setattr(job, "start", lambda *words: start(_printing, _Output(), secret, *words))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens)[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+class _Output:
+    """Where this process prints. The server prints where the test did that has started it."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _take, (reduction.DupFd(1), reduction.DupFd(2))
 
 
-def tokens_of(seed: int = 0, batch: int = 2, length: int = 12) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+def _take(*outputs: Any) -> None:
+    for fd, output in enumerate(outputs, 1):
+        os.dup2(output.detach(), fd)
+
+
+def _printing(_: None, secret: str, body: Callable[..., None], *arguments: object) -> None:
+    os.environ["STATEHOLD_SECRET"] = secret
+    body(*arguments)
