@@ -245,10 +245,11 @@ def test_a_slow_rank_is_told_the_reason_and_not_what_came_of_it(ranks: Ranks) ->
 def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> None:
     """Rank 3 clears what it has made while rank 0 is about to make its file."""
     saved(ranks, 1, 2)
-    cleared = threading.Event()
+    returned, cleared = threading.Event(), threading.Event()
 
     def fail(operation: str, args: tuple[Any, ...]) -> None:
         if operation == "open_write":
+            must(returned.wait(DEADLINE_S))  # else save() itself raises the error
             raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
 
     for rank in range(3):
@@ -258,6 +259,7 @@ def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> 
     def act(rank: int) -> Any:
         save = ranks.ckpts[rank].save(3, state(rank, 3))
         if rank == 3:
+            returned.set()
             passage(save).wait_ended("committed", DEADLINE_S)
             inside(ranks.ckpts[3]).pipeline.drain()
             cleared.set()
