@@ -387,7 +387,8 @@ def test_no_call_under_way_gives_pages_of_the_identity_before(
             store.contains([key(1)])
         store.identity = NEW
         held[0].may_end.set()
-        assert batch.wait() == [PageVerdict.MISS]
+        verdicts = batch.wait()
+        assert verdicts == [PageVerdict.MISS]
 
 
 def test_a_page_that_comes_late_stays_where_it_is(

@@ -15,6 +15,7 @@ from statehold.net import addresses, reception
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import Wire, connect
+from support.faults import must
 
 LONG_S = 60.0
 
@@ -143,7 +144,7 @@ def test_closing_ends_what_a_thread_does_with_a_wire() -> None:
         wire = guest_of(host)
         wire.send(b"work", soon())
         assert wire.receive(soon()) == b"lent"
-    assert ended.wait(LONG_S)
+    must(ended.wait(LONG_S))
     with pytest.raises(ConnectionResetError):
         wire.receive(soon())
     wire.close()

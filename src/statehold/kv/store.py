@@ -251,7 +251,7 @@ class PageStore:
         is_taken = self._take_in.passed(until)
         self._write.submit(flush)
         if not (is_taken and self._write.passed(until)):
-            facts = {"path": self.path, "safe": "all pages: they are in memory"}
+            facts = {"path": self.path, "still safe": "all pages: they are in memory"}
             raise WaitTimeout("pages are not in files yet", facts=facts)
         for error in errors:
             raise error

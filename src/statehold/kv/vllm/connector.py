@@ -282,7 +282,7 @@ class Promises:
         return True
 
     def allocated(self, name: str, blocks: Sequence[int], external: int) -> None:
-        """vLLM has blocks for the request, of which `external` tokens are to be loaded."""
+        """vLLM has given the request its blocks. `external` tokens of them come from pages."""
         asked = self._asked.get(name)
         if asked is not None and external:
             first = asked.computed // self._tokens
