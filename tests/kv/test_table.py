@@ -20,6 +20,16 @@ def table(slots: int = SLOTS) -> SlotTable:
     return made
 
 
+def _gone(real: SlotTable, count: int) -> list[int]:
+    """Of pages 1 to `count`, those that go for the next so many slots, in their order."""
+    gone = list[int]()
+    for _ in range(count):
+        there = [index for index in range(1, count + 1) if real.find(index) >= 0]
+        real.take(0)
+        gone += [index for index in there if real.find(index) < 0]
+    return gone
+
+
 class Model:
     """Pages by index, the least recently used first; their slots; and the page before each."""
 
@@ -90,11 +100,7 @@ def test_a_page_does_not_go_before_those_that_follow_it() -> None:
         for index in range(1, 5):
             assert real.publish(real.take(0), index, index - 1, space)
         real.touch([real.find(3)])
-        gone = []
-        for _ in range(4):
-            there = [index for index in range(1, 5) if real.find(index) >= 0]
-            real.take(0)
-            gone += [index for index in there if real.find(index) < 0]
+        gone = _gone(real, 4)
     assert gone == [4, 3, 2, 1]
 
 
@@ -119,11 +125,7 @@ def test_a_low_score_does_not_take_a_page_before_those_that_follow_it() -> None:
         for index in range(1, 5):
             assert real.publish(real.take(0), index, index - 1, space, float(index))
         real.touch([real.find(4)])
-        gone = []
-        for _ in range(4):
-            there = [index for index in range(1, 5) if real.find(index) >= 0]
-            real.take(0)
-            gone += [index for index in there if real.find(index) < 0]
+        gone = _gone(real, 4)
     assert gone == [4, 3, 2, 1]
 
 
