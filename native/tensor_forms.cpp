@@ -61,8 +61,8 @@ nb::bytes bytes_of(const std::vector<Element>& elements) {
 nb::tuple read_forms(const nb::list& tensors, nb::handle exchange) {
   const Exchange& table = usable(exchange);
   const size_t count = tensors.size();
-  std::vector<int64_t>
-      shapes;  // of each its dimensions first: (2, 3) and (4,) are not (2,), (3, 4)
+  // Of each its dimensions first: (2, 3) and (4,) are not (2,), (3, 4).
+  std::vector<int64_t> shapes;
   std::vector<int64_t> strides;
   std::vector<ElementType> dtypes;
   shapes.reserve(3 * count);
@@ -73,6 +73,9 @@ nb::tuple read_forms(const nb::list& tensors, nb::handle exchange) {
     const nb::object tensor = tensors[i];
     Described found{};
     if (table.describe(tensor.ptr(), &found) != 0) throw nb::python_error();
+    if (found.ndim > 0 && found.strides == nullptr) {
+      throw std::runtime_error("a tensor is described without strides");
+    }
     shapes.push_back(found.ndim);
     shapes.insert(shapes.end(), found.shape, found.shape + found.ndim);
     strides.insert(strides.end(), found.strides, found.strides + found.ndim);
