@@ -117,7 +117,10 @@ def test_what_cannot_be_a_pair_is_refused_by_name() -> None:
     assert "lm_head" in text
     assert "model.embed_tokens" in text
     twice = nn.ModuleList([nn.Linear(16, 16)] * 2)
-    assert "shared" in refusal(twice, where="*")
+    assert "shares" in refusal(twice, where="*")
+    biases = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+    biases[1].bias = biases[0].bias
+    assert "shares" in refusal(biases, where="1")
 
     class Other(nn.Linear):
         pass

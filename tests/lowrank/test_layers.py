@@ -62,6 +62,14 @@ def test_a_pair_keeps_dtype_device_and_what_is_frozen() -> None:
     assert isinstance(copy.deepcopy(layer), LowRankLinear)
 
 
+def test_a_bias_that_trains_beside_a_frozen_weight_still_does() -> None:
+    linear = nn.Linear(16, 16)
+    linear.weight.requires_grad_(False)
+    layer = LowRankLinear.from_linear(linear, 4)
+    trained = {name for name, each in layer.named_parameters() if each.requires_grad}
+    assert trained == {"bias"}
+
+
 @pytest.mark.parametrize(
     ("sizes", "activation", "why"),
     [

@@ -135,6 +135,8 @@ class LowRankLinear(nn.Module):
             facts = {"expected": "'published' or 'svd'", "got": shown(start)}
             raise UsageError("the start of a pair is not known", facts=facts)
         made.requires_grad_(weight.requires_grad)
+        if made.bias is not None and bias is not None:
+            made.bias.requires_grad_(bias.requires_grad)
         return made
 
     @torch.no_grad()
@@ -264,11 +266,13 @@ def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]
         kind = type(linear) if type(linear) is not nn.Linear else type(linear.weight)
         facts = {"layer": name, "expected": "nn.Linear that is not sharded", "got": kind.__name__}
         raise UsageError("a layer of another kind cannot become a pair", facts=facts)
-    others = [each for each in owners[id(linear.weight)] if each != name]
+    others = {each for own in linear.parameters() for each in owners[id(own)] if each != name}
     if others:
-        facts = {"layer": name, "also": ", ".join(others)}
+        facts = {"layer": name, "also": ", ".join(sorted(others))}
         hint = "leave it out, with where="
-        raise UsageError("a weight that is shared cannot become a pair", facts=facts, hint=hint)
+        raise UsageError(
+            "a layer that shares a parameter cannot become a pair", facts=facts, hint=hint
+        )
     check_sizes(linear.in_features, linear.out_features, rank, layer=name)
 
 
