@@ -24,7 +24,7 @@ from statehold.kv.planning.costs import (
     is_load_faster,
     layouts,
 )
-from statehold.kv.planning.shapes import shape_in, shape_of
+from statehold.kv.planning.shapes import read_config, shape_in
 
 H200 = GPUS["h200"]
 SMALL = {
@@ -241,7 +241,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, content: str | None) ->
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError, match="the configuration of the model"):
-        shape_of(tmp_path)
+        read_config(tmp_path)
 
 
 def test_a_window_that_is_off_and_null_fields_do_not_matter() -> None:

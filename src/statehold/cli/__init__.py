@@ -105,18 +105,10 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"statehold {__version__}")
     _add_color(parser, "auto")
     commands = parser.add_commands()
-    _add_looking(commands)
-    _add_checking(commands)
-    _add_report(commands)
-    _add_prune(commands)
-    _add_families(commands)
-    _add_copies(commands)
-    _add_free(commands)
-    _add_transfers(commands)
-    _add_bench(commands)
-    _add_plan(commands)
-    _add_coordinate(commands)
-    _add_kv(commands)
+    for add in (_add_looking, _add_checking, _add_report, _add_prune, _add_families, _add_copies,
+                _add_free, _add_transfers, _add_bench, _add_plan, _add_coordinate,
+                _add_kv):  # fmt: skip
+        add(commands)
     _add_completions(parser, commands)
     return parser
 
@@ -135,11 +127,8 @@ def _add_looking(commands: Any) -> None:
         "statehold show runs/llama epoch", "statehold show runs/llama --values --rank 3",
     )  # fmt: skip
     show.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
-    show.add_argument(
-        "tensor", metavar="NAME", nargs="?",
-        help="one tensor with statistics (needs NumPy), a value, or a prefix or pattern: "
-             "'model.*.bias'",
-    )  # fmt: skip
+    show.add_argument("tensor", metavar="NAME", nargs="?", help="one tensor with statistics (needs "
+                      "NumPy), a value, or a prefix or pattern: 'model.*.bias'")  # fmt: skip
     show.add_argument("--values", action="store_true", help="also show the plain values")
     _add_rank(show)
 
@@ -164,8 +153,7 @@ def _add_checking(commands: Any) -> None:
     _add_rank(diff)
 
     doctor = _command(
-        commands, "doctor", "show what statehold can do on this machine",
-        "statehold doctor /nvme/runs",
+        commands, "doctor", "show what works on this machine", "statehold doctor /nvme/runs",
     )  # fmt: skip
     doctor.add_argument("path", metavar="PATH", nargs="?", default=".", help="a directory of runs")
 
@@ -179,8 +167,7 @@ def _add_report(commands: Any) -> None:
     report.add_argument("run", metavar="RUN", help="a run directory")
     report.add_argument("-o", "--output", metavar="FILE", help="the page; needed without --json")
     report.add_argument("--trace", metavar="FILE", nargs="+", default=[], action="extend",
-                        help="the traces that Checkpointer(..., trace=FILE) wrote, one for each "
-                        "rank")  # fmt: skip
+                        help="what Checkpointer(..., trace=FILE) wrote, one a rank")  # fmt: skip
     report.add_argument("--limit", metavar="BYTES", help='bytes per second, such as "7.9 GB": draw '
                         "this limit of the storage next to the rates of the saves")  # fmt: skip
     report.add_argument("--verify", action="store_true", help="read and check every step")
@@ -214,8 +201,7 @@ def _add_families(commands: Any) -> None:
     fork.add_argument("step", metavar="BASE[@STEP]", help=_STEP_HELP)
     fork.add_argument("child", metavar="CHILD", help="the directory of the new run")
     tree = _command(
-        commands, "tree", "draw which runs began from which, and what they share",
-        "statehold tree runs",
+        commands, "tree", "draw how runs descend, and what they share", "statehold tree runs",
     )  # fmt: skip
     tree.add_argument("directory", metavar="DIR", nargs="?", default=".", help="with runs below it")
     catalog = _command(
@@ -226,8 +212,7 @@ def _add_families(commands: Any) -> None:
     catalog.add_argument("--file", metavar="FILE", help="the catalogue, if it is not in DIR")
     catalog.add_argument("--rebuild", action="store_true", help="make it again from nothing")
     du = _command(
-        commands, "du", "show what steps take on storage, and what they share",
-        "statehold du runs/llama",
+        commands, "du", "show what steps take on storage and share", "statehold du runs/llama",
     )  # fmt: skip
     du.add_argument("run", metavar="RUN", help="a run directory")
 
@@ -235,13 +220,11 @@ def _add_families(commands: Any) -> None:
 def _add_copies(commands: Any) -> None:
     copy = _command(
         commands, "copy", "copy a step into another directory, verified",
-        "statehold copy runs/llama@1000 /archive/llama",
+        "statehold copy runs/llama@1000 /archive/llama", module="copying",
     )  # fmt: skip
-    copy.set_defaults(module="copying")
     copy.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     copy.add_argument("destination", metavar="DST", help="a run, or a directory that is to be one")
-    copy.add_argument("--no-links", action="store_true",
-                      help="copy files that could get a second name, too")  # fmt: skip
+    copy.add_argument("--no-links", action="store_true", help="also copy what could be linked")
 
 
 def _add_free(commands: Any) -> None:
@@ -260,9 +243,8 @@ def _add_transfers(commands: Any) -> None:
     out = _command(
         commands, "export", "write a step as a checkpoint of another library",
         "statehold export runs/llama@1000 model --to hf",
-        "statehold export runs/llama checkpoint --to dcp",
+        "statehold export runs/llama checkpoint --to dcp", module="transfer", is_export=True,
     )  # fmt: skip
-    out.set_defaults(module="transfer", is_export=True)
     out.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     out.add_argument("destination", metavar="DST", help="a path that does not exist")
     out.add_argument("--to", metavar="FORMAT", required=True, help=" or ".join(FORMATS),
@@ -272,9 +254,9 @@ def _add_transfers(commands: Any) -> None:
                      help="hf: also copy config.json and the tokenizer of this model")  # fmt: skip
     into = _command(
         commands, "import", "make a checkpoint of another library a step of a run",
-        "statehold import pytorch_model.bin runs/llama@0 --name model",
+        "statehold import pytorch_model.bin runs/llama@0 --name model", module="transfer",
+        is_export=False,
     )  # fmt: skip
-    into.set_defaults(module="transfer", is_export=False)
     into.add_argument("source", metavar="SRC", help="a file or a directory")
     into.add_argument("step", metavar="RUN@STEP", help="the new step, with a number")
     into.add_argument("--name", metavar="NAME", help="put it below this name (safetensors: model)")
@@ -288,8 +270,8 @@ def _add_bench(commands: Any) -> None:
     io = _command(
         group, "io", "find the fastest settings for a storage and write its profile",
         "statehold bench io /nvme/runs", "statehold bench io /nvme/runs --size 8GiB --seconds 300",
+        module="bench",
     )  # fmt: skip
-    io.set_defaults(module="bench")
     io.add_argument("path", metavar="PATH", help="a directory on the storage of the runs")
     io.add_argument("--size", metavar="BYTES", default="1GiB", help="the size of the state (1GiB)")
     io.add_argument("--seconds", metavar="S", type=number, default=600.0, help="in all (600)")
@@ -306,8 +288,8 @@ def _add_plan(commands: Any) -> None:
     offload = _command(
         group, "offload", "predict the time of an update of offloaded optimizer state",
         "statehold plan offload --parameters 7e9 --memory 64GiB --path /nvme0=6.5GB,4GB",
+        module="plan",
     )  # fmt: skip
-    offload.set_defaults(module="plan")
     _add_options(
         offload,
         ("parameters", "N", str, _NEEDED, "of one rank, such as 7e9"),
@@ -322,8 +304,7 @@ def _add_plan(commands: Any) -> None:
     offload.add_argument("--path", metavar="DIR[=READ,WRITE]", action="append", default=[],
                          help='a path, with its rates such as "6GB,4GB" a second; without them, '
                          "those of its profile (bench io)")  # fmt: skip
-    offload.add_argument("--full-duplex", action="store_true",
-                         help="paths read and write at full rate at the same time")  # fmt: skip
+    offload.add_argument("--full-duplex", action="store_true", help="paths do both at full rate")
     _add_plan_resilience(group)
     _add_plan_serving(group)
 
@@ -336,8 +317,8 @@ def _add_plan_resilience(group: Any) -> None:
     found = _command(
         group, "resilience", "choose redundancy, interval and spares under failures",
         "statehold plan resilience --replicas 64 --mtbf 3600 --save-seconds 5",
+        module="plan_resilience",
     )  # fmt: skip
-    found.set_defaults(module="plan_resilience")
     _add_options(
         found,
         ("replicas", "N", whole, _NEEDED, "of the job"),
@@ -364,8 +345,8 @@ def _add_plan_serving(group: Any) -> None:
     found = _command(
         group, "serving", "choose a layout and a concurrency for serving a model",
         "statehold plan serving --config config.json --gpu h200 --gpus 8 --store /nvme=6GB",
+        module="plan_serving",
     )  # fmt: skip
-    found.set_defaults(module="plan_serving")
     _add_options(
         found,
         ("config", "FILE", str, _NEEDED, "the config.json of the model"),
@@ -414,9 +395,9 @@ def _add_kv(commands: Any) -> None:
         ("ls", "count the pages of a store, by identity"),
         ("verify", "read every page of a store and check it"),
     ):
-        command = _command(group, action, text, f"statehold kv {action} /nvme/pages")
+        example, is_verify = f"statehold kv {action} /nvme/pages", action == "verify"
+        command = _command(group, action, text, example, module="kv", is_verify=is_verify)
         command.add_argument("store", metavar="STORE", help="the directory of a PageStore")
-        command.set_defaults(module="kv", is_verify=action == "verify")
 
 
 def _add_completions(parser: Parser, commands: Any) -> None:
@@ -424,19 +405,18 @@ def _add_completions(parser: Parser, commands: Any) -> None:
         commands, "completions", "print what makes a shell complete commands and options",
         'eval "$(statehold completions bash)"',
         "statehold completions zsh > ~/.zfunc/_statehold",
-        "statehold completions fish > ~/.config/fish/completions/statehold.fish",
+        "statehold completions fish > ~/.config/fish/completions/statehold.fish", whole=parser,
     )  # fmt: skip
     found.add_argument("shell", metavar="SHELL", help="bash, zsh or fish")
-    found.set_defaults(whole=parser)
 
 
-def _command(commands: Any, name: str, text: str, *examples: str) -> Parser:
+def _command(commands: Any, name: str, text: str, *examples: str, **defaults: Any) -> Parser:
     command: Parser = commands.add_parser(
         name, help=text, description=text[:1].upper() + text[1:] + ".", epilog=epilog(examples)
     )
     command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     _add_color(command, argparse.SUPPRESS)
-    command.set_defaults(module=name, parser=command)
+    command.set_defaults(**{"module": name, "parser": command, **defaults})
     return command
 
 
@@ -448,9 +428,8 @@ def _add_color(parser: Parser, default: str) -> None:
 def _add_levels(command: Parser, text: str) -> None:
     command.add_argument("--levels", action="store_true", help=text)
     command.add_argument("--option", metavar="KEY=VALUE", action="append", default=[],
-                         help="an option of the object stores, such as "
-                         "endpoint=http://127.0.0.1:9000; credentials come from the "
-                         "environment")  # fmt: skip
+                         help="of the object stores, such as endpoint=http://127.0.0.1:9000; "
+                         "credentials come from the environment")  # fmt: skip
 
 
 def _add_rank(command: Parser) -> None:

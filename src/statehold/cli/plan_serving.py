@@ -22,7 +22,7 @@ from statehold.errors import UsageError, shown
 from statehold.io import profile
 from statehold.kv import planning
 from statehold.kv.planning.costs import GPUS, DeviceLayout, Gpu, LoadTimes, layouts
-from statehold.kv.planning.shapes import ModelShape, shape_of
+from statehold.kv.planning.shapes import ModelShape, read_config, shape_in
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 _LIMITS = {
@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     for name, (least, most) in _LIMITS.items():
         if not least <= getattr(args, name) <= most:
             raise _refused(name, f"a number from {least:g} to {most:g}", getattr(args, name))
-    for each in args.concurrency:
-        if each < 1:
-            raise _refused("concurrency", "at least 1", each)
-    shape, gpu, load = shape_of(args.config, args.kv_dtype), _gpu(args.gpu), _load(args)
+    if (least := min(args.concurrency, default=1)) < 1:
+        raise _refused("concurrency", "at least 1", least)
+    shape = shape_in(read_config(args.config), args.kv_dtype)
+    gpu, load = _gpu(args.gpu), _load(args)
     chosen = [_layout(each, args.gpus, shape) for each in args.layout]
     found = planning.plan(
         shape, gpu, chosen or [*layouts(shape, args.gpus)][:_LAYOUTS_MAX], _requests(args),

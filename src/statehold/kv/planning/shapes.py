@@ -74,11 +74,8 @@ class ModelShape:
         return self.layers * -(-self.kv_heads // tp) * self.kv_values * self.kv_bytes
 
 
-def shape_of(config: str | os.PathLike[str], kv_dtype: str | None = None) -> ModelShape:
-    """The shape in a config.json, or in the config.json of a directory.
-
-    Raises UsageError if it is not one, or has layers that the formulas do not count.
-    """
+def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
+    """A config.json, or the config.json of a directory. Raises UsageError if it is not one."""
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -89,12 +86,13 @@ def shape_of(config: str | os.PathLike[str], kv_dtype: str | None = None) -> Mod
     if not isinstance(document, dict):
         facts = {"expected": "a JSON object", "got": shown(document)}
         raise UsageError("the configuration of the model is no object", facts=facts)
-    return shape_in(document, kv_dtype)
+    return document
 
 
 def shape_in(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
-    """The shape in a configuration that is read already."""
-    get = _Fields(config)
+    """The shape in a configuration. Raises UsageError if it has layers that the formulas do not
+    count."""
+    get = ConfigFields(config)
     _refuse_other_layers(config)
     layers, width, heads = (
         get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -127,9 +125,9 @@ def shape_in(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelSha
     )  # fmt: skip
 
 
-def _experts(get: _Fields, layers: int, width: int) -> tuple[Experts | None, int, int, int]:
+def _experts(get: ConfigFields, layers: int, width: int) -> tuple[Experts | None, int, int, int]:
     """The experts, and parameters: theirs, of all other MLPs, and of the experts of a token."""
-    of = next(filter(None, (get(name, 0, least=0) for name in _EXPERTS)), 0)
+    of = next(filter(None, (get(name, 0, least=0) for name in EXPERTS)), 0)
     dense = 3 * width * get("intermediate_size")
     if not of:
         return None, 0, layers * dense, 0
@@ -144,7 +142,7 @@ def _experts(get: _Fields, layers: int, width: int) -> tuple[Experts | None, int
     return Experts(routed, of, min(chosen, of)), routed, fixed, sparse * min(chosen, of) * one
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _refuse_other_layers(config: Mapping[str, Any]) -> None:
@@ -174,7 +172,7 @@ def _dtype_bytes(name: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class ConfigFields:
     """Whole numbers of a configuration. A null is as good as nothing."""
 
     config: Mapping[str, Any]
