@@ -26,7 +26,11 @@ _DOCUMENTED = (ast.Module, *_NAMED)
 # What came after the house was measured, and its commands, has lines of its own.
 _LATER = {
     "kv": ("statehold/kv/", "statehold/cli/kv.py", "statehold/cli/plan_serving.py"),
-    "lowrank": ("statehold/lowrank/",),
+    "lowrank": (
+        "statehold/lowrank/",
+        "statehold/planners/lowrank.py",
+        "statehold/cli/plan_lowrank.py",
+    ),
 }
 
 

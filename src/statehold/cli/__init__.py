@@ -307,6 +307,7 @@ def _add_plan(commands: Any) -> None:
     offload.add_argument("--full-duplex", action="store_true", help="paths do both at full rate")
     _add_plan_resilience(group)
     _add_plan_serving(group)
+    _add_plan_lowrank(group)
 
 
 # Of an option that has no default: it must be given.
@@ -365,6 +366,28 @@ def _add_plan_serving(group: Any) -> None:
     for name, kind, metavar in (("layout", str, "DPxTPxPP"), ("concurrency", whole, "N")):
         found.add_argument(f"--{name}", action="append", type=kind, default=[], metavar=metavar,
                            help="only this one; any number of them (all that fit)")  # fmt: skip
+
+
+def _add_plan_lowrank(group: Any) -> None:
+    found = _command(
+        group, "lowrank", "compare a Llama of low-rank pairs with one of linear layers",
+        "statehold plan lowrank --config config.json --rank 512", "statehold plan lowrank --config "
+        "config.json --tp 4 --device flops=2.8e14,memory=900GB,link=280GB",
+        module="plan_lowrank",
+    )  # fmt: skip
+    _add_options(
+        found,
+        ("config", "FILE", str, _NEEDED, "the config.json of the model"),
+        ("rank", "R", whole, None, "of the pairs (a quarter of the width)"),
+        ("device", "RATES", str, None, "what a device reaches, for times (docs/lowrank.md)"),
+        ("tokens", "N", whole, 16384, "of a step (16384)"),
+        ("length", "N", whole, 4096, "tokens of a sequence (4096)"),
+        ("tp", "N", whole, 1, "ranks that share each layer (1)"),
+        ("pp", "N", whole, 1, "stages of a pipeline (1)"),
+        ("microbatches", "N", whole, 4, "of a step (4)"),
+    )  # fmt: skip
+    found.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16",
+                       help="of weights, moments and activations (bf16)")  # fmt: skip
 
 
 def _add_options(command: Parser, *rows: tuple[str, str, Any, Any, str]) -> None:

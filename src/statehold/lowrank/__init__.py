@@ -7,7 +7,7 @@ The narrow product in the middle is the bottleneck: all that a pair moves and ke
 
 Invariants: a pair of a layer has its dtype, device and bias, and is as frozen as it was. convert()
 replaces all layers that it was asked for, or none. What it cannot replace is refused by name.
-Not here: several ranks (parallel).
+Not here: several ranks (parallel), what pairs cost (planners/lowrank).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
 )
 
 from statehold.errors import UsageError, shown
+from statehold.planners.lowrank import check_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,17 +174,6 @@ class LowRankLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
             f"bias={self.bias is not None}, activation={self.activation}"
         )
-
-
-def check_sizes(in_features: int, out_features: int, rank: int, **where: str) -> None:
-    """Raises UsageError unless a pair of this rank is smaller than the layer."""
-    if type(rank) is not int or rank < 1:
-        facts = {**where, "expected": "a whole number from 1 on", "got": shown(rank)}
-        raise UsageError("the rank of a pair makes no sense", facts=facts)
-    if min(in_features, out_features) < 2 * rank:
-        expected = f"in and out of at least twice the rank: {2 * rank}"
-        facts = {**where, "expected": expected, "got": f"{in_features} and {out_features}"}
-        raise UsageError("a layer is too small for a pair of this rank", facts=facts)
 
 
 # -- convert ---------------------------------------------------------------------------------------
