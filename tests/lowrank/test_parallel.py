@@ -64,18 +64,19 @@ def as_in_one_process(rank: int, world: int) -> list[dict[str, float]]:
     """For each way: the largest differences of the loss and of the gradients."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     tokens = tokens_of()
-    alone = low_rank(LAYERS)
-    expected = loss_of(alone, tokens)
-    expected.backward()
-    gradients = {name: each.grad for name, each in alone.named_parameters()}
     found = []
-    for options in WAYS:
-        for is_kept in (False, True):
-            model = low_rank(LAYERS)
-            if is_kept:
+    for is_tied in (False, True):
+        alone = low_rank(LAYERS, is_tied=is_tied)
+        expected = loss_of(alone, tokens)
+        expected.backward()
+        gradients = {name: each.grad for name, each in alone.named_parameters()}
+        for options in WAYS:
+            model = low_rank(LAYERS, is_tied=is_tied)
+            if not is_tied:
                 lowrank.keep_bottlenecks(model)
             parallelize(model, mesh, **options)
             assert list(model.state_dict()) == list(alone.state_dict())
+            assert dict(model.named_parameters()).keys() == gradients.keys()
             loss = loss_of(model, tokens)
             loss.backward()
             differences = {"loss": (loss - expected).abs().item()}

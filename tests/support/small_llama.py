@@ -61,10 +61,11 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
+        """A stage of a pipeline has None for what other stages have, and gets hidden states."""
+        x = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return x if self.norm is None else self.norm(x)  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
@@ -74,11 +75,17 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens))  # type: ignore[no-any-return]
+        x: Tensor = self.model(tokens)
+        return x if self.lm_head is None else self.lm_head(x)  # type: ignore[no-any-return]
 
 
 def low_rank(
-    layers: int = 2, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64, seed: int = 0
+    layers: int = 2,
+    *,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    is_tied: bool = False,
 ) -> Llama:
     """The same model for the same seed, made of pairs; its norms are not all ones."""
     torch.manual_seed(seed)
@@ -88,12 +95,17 @@ def low_rank(
         for module in model.modules():
             if isinstance(module, nn.RMSNorm):
                 module.weight.uniform_(0.5, 1.5)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return model.to(dtype)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens)[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return next_token_loss(model(tokens), tokens)
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def tokens_of(seed: int = 0, batch: int = 2, length: int = 12) -> Tensor:

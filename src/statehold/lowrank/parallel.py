@@ -39,7 +39,12 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from statehold.errors import UsageError, shown
@@ -334,7 +339,12 @@ def parallelize(
         facts = {"expected": f"a mesh with a dimension {dim!r}", "got": shown(mesh.mesh_dim_names)}
         raise UsageError("the mesh lacks the dimension to split over", facts=facts)
     own = mesh[dim]
-    return parallelize_module(model, own, plan(model, own, way=way, grouped=grouped))
+    styles = plan(model, own, way=way, grouped=grouped)
+    tied = _tied(model)
+    parallelize_module(model, own, styles)
+    for head, embeddings in tied:
+        head.weight = embeddings.weight  # both were split alike, each for itself
+    return model
 
 
 def plan(
@@ -390,18 +400,35 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
     """What stands before the first layer and behind the last one."""
     found: dict[str, ParallelStyle] = {}
     inside = tuple(f"{name}." for name, _ in _layers_of(model))
+    is_split, is_tied = way == "bottleneck", bool(_tied(model))
+    # One weight for both is split one way: by features, which the last norm then leaves split.
+    head = ColwiseParallel(output_layouts=Replicate())
+    if is_split and is_tied:
+        head = RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
+    whole = RowwiseParallel(input_layouts=Replicate()) if is_tied else _Whole()
     for name, module in model.named_modules():
         own = name.rpartition(".")[2]
         if name.startswith(inside):
             continue
         if own in _EMBEDDINGS:
-            split = ColwiseParallel(output_layouts=Shard(-1))
-            found[name] = split if way == "bottleneck" else _Whole()
+            found[name] = ColwiseParallel(output_layouts=Shard(-1)) if is_split else whole
         elif own == "norm":
-            found[name] = OnlineRMSNorm(gather=True) if way == "bottleneck" else _Whole()
+            found[name] = OnlineRMSNorm(gather=not is_tied) if is_split else _Whole()
         elif own in _HEADS and isinstance(module, nn.Linear):
-            found[name] = ColwiseParallel(output_layouts=Replicate())
+            found[name] = head
     return found
+
+
+def _tied(model: nn.Module) -> list[tuple[Any, Any]]:
+    """The head and the embeddings that have one weight."""
+    named = [(name.rpartition(".")[2], each) for name, each in model.named_modules()]
+    return [
+        (head, embeddings)
+        for own, head in named
+        if own in _HEADS
+        for other, embeddings in named
+        if other in _EMBEDDINGS and getattr(head, "weight", None) is embeddings.weight
+    ]
 
 
 def _check_heads(model: nn.Module, name: str, mesh: DeviceMesh, way: Way) -> None:
