@@ -32,9 +32,9 @@ setup:  ## .venv, system packages where you may install them, native module
 
 build: setup  ## the same; after a change in native/ it takes seconds
 
-demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4, OFFLOAD=1, REPLICAS=4: others
-	@$(bin)/python examples/llama/demo.py --ranks $(RANKS) $(if $(OFFLOAD),--offload) \
-	  $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
+demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4, OFFLOAD=1, REPLICAS=4, LOWRANK=1: others
+	@$(bin)/python examples/llama/demo.py --ranks $(if $(LOWRANK),2 --low-rank 32,$(RANKS)) \
+	  $(if $(OFFLOAD),--offload) $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
 
 test:  ## the C++ and the Python tests
 	@tools/setup_env.sh --tests
@@ -70,11 +70,13 @@ campaigns: export STATEHOLD_BENCH = all
 campaigns: export STATEHOLD_BUILDS = 1
 campaigns: export STATEHOLD_OFFLOAD_DEMO = 1
 campaigns: export STATEHOLD_REPLICAS_DEMO = 1
+campaigns: export STATEHOLD_LOWRANK_KILLS = 20
+campaigns: export STATEHOLD_LOWRANK_DEMO = 1
 campaigns: setup  ## the tests of which `make test` takes a sample, whole: hours
 	@echo "STATEHOLD_SEED=$$STATEHOLD_SEED repeats these campaigns"
 	@$(pytest) -o time_limit=0 tests/crash tests/sim tests/ranks tests/agent tests/preemption tests/hostile tests/cli \
 	  tests/checkpointer tests/devices tests/tensors tests/bench tests/offload tests/packaging tests/resilience tests/examples \
-	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py tests/kv $(ARGS)
+	  tests/unit/test_redundancy.py tests/unit/test_plan_resilience.py tests/kv tests/lowrank $(ARGS)
 
 integrations: setup  ## tests/frameworks beside other people's frameworks, in .venv-integrations
 	@tools/integrations.sh $(ARGS)

@@ -1,115 +1,138 @@
-"""Steps of pairs: what one layout has saved, every other one restores, weights and moments."""
+"""Steps of pairs: what one layout has saved, every other one restores, weights and moments.
+
+One job of four ranks saves a step in each layout on 4, 2 and 1 ranks, and restores the steps in
+each of them. Smaller jobs are its first ranks, in a group of their own. The everyday suite does so
+in five layouts. STATEHOLD_LOWRANK_KILLS does it in all, on all numbers of ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import statehold
-from statehold.lowrank.parallel import parallelize
+from statehold import lowrank
+from support.faults import DEADLINE_S
 from support.gloo import run_ranks
-from support.small_llama import Llama, loss_of, low_rank, tokens_of
+from support.pairs import PLACES, Place, train, values, whole
+from support.small_llama import RANK, low_rank
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "fsdp": {},
-    "grouped": {"way": "bottleneck"},
-    "single": {"way": "bottleneck", "grouped": False},
-    "rank": {"way": "rank"},
-}
+safetensors = pytest.importorskip("safetensors")
 
-
-def in_layout(name: str, seed: int = 0) -> Llama:
-    model = low_rank(1, seed=seed)
-    if name == "alone":
-        return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    if name == "fsdp":
-        fully_shard(model, mesh=mesh)
-    else:
-        parallelize(model, mesh, **LAYOUTS[name])
-    return model
+ALL = bool(os.environ.get("STATEHOLD_LOWRANK_KILLS"))
+EVERYDAY = [
+    Place(4, "fsdp x grouped"), Place(2, "grouped"), Place(2, "rank"),
+    Place(2, "grouped", is_offloaded=True), Place(1, "alone"),
+]  # fmt: skip
+CHOSEN = PLACES if ALL else EVERYDAY
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    return {"model": model, "optimizer": optimizer}
+def is_part_of(tensor: Tensor, expected: Tensor) -> bool:
+    """Whether this rank has its part of a tensor, bit for bit."""
+    if not isinstance(tensor, DTensor):
+        return torch.equal(tensor, expected)
+    if any(type(each) is not Shard and each.is_shard() for each in tensor.placements):
+        return torch.equal(tensor.full_tensor(), expected)  # FSDP over tensor parallelism
+    placed = distribute_tensor(
+        expected, tensor.device_mesh, tensor.placements, src_data_rank=None
+    )  # fmt: skip
+    return torch.equal(tensor.to_local(), placed.to_local())
 
 
-def train(state: dict[str, Any], steps: int) -> None:
-    for step in range(steps):
-        state["optimizer"].zero_grad()
-        loss_of(state["model"], tokens_of(step)).backward()
-        state["optimizer"].step()
+def is_in(rank: int, world: int, meeting: Path) -> bool:
+    """Leave the group of before. Whether this rank is one of the next `world` ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank < world:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )  # fmt: skip
+    return rank < world
 
 
-def values(state: dict[str, Any]) -> list[Tensor]:
-    """Parameters and moments, whole, in the order of the parameters."""
-    found = []
-    for each in state["model"].parameters():
-        own = state["optimizer"].state[each]
-        for tensor in (each.detach(), own["exp_avg"], own["exp_avg_sq"]):
-            found.append(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone())
+def travelled(rank: int, _: int, folder: str) -> list[tuple[Place, Place, bool]]:
+    """Where each step was saved and restored, and whether all bits are there."""
+    found: list[tuple[Place, Place, bool]] = []
+    for number, world in enumerate((4, 2, 1, 1, 2, 4)):
+        if not is_in(rank, world, Path(folder, f"meeting-{number}")):
+            continue
+        here = [each for each in CHOSEN if each.world == world]
+        with statehold.Checkpointer(f"{folder}/run") as ckpt:
+            for place in here:
+                if number < 3:
+                    _save(ckpt, place, rank, folder)
+                else:
+                    found += _restored(ckpt, place, folder)
     return found
 
 
-def restored_by_others(rank: int, world: int, runs: str) -> list[tuple[str, str, bool]]:
-    """Save in each layout, and restore each step in each layout. Whether all bits are there."""
-    saved = {}
-    for name in LAYOUTS:
-        if name == "alone" and world > 1:
-            continue
-        state = state_of(in_layout(name))
-        train(state, 2)
-        with statehold.Checkpointer(f"{runs}/{name}-{world}") as ckpt:
-            ckpt.save(2, state).wait("committed")
-        saved[name] = values(state)
+def _save(ckpt: statehold.Checkpointer, place: Place, rank: int, folder: str) -> None:
+    step = CHOSEN.index(place)
+    state = place.state(seed=step)
+    train(state, 1)
+    expected = [whole(each) for each in values(state)]
+    if rank == 0:
+        torch.save(expected, f"{folder}/{step}.pt")
+    ckpt.save(step, state).wait("committed")
+
+
+def _restored(
+    ckpt: statehold.Checkpointer, place: Place, folder: str
+) -> list[tuple[Place, Place, bool]]:
+    state = place.state(seed=99)
+    train(state, 1)
     found = []
-    for name in LAYOUTS:
-        if name == "alone" and world > 1:
-            continue
-        for other, expected in saved.items():
-            state = state_of(in_layout(name, seed=1))
-            train(state, 1)  # other moments than those of the step
-            with statehold.Checkpointer(f"{runs}/{other}-{world}") as ckpt:
-                assert ckpt.restore(state) == 2
-            own = values(state)
-            is_same = all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
-            found.append((other, name, is_same and any(each.any() for each in own)))
+    for step in range(len(CHOSEN)):
+        assert ckpt.restore(state, step) == step
+        expected = torch.load(f"{folder}/{step}.pt")
+        own = values(state)
+        is_same = all(map(is_part_of, own, expected))
+        found.append((CHOSEN[step], place, is_same and all(each.any() for each in expected)))
     return found
 
 
-def test_every_layout_restores_into_every_other(tmp_path: Path) -> None:
-    for found in run_ranks(restored_by_others, 2, tmp_path, str(tmp_path)):
-        assert len(found) == 16
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("journey")
+    return folder, run_ranks(travelled, 4, folder, str(folder))
+
+
+def test_every_layout_restores_into_every_other(journey: tuple[Path, list[Any]]) -> None:
+    ranks = journey[1]
+    assert {(here, there) for here, there, _ in ranks[0]} == {*itertools.product(CHOSEN, CHOSEN)}
+    for rank, found in enumerate(ranks):
         assert [pair for *pair, is_same in found if not is_same] == []
+        here = [place for place in CHOSEN if place.world > rank]
+        assert len(found) == len(CHOSEN) * len(here)
 
 
-def bits_at(rank: int, world: int, run: str, layout: str) -> list[Tensor]:
-    state = state_of(in_layout(layout, seed=1))
-    with statehold.Checkpointer(run) as ckpt:
-        assert ckpt.restore(state) == 2
-    return values(state)
+def test_an_export_has_one_tensor_for_each_factor(
+    journey: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Of a step that two ranks have saved along the bottleneck."""
+    from safetensors.torch import load_file
 
-
-def save_at(rank: int, world: int, run: str, layout: str) -> list[Tensor]:
-    state = state_of(in_layout(layout))
-    train(state, 2)
-    with statehold.Checkpointer(run) as ckpt:
-        ckpt.save(2, state).wait("committed")
-    return values(state)
-
-
-def test_a_step_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    expected = run_ranks(save_at, 2, tmp_path, run, "grouped")[0]
-    for world, layout in ((1, "alone"), (4, "rank"), (4, "grouped")):
-        for own in run_ranks(bits_at, world, tmp_path, run, layout):
-            assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True)), layout
+    step = CHOSEN.index(Place(2, "grouped"))
+    statehold.export_step(f"{journey[0]}/run@{step}", tmp_path / "out", "hf")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    found = load_file(file)
+    model = low_rank(1, dtype=torch.float32)
+    expected = torch.load(f"{journey[0]}/{step}.pt")[::3]
+    assert found.keys() == model.state_dict().keys()
+    for (name, parameter), value in zip(model.named_parameters(), expected, strict=True):
+        assert found[name].shape == parameter.shape
+        assert torch.equal(found[name], value), name
+    a, b = (found[f"model.layers.0.mlp.up_proj.{factor}"] for factor in "ab")
+    assert a.shape[0] == b.shape[1] == RANK
+    model.load_state_dict(found)
+    assert isinstance(model.model.layers[0].mlp.up_proj, lowrank.LowRankLinear)

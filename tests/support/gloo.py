@@ -6,11 +6,12 @@ it returns comes back by rank; an exception comes back as its traceback, and end
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,31 @@ def run_ranks(
     worker: Callable[..., Any], world_size: int, directory: Path, *args: Any
 ) -> list[Any]:
     """The results of worker(rank, world_size, *args) on `world_size` ranks, by rank."""
-    context = forked()
     own = directory / f"ranks-{os.urandom(4).hex()}"
     own.mkdir()
-    ranks = [
-        context.Process(target=_rank, args=(worker, rank, world_size, str(own), args))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
+    with started_ranks(worker, world_size, own, *args) as ranks:
         for process in ranks:
             process.join(JOIN_S)
+    return [_result(own / str(rank), ranks[rank]) for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def started_ranks(
+    worker: Callable[..., Any], world_size: int, own: Path, *args: Any
+) -> Iterator[list[Any]]:
+    """The processes of these ranks, which meet in `own`. None outlives the context."""
+    ranks = [
+        forked().Process(target=_rank, args=(worker, rank, world_size, str(own), args))
+        for rank in range(world_size)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
-    return [_result(own / str(rank), ranks[rank]) for rank in range(world_size)]
+            process.join()
 
 
 def _result(path: Path, process: Any) -> Any:
