@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from statehold import Checkpointer, Directory, Memory
+from statehold import Checkpointer, Directory, Memory, lowrank
 from statehold.errors import StateholdError
+from statehold.lowrank.parallel import AlongBottleneck
 from statehold.resilience import Microbatch, Replicas
 from statehold.resilience.data.checksums import checksum
 from statehold.resilience.driver import Driver
@@ -62,7 +60,8 @@ class Order:
     microbatch; "sum", in the middle of the reduction; "serving", when it is to send a piece of its
     state, whatever the step; the name of an action of rounds, and "after" that. place, width: which
     rank of the replica it is, and of how many. They shard the model by "fsdp", and each takes its
-    part of the samples, or by "tp" (tensor parallelism). pause_s: of each microbatch. run: the
+    part of the samples, or by "tp" (tensor parallelism: a layer by columns, and a low-rank pair
+    along its bottleneck). pause_s: of each microbatch. run: the
     directory of its checkpoints. every: which of its steps go there. memory: of a level in memory
     before it; then only every fourth step goes to `run`. is_impure: what it draws depends on the
     process. workers: of the loader that draws; 0 takes none. waits: wait_s of each rank, after the
@@ -257,8 +256,20 @@ def sharded(model: nn.Module, order: Order) -> nn.Module:
         )
     mesh = init_device_mesh("cpu", (order.width,))
     if order.shards == "tp":
-        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        return tensor_parallel(model, mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """A layer by columns gives a pair its input, split by features; what that gives is gathered."""
+
+    def gather(_: nn.Module, __: object, y: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(y, mesh, [Shard(-1)], run_check=False).full_tensor()
+
+    lowrank.convert(model, rank=4, where="3")
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": AlongBottleneck()})
+    model.get_submodule("3").register_forward_hook(gather)
+    return model
 
 
 @contextlib.contextmanager
