@@ -64,6 +64,7 @@ class RunConfig:
     subgroup: str = _option("", "state that is read, updated and written at once (chosen)")
     memory: int = _option(0, "MiB that a run may take beyond weights and gradients (no limit)")
     threads: int = _option(0, "of torch on the CPU (all processors, divided among the ranks)")
+    low_rank: int = _option(0, "rank of pairs in place of the layers of decoders (full rank)")
     tp: int = _option(1, "ranks that share each matrix, under torchrun; the others are FSDP2's")
 
     def __post_init__(self) -> None:

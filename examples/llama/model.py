@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from statehold import lowrank
+
 VOCABULARY = 256  # bytes
 
 
@@ -56,13 +58,11 @@ class ModelConfig:
         return -(-self.dim * 8 // (3 * 64)) * 64
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Scale to unit root mean square, in float32 whatever the input."""
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        super().__init__(dim, eps)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         norm_BLD = functional.rms_norm(x_BLD.float(), (x_BLD.shape[-1],), None, self.eps)
@@ -184,6 +184,11 @@ class Llama(nn.Module):
             x_BLD = block(x_BLD, self.cos_LR[:length], self.sin_LR[:length])
         logits_BLV: Tensor = self.output(self.norm(x_BLD))
         return logits_BLV
+
+    def make_low_rank(self, rank: int) -> None:
+        """Pairs of factors in place of the linear layers of decoders, which keep what is narrow."""
+        lowrank.convert(self, rank=rank, where=("layers.*.attention.w?", "layers.*.feed_forward.*"))
+        lowrank.keep_bottlenecks(self)
 
     def loss(self, tokens_BL: Tensor, targets_BL: Tensor) -> Tensor:
         """Mean cross-entropy per byte, in nats."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,6 +30,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from model import Llama
+from statehold.lowrank import LowRankLinear
+from statehold.lowrank.parallel import AlongBottleneck, GroupedPairs, OnlineRMSNorm
 
 # A rank that waits for another one this long gives up, should nothing tell it earlier.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -65,6 +67,20 @@ TENSOR_PARALLEL: dict[str, ParallelStyle] = {
     "output": ColwiseParallel(output_layouts=Replicate()),
 }
 
+# The same for low-rank pairs, along their bottleneck. Features are cut, from the embeddings on, and
+# the head adds up what the ranks have. Pairs with one input are grouped with the norm before them.
+ALONG_BOTTLENECK: dict[str, ParallelStyle] = {
+    "embedding": ColwiseParallel(output_layouts=Shard(-1)),
+    "layers.*.attention.wo": AlongBottleneck(),
+    "layers.*.feed_forward.down": AlongBottleneck(),
+    "norm": OnlineRMSNorm(),
+    "output": RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()),
+}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
+    "feed_forward_norm": ("feed_forward.gate", "feed_forward.up"),
+}
+
 
 class Ranks:
     """This process among the ranks of its job; without a mesh, alone."""
@@ -85,7 +101,7 @@ class Ranks:
         if self._mesh is None:
             return model
         if self._mesh["tp"].size() > 1:
-            parallelize_module(model, self._mesh["tp"], TENSOR_PARALLEL)
+            _cut(model, self._mesh["tp"])
             if model.config.tie:  # each of the two modules has cut it for itself
                 model.output.weight = model.embedding.weight
         for block in model.layers:
@@ -107,6 +123,17 @@ class Ranks:
         total = torch.tensor(loss, dtype=torch.float64)
         distributed.all_reduce(total, group=self._mesh["dp"].get_group())
         return total.item() / self.shares
+
+
+def _cut(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor parallelism: of linear layers, or along the bottleneck of pairs."""
+    if not isinstance(model.layers[0].attention.wq, LowRankLinear):
+        parallelize_module(model, mesh, TENSOR_PARALLEL)
+        return
+    for block in model.layers:
+        for norm, pairs in GROUPS.items():
+            parallelize_module(block, mesh, GroupedPairs(norm, pairs))
+    parallelize_module(model, mesh, ALONG_BOTTLENECK)
 
 
 def whole(tensor: Tensor) -> Tensor:

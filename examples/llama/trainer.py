@@ -57,7 +57,10 @@ class Trainer:
         corpus = read_corpus(config.data)
         self.loader = TextLoader(corpus, seq=config.seq, batch=config.batch, seed=config.seed)
         dtype = getattr(torch, config.dtype)
-        self.model = ranks.shard(Llama(config.model).to(config.device, dtype))
+        model = Llama(config.model).to(config.device, dtype)
+        if config.low_rank:
+            model.make_low_rank(config.low_rank)
+        self.model = ranks.shard(model)
         self.bytes_before_optimizer = data_bytes()
         self.optimizer = adamw(self.model, config)
         self.scheduler = LambdaLR(

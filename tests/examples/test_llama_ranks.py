@@ -7,6 +7,7 @@ middle of a save, the others told so, and the state brought back on as many rank
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,9 @@ MODULES = (
 )  # fmt: skip
 SMALL = ("--dim=64", "--layers=2", "--heads=4", "--kv-heads=2", "--seq=16", "--batch=12",
          "--threads=1")  # fmt: skip
+in_campaigns = pytest.mark.skipif(
+    os.environ.get("STATEHOLD_LOWRANK_DEMO") != "1", reason="STATEHOLD_LOWRANK_DEMO=1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +49,15 @@ def trained(step: int, loss: float) -> dict[str, object]:
     return {"event": "step", "step": step, "loss": loss.hex(), "step_s": 0.1, "blocked_s": 0.0}
 
 
-def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("rank", [0, pytest.param(16, marks=in_campaigns)])
+def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd, rank):
+    """rank: of low-rank pairs; 0 for linear layers."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     fork_jobs(monkeypatch)
     status = llama.demo.main(
         ["--ranks=2", "--steps=8", "--kill-at=2",
-         "--out", str(tmp_path / "demo"), "--data", str(LLAMA), *SMALL]
+         "--out", str(tmp_path / "demo"), "--data", str(LLAMA), f"--low-rank={rank}", *SMALL]
     )  # fmt: skip
     said, errors = capfd.readouterr()
     assert status == 0, said + errors
