@@ -1,7 +1,8 @@
 """The examples of the frameworks: killed inside a save, resumed, and compared with a whole run.
 
 What is compared is all of the last step: weights, optimizer, generators, position in the data.
-Trainers on two ranks need `STATEHOLD_INTEGRATIONS=1`, which `make integrations` sets.
+Trainers and low-rank pairs on two ranks need `STATEHOLD_INTEGRATIONS=1`, which
+`make integrations` sets.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ ALL = os.environ.get("STATEHOLD_INTEGRATIONS") == "1"
 ABOUT = {
     "trainer": "transformers", "adapters": "peft", "accelerated": "accelerate",
     "loader_workers": "torchdata", "lightning_trainer": "lightning", "fabric_loop": "lightning",
-    "streaming": "datasets", "sft": "trl",
+    "streaming": "datasets", "sft": "trl", "lowrank": "transformers",
 }  # fmt: skip
-NAMES = [name for name, package in ABOUT.items() if importlib.util.find_spec(package) is not None]
-RANKS = {"streaming": 2}
+NAMES = [
+    name
+    for name, package in ABOUT.items()
+    if importlib.util.find_spec(package) is not None and (ALL or name != "lowrank")
+]
+RANKS = {"streaming": 2, "lowrank": 2}
 ELSEWHERE = {"zero", "titan"}  # these examples run in test_zero_state.py and test_torchtitan.py
 OF_NO_FRAMEWORK = {"minimal", "serving", "evolution", "evolution_space"}
 
@@ -52,7 +57,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_an_example_goes_on_bit_for_bit(examples: Ran, name: str) -> None:
     folder, codes = examples
     if name not in codes:
-        pytest.skip(f"{ABOUT[name]} is not installed")
+        pytest.skip(f"{ABOUT[name]} is not installed, or only make integrations runs it")
     check(folder / name, codes[name])
 
 
