@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from statehold import lowrank
 from statehold.errors import UsageError
-from support.small_llama import FF, RANK, WIDTH, Llama, loss_of, low_rank, tokens_of
+from statehold.planners.lowrank import LlamaShape, LowRankCosts
+from support.small_llama import (
+    FF,
+    HEADS,
+    RANK,
+    VOCABULARY,
+    WIDTH,
+    Llama,
+    loss_of,
+    low_rank,
+    tokens_of,
+)
+
+KEPT = LowRankCosts(LlamaShape(2, WIDTH, FF, WIDTH, WIDTH, VOCABULARY), RANK).kept()
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -82,6 +97,37 @@ def test_a_layer_keeps_seven_bottlenecks_and_its_input() -> None:
     a_layer = kept_bytes(3, tokens) - kept_bytes(2, tokens)
     elements = a_layer / 8 / tokens.numel()
     assert elements == pytest.approx(7 * RANK + WIDTH, rel=0.05)
+    assert KEPT["all but bottlenecks"] == 7 * RANK + WIDTH
+
+
+def saved_elements(layers: int, tokens: Tensor, way: str) -> float:
+    """Elements of float32 a token that autograd saves in a forward, but for the parameters."""
+    model = Llama(layers) if way == "nothing, full" else low_rank(layers, dtype=torch.float32)
+    if way == "layers":
+        for layer in model.model.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    sizes = {each.untyped_storage().data_ptr(): 0 for each in model.parameters()}
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)  # or its memory is used again
+        storage = tensor.untyped_storage()
+        sizes.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(tokens)
+    return sum(sizes.values()) / 4 / tokens.numel()
+
+
+@pytest.mark.parametrize("way", ["nothing, full", "nothing", "layers"])
+def test_what_is_kept_without_bottlenecks(way: str) -> None:
+    """The planner's count. Norms also keep what they normalise, and a number of each; attention
+    keeps one for each head."""
+    tokens = tokens_of(batch=4, length=64)
+    a_layer = saved_elements(3, tokens, way) - saved_elements(2, tokens, way)
+    beside = 0 if way == "layers" else 2 * (WIDTH + 1) + HEADS
+    assert a_layer == KEPT[way] + beside
 
 
 def test_products_of_the_first_factor_are_not_computed_again() -> None:
