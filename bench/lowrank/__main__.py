@@ -1,7 +1,8 @@
-"""`python -m bench.lowrank published`, or `fit`: the planner beside the table of BOOST."""
+"""`python -m bench.lowrank published|fit|steps|losses|saves`: see bench/README.md."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from bench.lowrank import published
@@ -15,6 +16,10 @@ def main(arguments: list[str]) -> int:
     if arguments == ["fit"]:
         print(published.fit())
         return 0
+    if arguments[:1] in (["steps"], ["losses"], ["saves"]):
+        # With torch, which the table of before does not need.
+        part = importlib.import_module(f"bench.lowrank.{arguments[0]}")
+        return int(part.run(arguments[1:]))
     print(__doc__, file=sys.stderr)
     return 2
 
