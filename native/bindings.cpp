@@ -306,7 +306,8 @@ PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<u
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
-                          std::vector<uint32_t> paths, uint64_t transfer_bytes, bool verified) {
+                          std::vector<uint32_t> paths, uint64_t transfer_bytes, bool verified,
+                          bool staged) {
   RangesRequest request;
   request.kind = write ? IoRequest::Kind::write : IoRequest::Kind::read;
   for (const nb::handle file : files) request.files.push_back(nb::cast<PyFile&>(file).opened());
@@ -316,6 +317,7 @@ PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
   request.paths = std::move(paths);
   request.client = client;
   request.transfer_bytes = transfer_bytes;
+  request.staged = staged;
   const std::vector<uint64_t> file = integers(file_index, "file_index");
   const std::vector<uint64_t> offset = integers(offsets, "offsets");
   const std::vector<uint64_t> size = integers(sizes, "sizes");

@@ -316,7 +316,8 @@ PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<u
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,
-                          std::vector<uint32_t> paths, uint64_t transfer_bytes, bool verified);
+                          std::vector<uint32_t> paths, uint64_t transfer_bytes, bool verified,
+                          bool staged);
 std::vector<uint64_t> next_done(PyRangesJob& job, Timeout timeout);
 std::optional<PyFill> next_fill(PyWriteJob& job, Timeout timeout);
 std::optional<PyReady> next_ready(PyReadJob& job, Timeout timeout);
