@@ -294,7 +294,7 @@ def test_a_senseless_argument_is_refused(
 
 def test_a_directory_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="something else than pages"):
+    with pytest.raises(UsageError, match="no store of pages"):
         made(tmp_path)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from statehold import _core
-from statehold.errors import UsageError
+from statehold.errors import refused
 from statehold.kv.page import IDENTITY_BYTES
 from statehold.reading.places import at_rest, file_system
 from statehold.units import MiB
@@ -67,7 +67,8 @@ def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, A
     try:
         raw = json.dumps([content, told, layout], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError("a value of an identity is no JSON", facts={"got": str(error)}) from error
+        expected, got = "values that JSON has", str(error)
+        raise refused("a value of an identity is no JSON", expected, got) from error
     return hashlib.sha256(raw.encode()).digest()[:IDENTITY_BYTES]
 
 
