@@ -359,6 +359,10 @@ def xxh3_64(data: bytes) -> int: ...
 def hash_memory(address: int, nbytes: int) -> int:
     """XXH3-64 of memory that the caller keeps alive and unchanged."""
 
+def find_pages(buckets: Buffer, indices: Buffer, wanted: Buffer) -> list[int]:
+    """The slot of each page, by its index in `indices`; -1 for none. `buckets`, a power of 2, have
+    open addressing: 1 + slot, or 0. See kv/table."""
+
 def call_copies(
     function: int, *, to: array[int], source: array[int], sizes: array[int], kind: int, stream: int
 ) -> int:

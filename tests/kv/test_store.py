@@ -183,6 +183,7 @@ def test_a_damaged_table_costs_pages_and_nothing_else(tmp_path: Path, seed: int)
         raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
     (tmp_path / "index").write_bytes(raw)
     with made(tmp_path) as store:
+        assert len(store.contains([key(n) for n in range(40)])) == 40
         get(store, *range(40))
         put(store, *range(100, 140))
         get(store, *range(100, 140))

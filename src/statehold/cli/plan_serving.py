@@ -97,21 +97,15 @@ def _document(
     shape: ModelShape, found: Sequence[planning.LayoutPlan], load: LoadTimes | None
 ) -> dict[str, Any]:
     return {
-        "parameters": shape.parameters,
-        "active": shape.active,
-        "weights_bytes": shape.weights,
+        "parameters": shape.parameters, "active": shape.active, "weights_bytes": shape.weights,
         "kv_bytes_per_token": shape.kv_token,
         "load_bytes_per_s": load.bandwidth if load else None,
         "use": str(found[0].costs.layout),
         "layouts": [
             {
                 **each.costs.layout._asdict(),
-                "tokens": each.tokens,
-                "cap": each.cap,
-                "bound": each.bound,
-                "step_s": each.parts,
-                "steady_tokens_per_s": each.steady,
-                "break_even_bytes_per_s": each.break_even,
+                "tokens": each.tokens, "cap": each.cap, "bound": each.bound, "step_s": each.parts,
+                "steady_tokens_per_s": each.steady, "break_even_bytes_per_s": each.break_even,
                 "concurrency": each.chosen,
                 "swept": [
                     {"concurrency": n, "recompute": dataclasses.asdict(out),

@@ -16,7 +16,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,5 @@ def _of_step(text: str) -> list[Any]:
 def _of_file(path: Path) -> list[Any]:
     """The checksums of a file. Its name does not count, and neither does the number of files."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return [f"{_core.xxh3_64(piece):016x}" for piece in _pieces(mapped)]
-
-
-def _pieces(mapped: mmap.mmap) -> Iterator[bytes]:
-    for at in range(0, len(mapped), _PIECE_BYTES):
-        yield mapped[at : at + _PIECE_BYTES]
+        pieces = (mapped[at : at + _PIECE_BYTES] for at in range(0, len(mapped), _PIECE_BYTES))
+        return [f"{_core.xxh3_64(piece):016x}" for piece in pieces]

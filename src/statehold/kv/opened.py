@@ -23,14 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.errors import (
-    RunBusyError,
-    StateholdError,
-    UsageError,
-    WaitTimeout,
-    refused,
-    storage_error,
-)
+from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storage_error
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
 from statehold.kv.table import SEATS_MAX
@@ -255,9 +248,6 @@ def _geometry(path: str, capacity: int, size: int) -> Geometry:
         wanted.write(path)
         return wanted
     if made != wanted:
-        raise UsageError(
-            "the store of pages has other slots",
-            facts={"path": path, "expected": made, "got": wanted},
-            hint="give the page_bytes and capacity that it was made with, or another directory",
-        )
+        hint = "give the page_bytes and capacity that it was made with, or another directory"
+        raise refused("the store of pages has other slots", made, str(wanted), hint, path=path)
     return made

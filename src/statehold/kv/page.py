@@ -17,6 +17,7 @@ Not here: where the slots are (tiers), which of them hold what (table).
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statehold import _core
@@ -45,6 +46,15 @@ def whole_blocks(nbytes: int) -> int:
 def index_of(identity: bytes, key: bytes) -> int:
     """The 64 bits by which a page is found. They are a hint: the header has the whole key."""
     return _core.xxh3_64(identity + key)
+
+
+def indices_of(identity: bytes, keys: Iterable[bytes]) -> list[int]:
+    """The same for many. Raises UsageError for what is no key."""
+    hashed, most = _core.xxh3_64, KEY_BYTES_MAX  # a scheduler asks for a thousand at a time
+    return [
+        hashed(identity + (key if type(key) is bytes and 0 < len(key) <= most else check_key(key)))
+        for key in keys
+    ]
 
 
 def check_key(key: object) -> bytes:

@@ -34,14 +34,7 @@ from statehold import _core
 from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.opened import Move, OpenStore, address_of
-from statehold.kv.page import (
-    HEADER_BYTES,
-    IDENTITY_BYTES,
-    Header,
-    check_key,
-    index_of,
-    whole_blocks,
-)
+from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of, whole_blocks
 from statehold.kv.table import SlotTable
 from statehold.observe.counters import figures_of
 from statehold.process.worker import Worker
@@ -86,10 +79,6 @@ class MovingPage:
     header: Header | None = None
     verdict: PageVerdict = PageVerdict.BAD
 
-    def settle(self, verdict: PageVerdict) -> None:
-        """The verdict, unless there is one."""
-        self.batch.settle([self.place], verdict)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadGroup:
@@ -123,15 +112,10 @@ class PageStore:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        page_bytes: int | str,
-        capacity: int | str = "16GiB",
-        memory: int | str = "1GiB",
-        identity: bytes = bytes(IDENTITY_BYTES),
+        self, path: str | os.PathLike[str], *, page_bytes: int | str, capacity: int | str = "16GiB",
+        memory: int | str = "1GiB", identity: bytes = bytes(IDENTITY_BYTES),
         deadline_s: float = DEADLINE_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.page_bytes = parse_bytes(page_bytes)
         if not self.page_bytes:
             raise refused("a page needs bytes", "at least 1", page_bytes)
@@ -165,17 +149,14 @@ class PageStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which pages are there, as far as the tables know. Waits for nothing."""
         self._check_open()
-        identity, memory, files = self._identity, self._memory.table.find, self._files.table.find
-        indices = [index_of(identity, check_key(key)) for key in keys]
-        return [memory(index) >= 0 or files(index) >= 0 for index in indices]
+        indices = indices_of(self._identity, keys)
+        here, there = (each.table.find_all(indices) for each in (self._memory, self._files))
+        return [max(slots) >= 0 for slots in zip(here, there, strict=True)]
 
     def get(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview | bytearray],
-        *,
+        self, keys: Sequence[bytes], into: Sequence[memoryview | bytearray], *,
         deadline_s: float | None = None,
-    ) -> PageBatch:
+    ) -> PageBatch:  # fmt: skip
         """Begin to read pages, each `into` memory of its size.
 
         Verdicts: HIT, MISS, LATE, BAD. After HIT the memory has the page, and otherwise anything.
@@ -186,14 +167,10 @@ class PageStore:
         return batch
 
     def put(
-        self,
-        keys: Sequence[bytes],
-        pages: Sequence[memoryview | bytes],
-        *,
-        after: bytes | None = None,
-        scores: Sequence[float] | None = None,
+        self, keys: Sequence[bytes], pages: Sequence[memoryview | bytes], *,
+        after: bytes | None = None, scores: Sequence[float] | None = None,
         deadline_s: float | None = None,
-    ) -> PageBatch:
+    ) -> PageBatch:  # fmt: skip
         """Begin to store pages. The caller leaves their memory unchanged until the verdicts.
 
         Verdicts: STORED, THERE, DROPPED, LATE. Keys are in the order of the prefix; `after` is the
@@ -205,7 +182,7 @@ class PageStore:
         if len(worth) != len(keys) or not all(map(math.isfinite, worth)):
             expected = f"{len(keys)} finite numbers"
             raise refused("a score for each page is needed", expected, scores)
-        before = 0 if after is None else index_of(batch.identity, check_key(after))
+        before = 0 if after is None else indices_of(batch.identity, [after])[0]
         for page, score in zip(moving, worth, strict=True):
             page.before, page.score, before = before, score, page.index
         self._submit(self._take_in, batch, lambda: self._accept(batch, deque(moving)))
@@ -337,7 +314,7 @@ class PageStore:
             return True  # it is late, and has its verdict
         if table.generation(slot) != generation or table.index(slot) != page.index:
             return False
-        page.settle(self._hit(batch))
+        batch.settle([page.place], self._hit(batch))
         return True
 
     def _header(self, slot: int) -> Header | None:
@@ -410,8 +387,9 @@ class PageStore:
                     else:  # the slot was given to another page while it was read
                         page.verdict = PageVerdict.MISS
         for page in group.pages:
-            is_hit = page.verdict is PageVerdict.HIT
-            page.settle(self._hit(group.batch) if is_hit else page.verdict)
+            verdict = page.verdict
+            verdict = self._hit(group.batch) if verdict is PageVerdict.HIT else verdict
+            group.batch.settle([page.place], verdict)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -570,7 +548,8 @@ class PageStore:
             raise refused("as many buffers as keys are needed", len(keys), len(memory))
         until = _until(self._deadline_s if deadline_s is None else deadline_s)
         batch, pages = PageBatch(len(keys), until, self._identity, self._count), list[MovingPage]()
-        for place, (key, given) in enumerate(zip(map(check_key, keys), memory, strict=True)):
+        indices = indices_of(batch.identity, keys)
+        for place, (key, given, index) in enumerate(zip(keys, memory, indices, strict=True)):
             view = memoryview(given)
             if not view.c_contiguous or (is_written and view.readonly):
                 must = "contiguous memory" + " that may be written" * is_written
@@ -578,7 +557,6 @@ class PageStore:
             if not 0 < view.nbytes <= self.page_bytes:
                 expected = f"1 to {self.page_bytes} bytes"
                 raise refused("a page does not fit the store", expected, view.nbytes)
-            index = index_of(batch.identity, key)
             pages.append(MovingPage(batch, place, key, view.cast("B"), index))
         return batch, pages
 

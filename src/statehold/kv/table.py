@@ -26,8 +26,11 @@ Not here: the bytes of pages (tiers), the lock (opened).
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+from statehold import _core
 
 FREE, FILLING, WHOLE, DIRTY = range(4)
 
@@ -88,14 +91,11 @@ class SlotTable:
 
     def find(self, index: int) -> int:
         """The slot that may hold a page; -1 without one."""
-        bucket, indices, mask = self._bucket, self._index, self._mask
-        for at in range(index & mask, (index & mask) + mask + 1):
-            slot = bucket[at & mask]
-            if not slot:
-                break
-            if indices[slot - 1] == index:
-                return slot - 1
-        return -1
+        return self.find_all((index,))[0]
+
+    def find_all(self, indices: Iterable[int]) -> list[int]:
+        """The same for many."""
+        return _core.find_pages(self._bucket, self._index, array("Q", indices))
 
     def generation(self, slot: int) -> int:
         """Changes whenever the slot is taken for another page."""

@@ -25,14 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold.errors import (
-    FormatVersionError,
-    NoSpaceError,
-    StorageError,
-    UsageError,
-    refused,
-    storage_error,
-)
+from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storage_error
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.kv.table import SlotTable
@@ -247,7 +240,7 @@ class FileTier(MappedTable):
             file.close()
 
 
-def no_store(path: str) -> UsageError:
+def no_store(path: str) -> Exception:
     """The error for a directory of other things."""
     hint = "give the directory of a PageStore, or for a new one an empty directory or none"
     found = ", ".join(sorted(os.listdir(path))[:3]) if os.path.isdir(path) else "no directory"

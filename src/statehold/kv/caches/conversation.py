@@ -120,14 +120,9 @@ class PageRows:
 
 
 def save(
-    cache: Cache,
-    tokens: Sequence[int] | torch.Tensor,
-    store: PageStore,
-    identity: bytes,
-    *,
-    score: str | Score | None = None,
-    deadline_s: float = DEADLINE_S,
-) -> int:
+    cache: Cache, tokens: Sequence[int] | torch.Tensor, store: PageStore, identity: bytes, *,
+    score: str | Score | None = None, deadline_s: float = DEADLINE_S,
+) -> int:  # fmt: skip
     """Put the cache of a conversation into a store, which takes the identity.
 
     Pages that the store has already are not written again. The others take memory until the store
@@ -182,13 +177,9 @@ def save(
 
 
 def resume(
-    tokens: Sequence[int] | torch.Tensor,
-    store: PageStore,
-    identity: bytes,
-    *,
-    cache: Cache | None = None,
-    deadline_s: float = DEADLINE_S,
-) -> Cache:
+    tokens: Sequence[int] | torch.Tensor, store: PageStore, identity: bytes, *,
+    cache: Cache | None = None, deadline_s: float = DEADLINE_S,
+) -> Cache:  # fmt: skip
     """A cache with the longest beginning of `tokens` that the store has, for generate().
 
     It is empty if there is nothing. The last token is always left to compute.

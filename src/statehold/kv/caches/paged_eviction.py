@@ -256,13 +256,9 @@ class PagedEvictionCache(Cache):
     """
 
     def __init__(
-        self,
-        config: Any,
-        budget_tokens: int,
-        *,
-        page_tokens: int = PAGE_TOKENS,
+        self, config: Any, budget_tokens: int, *, page_tokens: int = PAGE_TOKENS,
         score: str | Score = "value_key_ratio",
-    ) -> None:
+    ) -> None:  # fmt: skip
         for name, value in (("page_tokens", page_tokens), ("budget_tokens", budget_tokens)):
             if type(value) is not int or value < 1:
                 raise refused("not a number of tokens", f"{name} of at least 1", value)

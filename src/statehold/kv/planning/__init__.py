@@ -300,15 +300,9 @@ class LayoutPlan:
 
 
 def plan(
-    shape: ModelShape,
-    gpu: Gpu,
-    chosen: Iterable[DeviceLayout],
-    requests: Requests,
-    *,
-    utilization: float = 0.9,
-    concurrency: Sequence[int] = (),
-    load: LoadTimes | None = None,
-) -> list[LayoutPlan]:
+    shape: ModelShape, gpu: Gpu, chosen: Iterable[DeviceLayout], requests: Requests, *,
+    utilization: float = 0.9, concurrency: Sequence[int] = (), load: LoadTimes | None = None,
+) -> list[LayoutPlan]:  # fmt: skip
     """The layouts that the trace fits, that which ends it first at the top.
 
     Raises UsageError with the reason of the last one if it fits none.

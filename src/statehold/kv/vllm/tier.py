@@ -146,13 +146,9 @@ def _derived() -> type[Any]:
         Result, Wish = JobResult, RequestOffloadingContext
 
         def __init__(
-            self,
-            offloading_spec: Any,
-            primary_kv_view: memoryview,
-            tier_type: str,
-            backpressure_detector: Any = None,
-            **options: Any,
-        ) -> None:
+            self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+            backpressure_detector: Any = None, **options: Any,
+        ) -> None:  # fmt: skip
             SecondaryTierManager.__init__(
                 self, offloading_spec, primary_kv_view, tier_type, backpressure_detector
             )
