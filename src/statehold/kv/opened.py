@@ -4,7 +4,9 @@
 
 Invariants: what a dead process was filling is free again when the next one opens the store. A table
 that is lost, or older than the pages because the host has lost its power, is made again: from the
-headers of the slots, or from its columns. All processes are on one host, because they share memory.
+headers of the slots, or from its columns. What a dead process has put into memory, and not into
+files, is written by the next one (`unwritten`). All processes are on one host, because they share
+memory.
 Pages pass through buffers of the engine, which are huge pages: a disk moves these several times as
 fast as the small pages of shared memory.
 Not here: pages on their way (store), the tables (table), their memory and files (tiers).
@@ -63,16 +65,16 @@ class OpenStore:
             size = slot_bytes(page_bytes)
             self._lock = LockFile(f"{path}/{_LOCK}")
             opened.callback(self._lock.close)
-            self.seat = self._sit()
             fs = _core.open_fs()
             opened.callback(fs.close)
             self._engine = open_engine(fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, 2)
             opened.callback(self._engine.close)
             self._tiers = opened.enter_context(contextlib.ExitStack())
             with self._held(_LOCK_S):
+                self.seat = self._sit()
                 self.files = FileTier(fs, path, _geometry(path, capacity, size))
                 self._tiers.callback(lambda: self.files.leave(is_last=self._is_alone()))
-                self.memory = MemoryTier(_name(path), memory, size)
+                self.memory = MemoryTier(name_of(path), memory, size)
                 self._tiers.callback(lambda: self.memory.leave(is_last=self._is_alone()))
                 self._recover()
             self._opened = opened.pop_all()
@@ -88,7 +90,9 @@ class OpenStore:
                     self.memory.table.free(slot)
                 self.memory.table.seat(self.seat, None)
                 self.files.table.seat(self.seat, None)
-            self._tiers.close()  # under the lock: nobody opens the store meanwhile
+            # Under the lock: who has a seat has the store open.
+            self._tiers.close()
+            self._lock.drop(1 + self.seat)
         self._opened.close()
 
     def use(self, identity: bytes) -> None:
@@ -173,11 +177,12 @@ class OpenStore:
                 return seat
         raise RunBusyError("too many processes use the store of pages", facts={"path": self.path})
 
-    def _is_alive(self, seat: int) -> bool:
-        return seat == self.seat or self._lock.is_taken(1 + seat)
+    def _is_taken(self, seat: int) -> bool:
+        """By another process. What the tables have of this one's seat is of a dead one."""
+        return self._lock.is_taken(1 + seat)
 
     def _is_alone(self) -> bool:
-        return not any(self._lock.is_taken(1 + seat) for seat in range(SEATS_MAX))
+        return not any(map(self._is_taken, range(SEATS_MAX)))
 
     def _recover(self) -> None:
         """Make good what dead processes and a loss of power have left."""
@@ -193,9 +198,11 @@ class OpenStore:
         is_old = is_new or table.boot not in (0, now)
         table.boot = now
         with self.changing(None):
-            for slot in self.memory.table.clear_seats(self._is_alive):
+            self.unwritten = self.memory.table.clear_seats(self._is_taken)
+            for slot in self.unwritten:
                 self.memory.table.release(slot)
-            table.clear_seats(self._is_alive)
+                self.memory.table.hold(slot, self.seat)
+            table.clear_seats(self._is_taken)
             if is_new:
                 self._adopt_all()
         if is_old:
@@ -226,7 +233,8 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
 
 
-def _name(path: str) -> str:
+def name_of(path: str) -> str:
+    """Of the memory of the store in a directory, by whatever name the directory is known."""
     found = os.stat(path)
     return hashlib.sha256(f"{found.st_dev} {found.st_ino}".encode()).hexdigest()[:16]
 

@@ -138,6 +138,7 @@ class PageStore:
         self._take_in, self._write, self._read = (
             Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
         )
+        self._write.submit(partial(self._store, self._open.unwritten))
 
     @property
     def path(self) -> str:
@@ -291,17 +292,13 @@ class PageStore:
     def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
         memory, files = self._memory.table, self._files.table
-        absent, used = list[MovingPage](), list[int]()
-        for page in pages:
-            slot = memory.find(page.index)
-            if slot >= 0 and self._deliver(page, slot):
-                used.append(page.index)
-            else:
+        absent, slots = list[MovingPage](), memory.find_all(page.index for page in pages)
+        for page, slot in zip(pages, slots, strict=True):
+            if slot < 0 or not self._deliver(page, slot):
                 absent.append(page)
-        if used:
-            with self._open.changing(batch.seconds_left):
-                for table in (memory, files):
-                    table.touch(map(table.find, reversed(used)))
+        with self._open.changing(batch.seconds_left):
+            for table in (memory, files):
+                table.touch(table.find(page.index) for page in reversed(pages))
         return absent
 
     def _deliver(self, page: MovingPage, slot: int) -> bool:
@@ -347,7 +344,6 @@ class PageStore:
                 else:
                     break
                 waiting.popleft()
-            files.touch(page.there for page in reversed(chosen))
         batch.settle(missing, PageVerdict.MISS)
         return chosen
 
@@ -461,16 +457,23 @@ class PageStore:
         return True
 
     def _store(self, slots: list[int]) -> None:
+        stored, tables = list[int](), (self._memory.table, self._files.table)
         for first in range(0, len(slots), self._group_pages):
-            self._store_some(slots[first : first + self._group_pages])
+            stored += self._store_some(slots[first : first + self._group_pages])
+        with self._open.changing(None):
+            # What was put last follows the others, so they were used after it. Once for all groups:
+            # using a page walks over those before it.
+            for table in tables:
+                table.touch(map(table.find, reversed(stored)))
         if not self._is_flush_due:
             self._is_flush_due = True
             timer = threading.Timer(FLUSH_S, self._flush_later)
             timer.daemon = True
             timer.start()
 
-    def _store_some(self, slots: list[int]) -> None:
-        """Write pages from memory to files. What cannot be written stays in memory."""
+    def _store_some(self, slots: list[int]) -> list[int]:
+        """Write pages from memory to files; returns their indices. What cannot be written stays in
+        memory."""
         memory, files = self._memory.table, self._files.table
         headers = {slot: self._header(slot) for slot in slots}
         moves = list[Move]()
@@ -486,16 +489,13 @@ class PageStore:
                     files.free(there)
             for slot in slots:
                 memory.release(slot)
-            # What was put last follows the others, so they were used after it.
-            memory.touch(reversed(slots))
-            written = [header.index for header in headers.values() if header is not None]
-            files.touch(map(files.find, reversed(written)))
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
         self._figures.add("pages_unwritten_total", len(slots) - len(done))
         self._figures.set("pages_evicted", files.evicted)
         self._figures.set("pages_in_files", files.pages())
         self._figures.set("pages_in_memory", memory.pages())
+        return [header.index for header in headers.values() if header is not None]
 
     def _written(self, moves: list[Move]) -> set[int]:
         """Write pages as one; the slots in memory of those that were written."""
