@@ -52,6 +52,7 @@ campaigns: export STATEHOLD_UPDATES = 2000
 campaigns: export STATEHOLD_LEAVES = 1000
 campaigns: export STATEHOLD_READERS = 5000
 campaigns: export STATEHOLD_PAGE_KILLS = 1000
+campaigns: export STATEHOLD_PAGE_FAULTS = 10000
 campaigns: export STATEHOLD_ENDPOINT_MESSAGES = 20000
 campaigns: export STATEHOLD_FLIPS = all
 campaigns: export STATEHOLD_ALL_BYTES = 1

@@ -5,16 +5,22 @@
 
 A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
 so its memory is gone, and it reads with O_DIRECT. Both are verified. The limit is that of the same
-bytes in whole blocks (limit.native), measured in turns with the store. Medians.
+bytes in whole blocks (limit.native), and `files` is a file for each page, both measured in turns
+with the store. Medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
+import os
 import shutil
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +98,55 @@ class Pages:
             return statistics.median(taken)
 
 
+class Files:
+    """A file for each page, as vLLM's `fs` tier has them: one of four threads writes it directly
+    under another name, renames it, and reads it directly. Nothing is verified, nothing is made
+    durable, and nothing bounds the files."""
+
+    def __init__(self, root: Path, pages: Pages) -> None:
+        self.root, self.pages = root, pages
+        self.whole = -(-pages.nbytes // 4096) * 4096
+        self._mine = threading.local()
+
+    def _buffer(self) -> mmap.mmap:
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = mmap.mmap(-1, self.whole)
+        found: mmap.mmap = self._mine.buffer
+        return found
+
+    def _path(self, number: int) -> Path:
+        name = key(number).hex()
+        return self.root / name[-3:] / f"{name}.bin"
+
+    def _write(self, number: int) -> None:
+        buffer, path = self._buffer(), self._path(number)
+        buffer[: self.pages.nbytes] = self.pages.page(number)
+        path.parent.mkdir(exist_ok=True)
+        fd = os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        os.write(fd, buffer)
+        os.close(fd)
+        os.rename(f"{path}.tmp", path)
+
+    def _read(self, number: int) -> None:
+        fd = os.open(self._path(number), os.O_RDONLY | os.O_DIRECT)
+        if os.readv(fd, [self._buffer()]) != self.whole:
+            raise SystemExit("a file is too short")
+        os.close(fd)
+
+    def _seconds(self, action: Callable[[int], None]) -> float:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(action, range(self.pages.count)))
+        return time.perf_counter() - begin
+
+    def measure(self) -> tuple[float, float]:
+        """Seconds to store all pages, and to load them."""
+        self.root.mkdir()
+        stored, loaded = self._seconds(self._write), self._seconds(self._read)
+        shutil.rmtree(self.root)
+        return stored, loaded
+
+
 def _expect(verdicts: list[PageVerdict], wanted: PageVerdict) -> None:
     other = [each for each in verdicts if each is not wanted]
     if other:
@@ -111,18 +166,22 @@ def compare(root: Path, page: str, total: int, repeat: int) -> str:
         nbytes = pages.count * pages.nbytes
         stored, loaded = nbytes / pages.store(path) / GB, nbytes / pages.load(path) / GB
         look_up_s = pages.look_up(path, KEYS)
+        shutil.rmtree(path)
+        files = [nbytes / seconds / GB for seconds in Files(root / "files", pages).measure()]
         for name, value in {
             "store": stored,
             "of fresh": stored / limit["fresh"],
+            "of stored": stored / files[0],
             "load": loaded,
             "of read": loaded / limit["read"],
+            "of loaded": loaded / files[1],
         }.items():
             ratios.setdefault(name, []).append(value)
-    shutil.rmtree(path)
     found = {name: statistics.median(values) for name, values in ratios.items()}
     return (
-        f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['load']:7.2f}"
-        f"  {found['of read']:5.2f}  {1000 * look_up_s:6.2f}"
+        f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['of stored']:5.2f}"
+        f"  {found['load']:7.2f}  {found['of read']:5.2f}  {found['of loaded']:5.2f}"
+        f"  {1000 * look_up_s:6.2f}"
     )
 
 
@@ -155,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         very_many(given.path, given.pages)
         return 0
     print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
-    print("    page    store  limit     load  limit  lookup of 1024, ms")
+    print("    page    store  limit  files     load  limit  files  lookup of 1024, ms")
     for page in PAGE_BYTES:
         print(compare(given.path, page, given.total, given.repeat), flush=True)
     return 0

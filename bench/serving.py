@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -160,6 +160,42 @@ def _median_s(body: Callable[[], object], before: Callable[[], object] = int) ->
     return statistics.median(taken)
 
 
+def fitted_load(samples: Sequence[tuple[float, float]]) -> LoadTimes:
+    """From (bytes, seconds)."""
+    lookup_s, per_byte = _fitted([(1.0, nbytes, s) for nbytes, s in samples])
+    return LoadTimes(1.0 / max(per_byte, 1e-15), lookup_s)
+
+
+def fitted_prefill(samples: Sequence[tuple[float, float]]) -> PrefillTimes:
+    """From (tokens, seconds)."""
+    return PrefillTimes(*_fitted([(tokens, tokens * tokens / 2, s) for tokens, s in samples]))
+
+
+def break_even(
+    prefill: PrefillTimes, tokens: int, token_bytes: float, lookup_s: float = 0.0
+) -> float:
+    """The bandwidth from which on it is faster to load so many tokens; infinite if the look-up
+    alone takes longer."""
+    left_s = prefill.seconds(tokens) - lookup_s
+    return tokens * token_bytes / left_s if left_s > 0 else math.inf
+
+
+def _fitted(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """a and b, not negative, with a x + b y = s at the least relative error."""
+    rows = [(x / s, y / s) for x, y, s in samples if s > 0]
+    xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(row[i] for row in rows) for i in (0, 1))
+    if not xx or not yy:
+        facts = {"expected": "(size, seconds), both above 0", "got": list(samples)}
+        raise UsageError("there is nothing to fit a time to", facts=facts)
+    if determinant := xx * yy - xy * xy:
+        a, b = (x * yy - y * xy) / determinant, (xx * y - xy * x) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+    # One term alone: the one that leaves less.
+    return (x / xx, 0.0) if x * x / xx > y * y / yy else (0.0, y / yy)
+
+
 class _Prefix:
     """A prefix of a small random Llama: it is computed by the model, or loaded from a store."""
 
@@ -215,14 +251,12 @@ def _choices(args: argparse.Namespace) -> int:
         prefix.compute(128)  # the first one also allocates
         sizes = (128, 512, _TOKENS_MAX)
         for _ in range(args.cases):
-            prefill = PrefillTimes.measured(
-                [(n, _median_s(partial(prefix.compute, n))) for n in sizes]
-            )
+            prefill = fitted_prefill([(n, _median_s(partial(prefix.compute, n))) for n in sizes])
             tokens = round(2 ** random_.uniform(6, 10)) // _PAGE_TOKENS * _PAGE_TOKENS
-            even = prefill.break_even(tokens, prefix.token_bytes)
+            even = break_even(prefill, tokens, prefix.token_bytes)
             limit = int(even * 2 ** random_.uniform(-3, 3))
             prefix.throttle(limit)
-            load = LoadTimes.measured(
+            load = fitted_load(
                 [
                     (n * prefix.token_bytes, _median_s(partial(prefix.load, n), prefix.forget))
                     for n in sizes[:2]

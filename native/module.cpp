@@ -388,7 +388,7 @@ void declare_engine(nb::module_& m) {
       .def("ranges", &engine_ranges, nb::kw_only(), "write"_a, "files"_a, "file_index"_a,
            "offsets"_a, "sizes"_a, "addresses"_a, "sums"_a = nb::bytes("", 0), "owner"_a.none(),
            "client"_a = 0, "paths"_a = std::vector<uint32_t>{}, "transfer_bytes"_a = 0,
-           "verified"_a = true)
+           "verified"_a = true, "staged"_a = false)
       .def(
           "set_limit",
           [](PyEngine& self, uint32_t path, std::optional<uint32_t> client, uint64_t bytes_per_s) {
@@ -457,6 +457,7 @@ NB_MODULE(_core, m) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
       "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
+  m.def("find_pages", &find_pages, "buckets"_a, "indices"_a, "wanted"_a);
   m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
         "kind"_a, "stream"_a);
   m.def("read_forms", &read_forms, "tensors"_a, "exchange"_a);

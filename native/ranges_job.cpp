@@ -8,6 +8,8 @@
 #include <tuple>
 #include <utility>
 
+#include "copy.h"
+
 namespace statehold {
 namespace {
 
@@ -32,6 +34,7 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
       ranges_(std::move(request.ranges)),
       verified_(request.verified),
       transfer_bytes_(std::max(request.transfer_bytes, shared->memory->buffer_bytes())),
+      staged_(request.staged),
       paths_(std::move(request.paths)),
       files_(std::move(request.files)) {
   paths_.resize(files_.size(), 0);
@@ -43,9 +46,17 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
   for (uint64_t block = 0; block < blocks_.size(); ++block) {
     (blocks_[block].straight ? straight_queue_ : cold_queue_).push_back(block);
   }
+  is_hashed_on_the_way_.resize(ranges_.size());
+  for (const Block& block : blocks_) {
+    if (!staged_ || block.straight) continue;
+    for (uint64_t range = block.range; range <= block.last_range; ++range) {
+      is_hashed_on_the_way_[range] = progress_[range].blocks_left == 1 ? 1 : 0;
+    }
+  }
   ranges_left_ = unreturned_ = ranges_.size();
   for (uint64_t range = 0; range < ranges_.size(); ++range) {
-    if (!is_read() || progress_[range].blocks_left == 0) hash_queue_.push_back(range);
+    const bool is_later = is_read() && progress_[range].blocks_left > 0;
+    if (!is_later && is_hashed_on_the_way_[range] == 0) hash_queue_.push_back(range);
   }
 }
 
@@ -94,12 +105,11 @@ void RangesJob::check_overlaps() const {
 
 void RangesJob::make_blocks(uint64_t index) {
   const Range& range = ranges_[index];
-  const uint64_t buffer_bytes = shared_->memory->buffer_bytes();
   for (uint64_t at = range.offset; at < range.end();) {
     Block block;
     block.range = block.last_range = index;
     block.begin = at;
-    block.end = at = std::min(range.end(), align_down(at, buffer_bytes) + buffer_bytes);
+    block.end = at = cut(range, at);
     block.straight = goes_straight(block);
     stats_.copied_bytes += block.straight ? 0 : block.bytes();
     if (!goes_on(block)) {
@@ -115,17 +125,48 @@ void RangesJob::make_blocks(uint64_t index) {
   stats_.bytes += range.bytes;
 }
 
+// Where the block ends that begins at `at`. In a staged job it goes on to the end of the range if
+// a buffer has room for that.
+uint64_t RangesJob::cut(const Range& range, uint64_t at) const {
+  const uint64_t buffer_bytes = shared_->memory->buffer_bytes();
+  if (!staged_ || !is_aligned(at)) {
+    return std::min(range.end(), align_down(at, buffer_bytes) + buffer_bytes);
+  }
+  const uint64_t room = room_behind(range, at);
+  const bool fits_there = range.end() - at <= room;
+  const bool fits_nowhere = range.bytes > buffer_bytes;
+  return std::min(range.end(),
+                  at + (room > 0 && (fits_there || fits_nowhere) ? room : buffer_bytes));
+}
+
+// In the buffer of the newest block, if `at` is its end.
+uint64_t RangesJob::room_behind(const Range& range, uint64_t at) const {
+  if (blocks_.empty()) return 0;
+  const Block& before = blocks_.back();
+  const bool is_behind = file_of(before) == files_[range.file] && before.end == at;
+  const uint64_t buffer_bytes = shared_->memory->buffer_bytes();
+  return is_behind && before.bytes() < buffer_bytes ? buffer_bytes - before.bytes() : 0;
+}
+
 // Whether it can be a part of the newest block.
 bool RangesJob::goes_on(const Block& block) const {
-  if (blocks_.empty() || !block.straight) return false;
+  if (blocks_.empty()) return false;
   const Block& before = blocks_.back();
-  return before.straight && file_of(before) == file_of(block) && before.end == block.begin &&
-         memory_of(before) + before.bytes() == memory_of(block) &&
-         block.end - before.begin <= transfer_bytes_;
+  if (before.straight != block.straight || before.end != block.begin ||
+      file_of(before) != file_of(block)) {
+    return false;
+  }
+  const uint64_t bytes = block.end - before.begin;
+  if (!block.straight) {
+    return staged_ && is_aligned(before.begin) && is_aligned(block.begin) &&
+           bytes <= shared_->memory->buffer_bytes();
+  }
+  return memory_of(before) + before.bytes() == memory_of(block) && bytes <= transfer_bytes_;
 }
 
 bool RangesJob::goes_straight(const Block& block) const {
   if (!file_of(block)->direct()) return true;
+  if (staged_) return false;
   const auto address = reinterpret_cast<uintptr_t>(memory_of(block));
   return is_aligned(block.begin) && is_aligned(block.end) && is_aligned(address);
 }
@@ -223,7 +264,11 @@ void RangesJob::start(uint64_t index) {
   if (by_pages) request.bytes = align_up(request.bytes, kPageBytes);
   if (!is_read()) request.bytes_min = request.bytes;
   if (block.buffered()) {
-    if (!is_read()) load(block);
+    if (!is_read()) {
+      const std::vector<uint64_t> sums = copy(block);
+      const Lock lock(shared_->mutex());
+      copied(block, sums);
+    }
     request.memory = shared_->address(block.lease);
     request.slot = slot(block.lease);
   } else {
@@ -232,10 +277,45 @@ void RangesJob::start(uint64_t index) {
   transfer(std::move(request), index, paths_[ranges_[block.range].file]);
 }
 
-void RangesJob::load(const Block& block) const {
-  std::byte* buffer = shared_->address(block.lease);
-  std::memcpy(buffer, memory_of(block), block.bytes());
-  std::memset(buffer + block.bytes(), 0, align_up(block.bytes(), kPageBytes) - block.bytes());
+std::vector<uint64_t> RangesJob::copy(const Block& block) const {
+  std::vector<uint64_t> sums;
+  for (uint64_t range = block.range; range <= block.last_range; ++range) {
+    sums.push_back(copy(block, range));
+  }
+  if (is_read()) return sums;
+  std::byte* end = shared_->address(block.lease) + block.bytes();
+  std::memset(end, 0, align_up(block.bytes(), kPageBytes) - block.bytes());
+  return sums;
+}
+
+// In parts that stay in the processor's cache until they are hashed.
+uint64_t RangesJob::copy(const Block& block, uint64_t index) const {
+  const Range& range = ranges_[index];
+  const uint64_t begin = std::max(block.begin, range.offset);
+  const uint64_t end = std::min(block.end, range.end());
+  const uint64_t skipped = is_read() ? block.begin % kPageBytes : 0;
+  std::byte* buffer = shared_->address(block.lease) + skipped + (begin - block.begin);
+  std::byte* memory = range.memory + (begin - range.offset);
+  std::byte* to = is_read() ? memory : buffer;
+  const std::byte* from = is_read() ? buffer : memory;
+  if (is_hashed_on_the_way_[index] == 0) {
+    if (begin < end) std::memcpy(to, from, end - begin);
+    return 0;
+  }
+  Xxh3 hash;
+  for (uint64_t at = 0; at < end - begin; at += kCacheBytes) {
+    const uint64_t bytes = std::min(kCacheBytes, end - begin - at);
+    std::memcpy(to + at, from + at, bytes);
+    hash.update(to + at, bytes);
+  }
+  return hash.digest();
+}
+
+void RangesJob::copied(const Block& block, const std::vector<uint64_t>& sums) {
+  for (uint64_t i = 0; i < sums.size() && !failed(); ++i) {
+    const uint64_t range = block.range + i;
+    if (is_hashed_on_the_way_[range] != 0) hashed(range, sums[i]);
+  }
 }
 
 void RangesJob::transferred(uint64_t index, Status status) {
@@ -249,10 +329,10 @@ void RangesJob::transferred(uint64_t index, Status status) {
 
 void RangesJob::unload(uint64_t index) {
   Block& block = blocks_[index];
-  const uint64_t skipped = block.begin % kPageBytes;
-  std::memcpy(memory_of(block), shared_->address(block.lease) + skipped, block.bytes());
+  const std::vector<uint64_t> sums = copy(block);
   const Lock lock(shared_->mutex());
   charge(block.bytes());
+  copied(block, sums);
   if (failed()) return drop(block);
   block_done(block);
 }
@@ -264,7 +344,7 @@ void RangesJob::block_done(Block& block) {
     if (ranges_[range].bytes == 0) continue;  // between two of the block's, and part of none
     CHECK(progress_[range].blocks_left > 0);
     if (--progress_[range].blocks_left > 0) continue;
-    if (is_read()) hash_queue_.push_back(range);
+    if (is_read() && is_hashed_on_the_way_[range] == 0) hash_queue_.push_back(range);
     finish_if_done(range);
   }
 }

@@ -8,9 +8,14 @@
 //   else, reading  free -> read into a buffer -> copied into the caller's memory -> done
 //   else, writing  free -> copied into a buffer -> written -> done
 // A block goes straight where its file allows: always if the file is not direct, and if offset,
-// length and memory are multiples of a page. A range is hashed in the caller's memory, all of it by
-// one worker: when it has arrived, or while it is written. It is done when all its blocks are done
-// and it is hashed, and its checksum is the one that was given (reading).
+// length and memory are multiples of a page. A job that is `staged` moves nothing straight in a
+// direct file: a disk that gets one request for each page of memory is slow where these pages are
+// small, and buffers are huge pages. There, ranges side by side in a file share a buffer, wherever
+// their memory is.
+// A range is hashed in the caller's memory, all of it by one worker: when it has arrived, or while
+// it is written. In a staged job, a range that one buffer holds is hashed while it is copied. It is
+// done when all its blocks are done and it is hashed, and its checksum is the one that was given
+// (reading).
 //
 // Invariants:
 // - The job owns memory and ranges until it is done, or has failed and is quiet, which it is only
@@ -53,6 +58,7 @@ struct RangesRequest {
   bool verified = true;  // reading: whether a range that differs from its sum fails
   uint32_t client = 0;
   uint64_t transfer_bytes = 0;  // of a block that goes straight; less than a buffer means a buffer
+  bool staged = false;          // whether all of a direct file goes through buffers
 };
 
 struct RangesStats {
@@ -101,6 +107,8 @@ class RangesJob final : public Job {
   void check(uint64_t range) const REQUIRES(engine_mutex);
   void check_overlaps() const REQUIRES(engine_mutex);
   void make_blocks(uint64_t range) REQUIRES(engine_mutex);
+  uint64_t cut(const Range& range, uint64_t at) const REQUIRES(engine_mutex);
+  uint64_t room_behind(const Range& range, uint64_t at) const REQUIRES(engine_mutex);
   bool goes_on(const Block& block) const REQUIRES(engine_mutex);
   bool goes_straight(const Block& block) const REQUIRES(engine_mutex);
   std::byte* memory_of(const Block& block) const;
@@ -109,7 +117,10 @@ class RangesJob final : public Job {
   bool take_start(Work& work) REQUIRES(engine_mutex);
   bool take_queued(std::deque<uint64_t>& queue, int kind, Work& work) REQUIRES(engine_mutex);
   void start(uint64_t index);
-  void load(const Block& block) const;  // the buffer, of a write
+  // Between the memory of its ranges and its buffer; the checksums of those that are hashed so.
+  std::vector<uint64_t> copy(const Block& block) const;
+  uint64_t copy(const Block& block, uint64_t range) const;
+  void copied(const Block& block, const std::vector<uint64_t>& sums) REQUIRES(engine_mutex);
   void unload(uint64_t index);
   void hash(uint64_t range);
   void block_done(Block& block) REQUIRES(engine_mutex);
@@ -128,10 +139,12 @@ class RangesJob final : public Job {
   const std::vector<Range> ranges_;
   const bool verified_;
   const uint64_t transfer_bytes_;
+  const bool staged_;
   std::vector<uint32_t> paths_;  // by file
   RangesStats stats_;
 
   std::vector<Block> blocks_;  // by range, in order; each is of who its state says (block.h)
+  std::vector<char> is_hashed_on_the_way_;  // by range; as made, from the constructor's end on
   std::vector<Progress> progress_ GUARDED_BY(engine_mutex);  // by range
   std::vector<std::shared_ptr<File>> files_ GUARDED_BY(engine_mutex);
   std::vector<uint64_t> sums_ GUARDED_BY(engine_mutex);           // by range

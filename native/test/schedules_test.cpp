@@ -489,9 +489,12 @@ class Ranger {
   RangesRequest request(IoRequest::Kind kind, Memory& memory, uint64_t lead) {
     RangesRequest made{kind, {kind == IoRequest::Kind::read ? reader_ : writer_}};
     made.client = client_;
+    made.staged = is_packed_;
+    uint64_t end = 0;
     for (uint64_t slot = 0; slot < kSlots; ++slot) {
-      made.ranges.push_back(
-          {0, slot * kSlotBytes, sizes_[slot], memory.slot(slot, lead), sums_[slot]});
+      const uint64_t begin = is_packed_ ? end : slot * kSlotBytes;
+      made.ranges.push_back({0, begin, sizes_[slot], memory.slot(slot, lead), sums_[slot]});
+      end = align_up(begin + sizes_[slot], kPageBytes);
     }
     return made;
   }
@@ -513,6 +516,7 @@ class Ranger {
     Memory from;
     Memory into;
     const uint64_t lead = random_() % 2 == 0 ? 0 : random_() % kPageBytes;
+    is_packed_ = random_() % 2 == 0;
     for (std::byte& b : from.bytes) b = static_cast<std::byte>(random_());
     sizes_.clear();
     for (uint64_t slot = 0; slot < kSlots; ++slot) {
@@ -539,6 +543,7 @@ class Ranger {
   const std::shared_ptr<File> reader_;
   std::vector<uint64_t> sizes_ = {};
   std::vector<uint64_t> sums_ = {};
+  bool is_packed_ = false;  // side by side in the file, and through buffers
 };
 
 // -- schedules

@@ -216,6 +216,7 @@ class Engine:
         paths: Sequence[int] = (),
         transfer_bytes: int = 0,
         verified: bool = True,
+        staged: bool = False,
     ) -> RangesJob:
         """Start moving ranges of open files to or from `addresses`.
 
@@ -224,7 +225,9 @@ class Engine:
         begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing is copied
         where offset, size and address are multiples of 4096. Nobody may change the memory before
         the job is done. `paths` says on which path each file is. Ranges that lie side by side in a
-        file and in memory are moved together, up to `transfer_bytes`. `owner` is as in write().
+        file and in memory are moved together, up to `transfer_bytes`. A job that is `staged` moves
+        all of a direct file through buffers, which are huge pages, and copies: memory in small
+        pages makes a disk slow. `owner` is as in write().
         """
     def set_limit(self, path: int, client: int | None, bytes_per_s: int) -> None:
         """Limit what starts on a path from now on, for one client, or (None) for all together.
@@ -355,6 +358,10 @@ class RangesJob:
 def xxh3_64(data: bytes) -> int: ...
 def hash_memory(address: int, nbytes: int) -> int:
     """XXH3-64 of memory that the caller keeps alive and unchanged."""
+
+def find_pages(buckets: Buffer, indices: Buffer, wanted: Buffer) -> list[int]:
+    """The slot of each page, by its index in `indices`; -1 for none. `buckets`, a power of 2, have
+    open addressing: 1 + slot, or 0. See kv/table."""
 
 def call_copies(
     function: int, *, to: array[int], source: array[int], sizes: array[int], kind: int, stream: int

@@ -346,6 +346,14 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__qualname__}, which repr() cannot show"
 
 
+def refused(
+    summary: str, expected: object, got: object, hint: str | None = None, **where: object
+) -> UsageError:
+    """The error for an argument. got: a text as it is, anything else as Python writes it."""
+    found = got if isinstance(got, str) else shown(got)
+    return UsageError(summary, facts={**where, "expected": expected, "got": found}, hint=hint)
+
+
 def named(error: BaseException, when: str) -> StateholdError:
     """`error` itself if it is ours; an InvariantError that wraps it if it is unexpected."""
     if isinstance(error, StateholdError):

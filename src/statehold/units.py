@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -60,8 +60,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def _refused(value: object, expected: str) -> UsageError:
-    facts = {"expected": expected, "got": shown(value)}
-    return UsageError("not a size in bytes", facts=facts, hint=_HINT)
+    return refused("not a size in bytes", expected, shown(value), _HINT)
 
 
 def parse_seconds(value: object) -> float | None:
@@ -77,8 +76,8 @@ def check_timeout(value: object) -> float | None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return None if value >= WAIT_S_MAX else max(0.0, value)
-    facts = {"expected": "a number of seconds, or None to wait for ever", "got": shown(value)}
-    raise UsageError("not a time to wait", facts=facts)
+    expected = "a number of seconds, or None to wait for ever"
+    raise refused("not a time to wait", expected, shown(value))
 
 
 def format_bytes(n: int) -> str:

@@ -78,7 +78,7 @@ def test_a_device_by_its_data_sheet(ask: Ask, words: list[str]) -> None:
         (["--gpu", "h300"], "--gpu is out of range"),
         (["--gpu", "memory=80GB"], "memory=141GB,flops=989e12"),
         (["--gpu", "h200,flops=fast"], "not a size in bytes"),
-        (["--gpus", "0"], "a number from 1 to 4096"),
+        (["--gpus", "0"], "a number from 1 to 4,096"),
         (["--requests", "0"], "--requests is out of range"),
         (["--utilization", "nan"], "--utilization is out of range"),
         (["--rate", "0"], "--rate is out of range"),

@@ -216,6 +216,63 @@ def test_ranges_side_by_side_are_moved_together(tmp_path: Path) -> None:
     engine.close()
 
 
+def side_by_side(*sizes: int) -> list[Range]:
+    """Ranges of one file, in memory of their own."""
+    offsets = itertools.accumulate((-(-size // PAGE) * PAGE for size in sizes), initial=0)
+    made = [aligned(0, offset, size) for offset, size in zip(offsets, sizes, strict=False)]
+    return [each.filled_with(seed) for seed, each in enumerate(made)]
+
+
+STAGED = {
+    "small": (PAGE, 3 * PAGE) * 20,
+    "as large as a buffer": (BUFFER, PAGE, BUFFER, BUFFER),
+    "larger than a buffer": (PAGE, 2 * BUFFER, PAGE, 2 * BUFFER, PAGE),
+    "with tails and gaps": (PAGE, 100, PAGE + 1, 0, BUFFER - 1, 5),
+}
+
+
+@pytest.mark.parametrize("kind", STAGED)
+def test_staged_ranges_pass_through_buffers(disk: Disk, engine: _core.Engine, kind: str) -> None:
+    paths, ranges = Paths(disk), side_by_side(*STAGED[kind])
+    job = paths.write(engine, ranges, staged=True)
+    if paths.writers[0].direct:
+        assert job.stats["copied_bytes"] == job.stats["bytes"]
+    must(job.wait(DEADLINE_S))
+    sums = job.checksums()
+    assert list(array("Q", sums)) == [_core.xxh3_64(r.memory.tobytes()) for r in ranges]
+    back = [each.like() for each in ranges]
+    must(paths.read(engine, back, sums, staged=True).wait(DEADLINE_S))
+    mixed = [ragged(0, each.offset, each.memory.nbytes) for each in ranges]
+    must(paths.read(engine, mixed, sums, staged=True).wait(DEADLINE_S))
+    for wrote, read, other in zip(ranges, back, mixed, strict=True):
+        assert (wrote.memory == read.memory).all()
+        assert (wrote.memory == other.memory).all()
+
+
+def test_staged_ranges_share_a_buffer(tmp_path: Path) -> None:
+    """A transfer that fails names all of them."""
+    fs = SimFs(seed=1)
+    fs.mkdir("run")
+    engine = _core.Engine(fs, 3 * BUFFER, BUFFER)
+    paths, ranges = Paths(Disk(fs, "run")), side_by_side(*(BUFFER // 4,) * 6)
+    sums = write_all(engine, paths, ranges)
+    for kind, move in (("write", paths.write), ("read", paths.read)):
+        fs.fail_next(kind, errno.EIO, 1, 0)
+        more = {"sums": sums} if kind == "read" else {}
+        with pytest.raises(StorageError, match=r"range (0 to 3|4 to 5)"):  # whichever is first
+            move(engine, ranges, staged=True, **more).wait(DEADLINE_S)
+    engine.close()
+
+
+def test_a_flipped_bit_of_a_staged_range_names_it(disk: Disk, engine: _core.Engine) -> None:
+    paths, ranges = Paths(disk), side_by_side(*(BUFFER // 4,) * 6)
+    sums = write_all(engine, paths, ranges)
+    corrupt(disk, "one", BUFFER + 17, cold=True)
+    with pytest.raises(_core.Mismatch) as caught:
+        paths.read(engine, [each.like() for each in ranges], sums, staged=True).wait(DEADLINE_S)
+    assert (caught.value.path, caught.value.segment) == (disk.path("one"), 4)
+
+
 def test_each_range_is_told_once_when_it_is_done(disk: Disk, engine: _core.Engine) -> None:
     paths = Paths(disk)
     ranges = some_ranges()

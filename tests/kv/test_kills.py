@@ -42,6 +42,57 @@ def worker(path: Path, seed: int) -> scripts.Script:
     return scripts.start(["-c", code], stdout=scripts.PIPE)
 
 
+CAMPAIGNS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from kv import kills
+from support.faults import must
+path = Path({path!r})
+counts = kills.kills(path, {kills})
+must(counts["older H"] and counts["stored"] and not counts["newer B"] + counts["newer W"], counts)
+must(not any(counts["older " + letter] for letter in "MBLW"), counts)
+found = kills.budget(path, 1 << 20)
+must(found["most"] <= found["capacity"] and found["offered"] > 2000, found)
+must(found["counts agree"] and not found["uncounted"], found)
+kills.HANG_S = 0.3
+kills.hang(path, deadline_s=0.1)
+"""
+
+
+def test_pages_that_are_back_once_stay_the_files_keep_their_budget_and_a_hang_delays_nobody(
+    tmp_path: Path,
+) -> None:
+    tests = str(Path(__file__).parents[1])
+    done = scripts.run(["-c", CAMPAIGNS.format(tests=tests, path=str(tmp_path), kills=KILLS)])
+    must(done.returncode == 0, done.stderr)
+
+
+LEAVES = """
+import os, signal
+from pathlib import Path
+from statehold.kv.store import PageStore
+from support.pages import key, made, page
+PageStore._store = lambda *_: None
+store = made(Path({path!r}))
+store.put([key(n) for n in range(6)], [page(n) for n in range(6)]).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_pages_that_a_killed_process_had_in_memory_alone_are_written_by_the_next(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pages"
+    done = scripts.run(["-c", LEAVES.format(path=str(path))])
+    must(done.returncode == -signal.SIGKILL)
+    with made(path) as store:
+        store.flush()
+    with made(path) as store:  # the memory went with the last process
+        must(store.stats()["memory_pages"] == 0)
+        assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+
+
 @pytest.mark.parametrize("kill", range(KILLS))
 def test_no_page_is_wrong_after_a_kill(tmp_path: Path, kill: int) -> None:
     dice = random.Random(f"{SEED} {kill}")

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.serving import ANSWER, BEST, CAPACITIES, CONFIGS, PROMPT, ranked, throughputs
+from bench.serving import (
+    ANSWER,
+    BEST,
+    CAPACITIES,
+    CONFIGS,
+    PROMPT,
+    break_even,
+    fitted_load,
+    fitted_prefill,
+    ranked,
+    throughputs,
+)
 
 from statehold.errors import UsageError
 from statehold.kv import planning
@@ -181,21 +192,21 @@ def test_times_are_found_again_in_samples() -> None:
     prefill = PrefillTimes(3e-5, 2e-9)
     load = LoadTimes(2e9, 1e-3)
     sizes = (256.0, 1024.0, 8192.0)
-    assert PrefillTimes.measured([(n, prefill.seconds(n)) for n in sizes]) == PrefillTimes(
+    assert fitted_prefill([(n, prefill.seconds(n)) for n in sizes]) == PrefillTimes(
         pytest.approx(3e-5), pytest.approx(2e-9)
     )
-    fitted = LoadTimes.measured([(n * 1e6, load.seconds(n * 1e6)) for n in sizes])
+    fitted = fitted_load([(n * 1e6, load.seconds(n * 1e6)) for n in sizes])
     assert (fitted.bandwidth, fitted.lookup_s) == (pytest.approx(2e9), pytest.approx(1e-3))
     # One term alone, where two would need a negative one.
-    assert LoadTimes.measured([(1e6, 1e-3), (2e6, 1.5e-3), (4e6, 5e-3)]).lookup_s == 0
+    assert fitted_load([(1e6, 1e-3), (2e6, 1.5e-3), (4e6, 5e-3)]).lookup_s == 0
     with pytest.raises(UsageError, match="nothing to fit"):
-        LoadTimes.measured([])
+        fitted_load([])
 
 
 @pytest.mark.parametrize("tokens", [16, 1024, 32768])
 def test_the_choice_changes_at_the_break_even(tokens: int) -> None:
     found = costs("Qwen2.5-32B", (4, 2, 1))
-    even = found.prefill.break_even(tokens, found.shape.kv_token)
+    even = break_even(found.prefill, tokens, found.shape.kv_token)
     choices = [
         is_load_faster(tokens, found.shape.kv_token, LoadTimes(even * share), found.prefill)
         for share in (0.99, 1.01)
@@ -206,7 +217,7 @@ def test_the_choice_changes_at_the_break_even(tokens: int) -> None:
     token = 2 * shape.active + 2 * shape.layers * shape.width * tokens
     sent = 2 * 64 * shape.width * 2 / (450e9 * 0.71)
     assert even == pytest.approx(shape.kv_token / (token / flops + sent))
-    assert found.prefill.break_even(tokens, shape.kv_token, 1e9) == math.inf
+    assert break_even(found.prefill, tokens, shape.kv_token, 1e9) == math.inf
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ def test_a_damaged_table_costs_pages_and_nothing_else(tmp_path: Path, seed: int)
         raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
     (tmp_path / "index").write_bytes(raw)
     with made(tmp_path) as store:
+        assert len(store.contains([key(n) for n in range(40)])) == 40
         get(store, *range(40))
         put(store, *range(100, 140))
         get(store, *range(100, 140))
@@ -294,7 +295,7 @@ def test_a_senseless_argument_is_refused(
 
 def test_a_directory_of_other_things_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="something else than pages"):
+    with pytest.raises(UsageError, match="no store of pages"):
         made(tmp_path)
 
 

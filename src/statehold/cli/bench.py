@@ -29,7 +29,7 @@ from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
 from statehold.cli.study.sweep import JUDGED, Contrast
 from statehold.cli.tables import Table
-from statehold.errors import NoSpaceError, UsageError, storage_error
+from statehold.errors import NoSpaceError, refused, storage_error
 from statehold.io import profile
 from statehold.io.mounts import mount_of
 from statehold.options.io import DEFAULTS
@@ -85,9 +85,8 @@ def _checked(path: str, args: argparse.Namespace) -> int:
         raise NotFoundError("no such directory", facts={"path": path})
     size = parse_bytes(args.size)
     if size < _SIZE_MIN or not (0 < args.seconds < math.inf):
-        facts = {"expected": f"at least {format_bytes(_SIZE_MIN)}, more than 0 s",
-                 "got": f"{args.size}, {args.seconds} s"}  # fmt: skip
-        raise UsageError("too little to measure", facts=facts)
+        expected = f"at least {format_bytes(_SIZE_MIN)}, more than 0 s"
+        raise refused("too little to measure", expected, f"{args.size}, {args.seconds} s")
     info = os.statvfs(path)
     free = info.f_bavail * info.f_frsize
     if free < _ROOM * size:

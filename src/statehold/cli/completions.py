@@ -13,7 +13,7 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, say
-from statehold.errors import UsageError
+from statehold.errors import UsageError, refused
 
 SHELLS = ("bash", "zsh", "fish")
 _DIRECTORIES = {"RUN", "RUN[@STEP]", "RUN@STEP", "BASE[@STEP]", "CHILD", "DIR", "PATH", "A", "B"}
@@ -22,8 +22,8 @@ _FILES = {"FILE", "SRC", "DST"}
 
 def run(args: argparse.Namespace) -> int:
     if args.shell not in SHELLS:
-        facts = {"expected": ", ".join(SHELLS), "got": args.shell}
-        raise UsageError("there are no completions for this shell", facts=facts)
+        expected = ", ".join(SHELLS)
+        raise refused("there are no completions for this shell", expected, args.shell)
     try:
         shtab: Any = importlib.import_module("shtab")
     except ImportError as error:

@@ -18,17 +18,11 @@ from statehold.units import format_bytes
 def run(args: argparse.Namespace) -> int:
     seen = look(args.store, verify=args.is_verify)
     if args.json:
-        emit(
-            {
-                "store": args.store,
-                "slots": seen.geometry.slots,
-                "slot_bytes": seen.geometry.slot_bytes,
-                "file_bytes": seen.file_bytes,
-                "payload_bytes": seen.payload_bytes,
-                "pages": dict(seen.pages),
-                "bad": seen.bad,
-            }
-        )
+        emit({
+            "store": args.store, "slots": seen.geometry.slots,
+            "slot_bytes": seen.geometry.slot_bytes, "file_bytes": seen.file_bytes,
+            "payload_bytes": seen.payload_bytes, "pages": dict(seen.pages), "bad": seen.bad,
+        })  # fmt: skip
     else:
         pages, slots = counted(seen.pages.total(), "page"), seen.geometry.slots
         say(f"{pages} in {slots} slots; the files take {format_bytes(seen.file_bytes)}")

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
 from statehold.cli.tables import Table
-from statehold.errors import UsageError
+from statehold.errors import UsageError, refused
 from statehold.io import profile
 from statehold.planners.interleaving import (
     FIELD_BYTES,
@@ -28,6 +29,8 @@ from statehold.planners.interleaving import (
     plan,
 )
 from statehold.units import MiB, format_bytes, format_seconds, parse_bytes
+
+T = TypeVar("T")
 
 # Fields of a parameter on the tiers, by the type of the parameter: the master if it has 16 bits,
 # and two moments. And the bytes of its gradient.
@@ -48,15 +51,35 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
+def check_limits(args: argparse.Namespace, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise UsageError for an option beyond its limits."""
+    for name, (least, most) in limits.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise out_of_range(name, f"a number from {least:,} to {most:,}", value)
+
+
+def out_of_range(name: str, expected: str, got: object) -> UsageError:
+    """The error for an option."""
+    return refused(f"--{name.replace('_', '-')} is out of range", expected, got)
+
+
+def read_trace(path: str, parse: Callable[[str], T]) -> T:
+    """What is in the file of a trace."""
+    try:
+        return parse(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        facts = {"file": path, "error": str(error)}
+        raise UsageError("the trace cannot be read", facts=facts) from error
+
+
 def _path(text: str, *, is_full_duplex: bool) -> PathRates:
     """DIR=READ,WRITE, or a DIR whose storage has a profile with rates."""
     name, _, given = text.rpartition("=") if "=" in text else (text, "", "")
     if given:
         sizes = [parse_bytes(each) for each in given.split(",")]
         if len(sizes) != 2 or not all(sizes):
-            raise UsageError(
-                "a path has two rates", facts={"expected": f"DIR=READ,WRITE: {_PER_S}", "got": text}
-            )
+            raise refused("a path has two rates", f"DIR=READ,WRITE: {_PER_S}", text)
         return PathRates(name, float(sizes[0]), float(sizes[1]), is_full_duplex)
     rates = profile.rates_of(name)
     if rates is None:
@@ -86,8 +109,8 @@ def _number(text: str, option: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value <= 1e15:
-        facts = {"expected": 'a number from 1 to 1e15, such as "7e9"', "got": text}
-        raise UsageError(f"{option} is not a number that can be planned for", facts=facts)
+        expected = 'a number from 1 to 1e15, such as "7e9"'
+        raise refused(f"{option} is not a number that can be planned for", expected, text)
     return value
 
 

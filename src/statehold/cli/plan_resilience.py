@@ -16,6 +16,7 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
+from statehold.cli.plan import check_limits, out_of_range, read_trace
 from statehold.cli.tables import Table
 from statehold.errors import UsageError
 from statehold.planners import resilience, traces
@@ -38,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
     job, trace = _job(args), _trace(args)
     mtbf_s = trace.mtbf_s() if isinstance(trace, traces.Given) else args.mtbf
     if job.ideal_s / mtbf_s > _FAILURES_MAX:
-        expected = (
-            f"at most {_FAILURES_MAX:,} failures in {format_seconds(job.ideal_s)} of training"
-        )
-        raise _refused("mtbf" if args.trace is None else "trace", f"one in {mtbf_s:g} s", expected)
+        name = "mtbf" if args.trace is None else "trace"
+        expected = f"at most {_FAILURES_MAX:,} failures in {format_seconds(job.ideal_s)}"
+        raise out_of_range(name, expected, f"one in {mtbf_s:g} s")
     rates = Rates(mtbf_s, repair_s=args.repair_seconds)
     usual = [each for each in resilience.POLICIES if each != "stacked" or job.replicas > 1]
     found = resilience.plan(job, rates, trace, args.policy or usual)
@@ -53,20 +53,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    for name, (least, most) in _LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            raise _refused(name, value, f"a number from {least:,} to {most:,}")
+    check_limits(args, _LIMITS)
     if not args.repair_seconds >= 0:
-        raise _refused("repair_seconds", args.repair_seconds, "a number from 0 on")
+        raise out_of_range("repair_seconds", "a number from 0 on", args.repair_seconds)
     if not 0 <= args.reduce_seconds < args.step_seconds:
-        raise _refused("reduce_seconds", args.reduce_seconds, "less than --step-seconds")
+        raise out_of_range("reduce_seconds", "less than --step-seconds", args.reduce_seconds)
     microbatches = args.microbatches or 4 * args.replicas
     least_replicas = args.min_replicas or max(1, args.replicas // 2)
     if microbatches < args.replicas:
-        raise _refused("microbatches", microbatches, "at least one for each replica")
+        raise out_of_range("microbatches", "at least one for each replica", microbatches)
     if not 1 <= least_replicas <= args.replicas:
-        raise _refused("min_replicas", least_replicas, f"1 to {args.replicas}")
+        raise out_of_range("min_replicas", f"1 to {args.replicas}", least_replicas)
     compute_s = args.step_seconds - args.reduce_seconds
     return Job(
         args.replicas, args.steps, compute_s, args.reduce_seconds, args.save_seconds,
@@ -74,20 +71,11 @@ def _job(args: argparse.Namespace) -> Job:
     )  # fmt: skip
 
 
-def _refused(name: str, value: object, expected: str) -> UsageError:
-    option = "--" + name.replace("_", "-")
-    return UsageError(f"{option} is out of range", facts={"expected": expected, "got": value})
-
-
 def _trace(args: argparse.Namespace) -> traces.Trace:
     if (args.mtbf is None) is (args.trace is None):
         raise UsageError("a plan needs either --mtbf or --trace")
     if args.trace is not None:
-        try:
-            return traces.parse(Path(args.trace).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            facts = {"file": args.trace, "error": str(error)}
-            raise UsageError("the trace cannot be read", facts=facts) from error
+        return read_trace(args.trace, traces.parse)
     return traces.DrawnTrace(
         args.replicas, args.mtbf, args.seed, args.shape, args.nodes, args.repair_seconds
     )

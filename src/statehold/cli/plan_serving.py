@@ -12,13 +12,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
+from statehold.cli.plan import check_limits, out_of_range, read_trace
 from statehold.cli.tables import Table
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 from statehold.io import profile
 from statehold.kv import planning
 from statehold.kv.planning.costs import GPUS, DeviceLayout, Gpu, LoadTimes, layouts
@@ -33,11 +33,9 @@ _LAYOUTS_MAX = 64
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, (least, most) in _LIMITS.items():
-        if not least <= getattr(args, name) <= most:
-            raise _refused(name, f"a number from {least:g} to {most:g}", getattr(args, name))
-    if (least := min(args.concurrency, default=1)) < 1:
-        raise _refused("concurrency", "at least 1", least)
+    check_limits(args, _LIMITS)
+    if min(args.concurrency, default=1) < 1:
+        raise out_of_range("concurrency", "at least 1", min(args.concurrency))
     shape = shape_in(read_config(args.config), args.kv_dtype)
     gpu, load = _gpu(args.gpu), _load(args)
     chosen = [_layout(each, args.gpus, shape) for each in args.layout]
@@ -50,11 +48,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         sections(*_parts(args, shape, found, load))
     return codes.YES
-
-
-def _refused(name: str, expected: str, got: object) -> UsageError:
-    option = "--" + name.replace("_", "-")
-    return UsageError(f"{option} is out of range", facts={"expected": expected, "got": shown(got)})
 
 
 def _gpu(text: str) -> Gpu:
@@ -70,7 +63,7 @@ def _gpu(text: str) -> Gpu:
     names = [each.name for each in dataclasses.fields(Gpu)]
     if (name and name not in GPUS) or sorted(values) != sorted(names) or not all(values.values()):
         form = "memory=141GB,flops=989e12,bandwidth=4.8TB,link=450GB"
-        raise _refused("gpu", f"{', '.join(GPUS)}, or {form}", text)
+        raise out_of_range("gpu", f"{', '.join(GPUS)}, or {form}", text)
     return Gpu(**values)
 
 
@@ -79,7 +72,7 @@ def _layout(text: str, gpus: int, shape: ModelShape) -> DeviceLayout:
     layout = DeviceLayout(*map(int, match.groups())) if match else None
     if layout not in [*layouts(shape, gpus)]:
         expected = f"DPxTPxPP with a product of {gpus}, TP a divisor of {shape.heads} heads"
-        raise _refused("layout", f"{expected}, PP at most {shape.layers} layers", text)
+        raise out_of_range("layout", f"{expected}, PP at most {shape.layers} layers", text)
     return layout
 
 
@@ -90,41 +83,30 @@ def _load(args: argparse.Namespace) -> LoadTimes | None:
     rates = None if given else profile.rates_of(name)
     rate = parse_bytes(given) if given else rates.read_bytes_per_s if rates else 0
     if not rate:
-        facts = {"store": args.store, "expected": "DIR=BANDWIDTH, or a DIR with a profile"}
-        hint = f"measure it: statehold bench io {name}"
-        raise UsageError("the bandwidth of the store is not known", facts=facts, hint=hint)
+        expected, hint = "DIR=BANDWIDTH, or a DIR with a profile", f"measure it: bench io {name}"
+        raise refused("the bandwidth of the store is not known", expected, args.store, hint)
     return LoadTimes(float(rate))
 
 
 def _requests(args: argparse.Namespace) -> list[planning.ServingRequest]:
     if args.trace is None:
         return planning.drawn(args.requests, args.prompt, args.answer, args.rate, args.seed)
-    try:
-        return planning.parse(Path(args.trace).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        facts = {"file": args.trace, "error": str(error)}
-        raise UsageError("the trace cannot be read", facts=facts) from error
+    return read_trace(args.trace, planning.parse)
 
 
 def _document(
     shape: ModelShape, found: Sequence[planning.LayoutPlan], load: LoadTimes | None
 ) -> dict[str, Any]:
     return {
-        "parameters": shape.parameters,
-        "active": shape.active,
-        "weights_bytes": shape.weights,
+        "parameters": shape.parameters, "active": shape.active, "weights_bytes": shape.weights,
         "kv_bytes_per_token": shape.kv_token,
         "load_bytes_per_s": load.bandwidth if load else None,
         "use": str(found[0].costs.layout),
         "layouts": [
             {
                 **each.costs.layout._asdict(),
-                "tokens": each.tokens,
-                "cap": each.cap,
-                "bound": each.bound,
-                "step_s": each.parts,
-                "steady_tokens_per_s": each.steady,
-                "break_even_bytes_per_s": _break_even(shape, each),
+                "tokens": each.tokens, "cap": each.cap, "bound": each.bound, "step_s": each.parts,
+                "steady_tokens_per_s": each.steady, "break_even_bytes_per_s": each.break_even,
                 "concurrency": each.chosen,
                 "swept": [
                     {"concurrency": n, "recompute": dataclasses.asdict(out),
@@ -135,11 +117,6 @@ def _document(
             for each in found
         ],
     }  # fmt: skip
-
-
-def _break_even(shape: ModelShape, each: planning.LayoutPlan) -> float:
-    """For one token after none. A longer prefix needs less."""
-    return shape.kv_token / each.costs.prefill.token_s
 
 
 def _parts(
@@ -167,18 +144,16 @@ def _parts(
     yield table(header, rows, right="TOKENS CAP STEP STEADY AT END PREEMPTED", foot=foot)
     best = found[0]
     yield _sweep(best, load)
-    even = format_bytes(int(_break_even(shape, best)))
+    even = format_bytes(int(best.break_even))
     yield f"Use: {best.costs.layout}. A store that reads {even} a second is as fast as a prefill."
 
 
 def _sweep(best: planning.LayoutPlan, load: LoadTimes | None) -> Table:
-    header: tuple[str, ...] = ("CONCURRENCY", "END", "PREEMPTED", "COMPUTED AGAIN")
-    header += ("END IF PAGES SURVIVE", "LOADED") if load else ()
-    rows = []
-    for concurrency, out in best.swept.items():
-        row = [concurrency, format_seconds(out.end_s), out.preemptions, f"{out.recomputed:,}"]
-        if best.kept:
-            kept = best.kept[concurrency]
-            row += [format_seconds(kept.end_s), f"{kept.loaded:,}"]
-        rows.append(row)
+    header = ["CONCURRENCY", "END", "PREEMPTED", "COMPUTED AGAIN"]
+    header += ["END IF PAGES SURVIVE", "LOADED"] if load else []
+    rows = [
+        [n, format_seconds(out.end_s), out.preemptions, f"{out.recomputed:,}",
+         *([format_seconds(best.kept[n].end_s), f"{best.kept[n].loaded:,}"] if load else [])]
+        for n, out in best.swept.items()
+    ]  # fmt: skip
     return table(header, rows, right=" ".join(header), foot=f"({best.costs.layout}; tokens)")

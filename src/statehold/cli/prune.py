@@ -20,7 +20,7 @@ from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of
-from statehold.errors import UsageError, no_such_step
+from statehold.errors import UsageError, no_such_step, refused
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import sizes
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _policy(args: argparse.Namespace) -> Keep:
     if args.keep < 1:
-        facts = {"expected": "at least 1", "got": args.keep}
-        raise UsageError("--keep must be a number of steps", facts=facts)
+        raise refused("--keep must be a number of steps", "at least 1", args.keep)
     if bool(args.best) != bool(args.metric):
         facts = {"got": f"--best {args.best} --metric {args.metric}"}
         hint = "write --best 2 --metric val_loss, or neither"

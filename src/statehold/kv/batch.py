@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class PageVerdict(enum.Enum):
@@ -27,11 +27,16 @@ class PageVerdict(enum.Enum):
 class PageBatch:
     """The verdicts on `count` pages of an identity.
 
-    until: on the monotonic clock; None: no end. told: hears of each verdict once, on any thread.
+    until: on the monotonic clock; None: no end. told: hears how many more pages have a verdict,
+    on any thread.
     """
 
     def __init__(
-        self, count: int, until: float | None, identity: bytes, told: Callable[[PageVerdict], None]
+        self,
+        count: int,
+        until: float | None,
+        identity: bytes,
+        told: Callable[[PageVerdict, int], None],
     ) -> None:
         self.count, self.until, self.identity = count, until, identity
         self._told = told
@@ -55,10 +60,8 @@ class PageBatch:
     def wait(self) -> list[PageVerdict]:
         """The verdicts, as soon as all are known, or when the time has passed."""
         self._done.wait(self.seconds_left)
-        with self._guard:
-            for place in range(self.count):
-                self._settle(place, PageVerdict.LATE)
-            return [verdict for verdict in self._verdicts if verdict is not None]
+        self.settle(range(self.count), PageVerdict.LATE)
+        return [verdict for verdict in self._verdicts if verdict is not None]
 
     def move(self, place: int, action: Callable[[], object]) -> bool:
         """Move the bytes of a page, unless it has its verdict. Returns whether that was done."""
@@ -68,15 +71,14 @@ class PageBatch:
             action()
             return True
 
-    def settle(self, place: int, verdict: PageVerdict) -> None:
-        """The verdict on a page, unless it has one."""
+    def settle(self, places: Iterable[int], verdict: PageVerdict) -> None:
+        """The verdict on pages, unless they have one."""
         with self._guard:
-            self._settle(place, verdict)
-
-    def _settle(self, place: int, verdict: PageVerdict) -> None:
-        if self._verdicts[place] is None:
-            self._verdicts[place] = verdict
-            self._told(verdict)
-            self._left -= 1
+            new = [place for place in places if self._verdicts[place] is None]
+            for place in new:
+                self._verdicts[place] = verdict
+            self._left -= len(new)
+            if new:
+                self._told(verdict, len(new))
             if not self._left:
                 self._done.set()

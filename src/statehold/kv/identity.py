@@ -16,12 +16,12 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from statehold import _core
-from statehold.errors import UsageError
+from statehold.errors import refused
 from statehold.kv.page import IDENTITY_BYTES
 from statehold.reading.places import at_rest, file_system
 from statehold.units import MiB
@@ -67,7 +67,8 @@ def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, A
     try:
         raw = json.dumps([content, told, layout], sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError("a value of an identity is no JSON", facts={"got": str(error)}) from error
+        expected, got = "values that JSON has", str(error)
+        raise refused("a value of an identity is no JSON", expected, got) from error
     return hashlib.sha256(raw.encode()).digest()[:IDENTITY_BYTES]
 
 
@@ -80,9 +81,5 @@ def _of_step(text: str) -> list[Any]:
 def _of_file(path: Path) -> list[Any]:
     """The checksums of a file. Its name does not count, and neither does the number of files."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        return [f"{_core.xxh3_64(piece):016x}" for piece in _pieces(mapped)]
-
-
-def _pieces(mapped: mmap.mmap) -> Iterator[bytes]:
-    for at in range(0, len(mapped), _PIECE_BYTES):
-        yield mapped[at : at + _PIECE_BYTES]
+        pieces = (mapped[at : at + _PIECE_BYTES] for at in range(0, len(mapped), _PIECE_BYTES))
+        return [f"{_core.xxh3_64(piece):016x}" for piece in pieces]

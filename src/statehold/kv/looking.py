@@ -6,7 +6,6 @@ Not here: the store itself (store).
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections import Counter
@@ -14,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from statehold import _core
-from statehold.errors import UsageError
 from statehold.kv.page import HEADER_BYTES, Header, whole_blocks
-from statehold.kv.tiers import Geometry
+from statehold.kv.tiers import Geometry, no_store
 
 
 @dataclass
@@ -33,16 +31,13 @@ class PagesSeen:
 def look(path: str | os.PathLike[str], *, verify: bool = False) -> PagesSeen:
     """Read the headers of all pages; verify: the pages, too.
 
-    Raises UsageError if the directory is no store of pages.
+    Raises UsageError if the directory is no store of pages, and FormatVersionError.
     """
     root = Path(path)
     try:
-        geometry = Geometry(**json.loads((root / "store.json").read_bytes())["geometry"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "give the directory of a PageStore"
-        facts = {"path": os.fspath(root)}
-        raise UsageError("the directory is no store of pages", facts=facts, hint=hint) from error
-    seen = PagesSeen(geometry)
+        seen = PagesSeen(Geometry.read(os.fspath(root)))
+    except FileNotFoundError as error:
+        raise no_store(os.fspath(root)) from error
     for segment in sorted(root.glob("segment-*")):
         _look_at(segment, seen, verify=verify)
     seen.file_bytes = sum(each.stat().st_blocks * 512 for each in root.iterdir())
@@ -50,22 +45,18 @@ def look(path: str | os.PathLike[str], *, verify: bool = False) -> PagesSeen:
 
 
 def _look_at(segment: Path, seen: PagesSeen, *, verify: bool) -> None:
-    size = seen.geometry.slot_bytes
-    with open(segment, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            for at in range(0, len(mapped) - HEADER_BYTES + 1, size):
-                raw = mapped[at : at + HEADER_BYTES]
-                header = Header.decode(raw)
-                payload = at + HEADER_BYTES
-                if header is None:
-                    is_bad = raw != bytes(HEADER_BYTES)
-                else:
-                    end = payload + whole_blocks(header.nbytes)
-                    is_bad = verify and _core.xxh3_64(mapped[payload:end]) != header.checksum
-                if is_bad:
-                    seen.bad.append(f"{segment.name} at {at}")
-                elif header is not None:
-                    seen.pages[header.identity.hex()] += 1
-                    seen.payload_bytes += header.nbytes
+    if not segment.stat().st_size:
+        return
+    with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+        for at in range(0, len(raw) - HEADER_BYTES + 1, seen.geometry.slot_bytes):
+            first, payload = raw[at : at + HEADER_BYTES], at + HEADER_BYTES
+            header = Header.decode(first)
+            is_bad = header is None and first != bytes(HEADER_BYTES)
+            if header is not None and verify:
+                end = payload + whole_blocks(header.nbytes)
+                is_bad = _core.xxh3_64(raw[payload:end]) != header.checksum
+            if is_bad:
+                seen.bad.append(f"{segment.name} at {at}")
+            elif header is not None:
+                seen.pages[header.identity.hex()] += 1
+                seen.payload_bytes += header.nbytes

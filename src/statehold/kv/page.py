@@ -1,12 +1,12 @@
 """A page on storage: one slot, whose first bytes prove what the others are.
 
     0      magic "SHKVPAGE", format, length of the key, bytes of the payload, XXH3-64 of
-           payload and zeros, serial, score (a double)
+           payload and zeros, 8 zeros, score (a double)
     48     identity (16 bytes), index of the page before it (8 bytes), key, zeros
     4088   XXH3-64 of all bytes before
     4096   payload, zeros up to the end of the slot
 
-All integers are little-endian. The serial tells the newer of two pages of one key.
+All integers are little-endian.
 
 Invariants: a slot is right for a key, or it is not. A header that was written for another key or
 identity, that is torn, or whose payload differs from its checksum, is never taken for this page.
@@ -17,10 +17,11 @@ Not here: where the slots are (tiers), which of them hold what (table).
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from statehold import _core
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 
 HEADER_BYTES = 4096
 KEY_BYTES_MAX = 1024
@@ -28,7 +29,7 @@ IDENTITY_BYTES = 16
 FORMAT = 1
 
 _MAGIC = b"SHKVPAGE"
-_FIXED = struct.Struct("<8sIIQQQd16sQ")
+_FIXED = struct.Struct("<8sIIQQ8xd16sQ")
 _SUM = struct.Struct("<Q")
 
 
@@ -47,16 +48,22 @@ def index_of(identity: bytes, key: bytes) -> int:
     return _core.xxh3_64(identity + key)
 
 
+def indices_of(identity: bytes, keys: Iterable[bytes]) -> list[int]:
+    """The same for many. Raises UsageError for what is no key."""
+    hashed, most = _core.xxh3_64, KEY_BYTES_MAX  # a scheduler asks for a thousand at a time
+    return [
+        hashed(identity + (key if type(key) is bytes and 0 < len(key) <= most else check_key(key)))
+        for key in keys
+    ]
+
+
 def check_key(key: object) -> bytes:
     """Raise UsageError unless `key` is bytes that fit a header."""
     if isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX:
         return key
-    got = f"{len(key)} bytes" if isinstance(key, bytes) else shown(key)
-    raise UsageError(
-        "not a key of a page",
-        facts={"expected": f"1 to {KEY_BYTES_MAX} bytes", "got": got},
-        hint="use the hash of the block's tokens and of those before it",
-    )
+    got = f"{len(key)} bytes" if isinstance(key, bytes) else key
+    hint = "use the hash of the block's tokens and of those before it"
+    raise refused("not a key of a page", f"1 to {KEY_BYTES_MAX} bytes", got, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,6 @@ class Header:
     key: bytes
     nbytes: int
     checksum: int
-    serial: int
     before: int = 0
     score: float = 0.0
 
@@ -78,10 +84,8 @@ class Header:
 
     def encode(self) -> bytes:
         """HEADER_BYTES."""
-        fixed = _FIXED.pack(
-            _MAGIC, FORMAT, len(self.key), self.nbytes, self.checksum, self.serial,
-            self.score, self.identity, self.before,
-        )  # fmt: skip
+        about = (len(self.key), self.nbytes, self.checksum, self.score, self.identity, self.before)
+        fixed = _FIXED.pack(_MAGIC, FORMAT, *about)
         raw = (fixed + self.key).ljust(HEADER_BYTES - _SUM.size, b"\0")
         return raw + _SUM.pack(_core.xxh3_64(raw))
 
@@ -91,11 +95,11 @@ class Header:
         body = raw[: -_SUM.size]
         if not raw.startswith(_MAGIC) or _SUM.unpack(raw[-_SUM.size :])[0] != _core.xxh3_64(body):
             return None
-        _, form, length, nbytes, checksum, serial, score, identity, before = _FIXED.unpack_from(raw)
+        _, form, length, nbytes, checksum, score, identity, before = _FIXED.unpack_from(raw)
         if form != FORMAT or not 0 < length <= KEY_BYTES_MAX:
             return None
         key = raw[_FIXED.size : _FIXED.size + length]
-        return cls(identity, key, nbytes, checksum, serial, before, score)
+        return cls(identity, key, nbytes, checksum, before, score)
 
     @property
     def index(self) -> int:

@@ -28,27 +28,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold import _core
-from statehold.errors import (
-    ClosedError,
-    StateholdError,
-    StorageError,
-    UsageError,
-    WaitTimeout,
-    shown,
-)
+from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.opened import Move, OpenStore, address_of
-from statehold.kv.page import (
-    HEADER_BYTES,
-    IDENTITY_BYTES,
-    Header,
-    check_key,
-    index_of,
-    whole_blocks,
-)
+from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of, whole_blocks
 from statehold.kv.table import SlotTable
 from statehold.observe.counters import figures_of
 from statehold.process.worker import Worker
@@ -75,17 +61,23 @@ hanging: list[PageStore] = []
 
 
 @dataclass(slots=True)
-class Loading:
-    """A page that was asked for. slot: in memory, FILLING. there, generation: in a file."""
+class MovingPage:
+    """A page of a call. view: the caller's memory. index: of the page; before: of the one before
+    it. slot: in memory, FILLING. there, generation: of its slot in a file. header, verdict: once it
+    was read."""
 
     batch: PageBatch
     place: int
     key: bytes
-    into: memoryview
+    view: memoryview
     index: int
+    before: int = 0
+    score: float = 0.0
     slot: int = -1
     there: int = -1
     generation: int = 0
+    header: Header | None = None
+    verdict: PageVerdict = PageVerdict.BAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +85,8 @@ class LoadGroup:
     """Pages that are read as one. job: None if the storage refuses."""
 
     batch: PageBatch
-    loads: list[Loading]
+    pages: list[MovingPage]
     job: RangesJob | None
-
-
-@dataclass(slots=True)
-class Taking:
-    """A page on its way into a slot in memory. before: index of the page before it."""
-
-    batch: PageBatch
-    place: int
-    key: bytes
-    view: memoryview
-    index: int
-    before: int
-    score: float
-    slot: int = -1
-    serial: int = 0
 
 
 class PageStore:
@@ -135,16 +112,13 @@ class PageStore:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        page_bytes: int | str,
-        capacity: int | str = "16GiB",
-        memory: int | str = "1GiB",
-        identity: bytes = bytes(IDENTITY_BYTES),
+        self, path: str | os.PathLike[str], *, page_bytes: int | str, capacity: int | str = "16GiB",
+        memory: int | str = "1GiB", identity: bytes = bytes(IDENTITY_BYTES),
         deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self.page_bytes = _check_page_bytes(page_bytes)
+    ) -> None:  # fmt: skip
+        self.page_bytes = parse_bytes(page_bytes)
+        if not self.page_bytes:
+            raise refused("a page needs bytes", "at least 1", page_bytes)
         self._group_pages = max(1, min(GROUP_PAGES, GROUP_BYTES // self.page_bytes))
         self._deadline_s = check_timeout(deadline_s)
         self._identity = _check_identity(identity)
@@ -164,6 +138,7 @@ class PageStore:
         self._take_in, self._write, self._read = (
             Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
         )
+        self._write.submit(partial(self._store, self._open.unwritten))
 
     @property
     def path(self) -> str:
@@ -175,60 +150,43 @@ class PageStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which pages are there, as far as the tables know. Waits for nothing."""
         self._check_open()
-        identity, memory, files = self._identity, self._memory.table.find, self._files.table.find
-        indices = [index_of(identity, check_key(key)) for key in keys]
-        return [memory(index) >= 0 or files(index) >= 0 for index in indices]
+        indices = indices_of(self._identity, keys)
+        here, there = (each.table.find_all(indices) for each in (self._memory, self._files))
+        return [max(slots) >= 0 for slots in zip(here, there, strict=True)]
 
     def get(
-        self,
-        keys: Sequence[bytes],
-        into: Sequence[memoryview | bytearray],
-        *,
+        self, keys: Sequence[bytes], into: Sequence[memoryview | bytearray], *,
         deadline_s: float | None = None,
-    ) -> PageBatch:
+    ) -> PageBatch:  # fmt: skip
         """Begin to read pages, each `into` memory of its size.
 
         Verdicts: HIT, MISS, LATE, BAD. After HIT the memory has the page, and otherwise anything.
         Keys are in the order of the prefix: each follows the one before.
         """
-        views = [_bytes_of(each, is_written=True) for each in into]
-        batch = self._begin(keys, views, deadline_s)
-        loads = [
-            Loading(batch, place, key, view, index_of(batch.identity, key))
-            for place, (key, view) in enumerate(zip(keys, views, strict=True))
-        ]
-        self._submit(self._read, batch, lambda: self._load(batch, loads))
+        batch, pages = self._begin(keys, into, deadline_s, is_written=True)
+        self._submit(self._read, batch, lambda: self._load(batch, pages))
         return batch
 
     def put(
-        self,
-        keys: Sequence[bytes],
-        pages: Sequence[memoryview | bytes],
-        *,
-        after: bytes | None = None,
-        scores: Sequence[float] | None = None,
+        self, keys: Sequence[bytes], pages: Sequence[memoryview | bytes], *,
+        after: bytes | None = None, scores: Sequence[float] | None = None,
         deadline_s: float | None = None,
-    ) -> PageBatch:
+    ) -> PageBatch:  # fmt: skip
         """Begin to store pages. The caller leaves their memory unchanged until the verdicts.
 
         Verdicts: STORED, THERE, DROPPED, LATE. Keys are in the order of the prefix; `after` is the
         key before the first one. Of pages that were not used for long, those of lower `scores` go
         first; without scores they have 0.
         """
-        views = [_bytes_of(each, is_written=False) for each in pages]
-        worth = _check_scores([0.0] * len(keys) if scores is None else scores, len(keys))
-        batch = self._begin(keys, views, deadline_s)
-        indices = [index_of(batch.identity, key) for key in keys]
-        first = 0 if after is None else index_of(batch.identity, check_key(after))
-        waiting = deque(
-            Taking(batch, place, key, view, index, before, score)
-            for place, (key, view, index, before, score) in enumerate(
-                zip(
-                    keys, views, indices, [first, *indices[:-1]][: len(indices)], worth, strict=True
-                )
-            )
-        )
-        self._submit(self._take_in, batch, lambda: self._accept(batch, waiting))
+        batch, moving = self._begin(keys, pages, deadline_s, is_written=False)
+        worth = [0.0] * len(keys) if scores is None else scores
+        if len(worth) != len(keys) or not all(map(math.isfinite, worth)):
+            expected = f"{len(keys)} finite numbers"
+            raise refused("a score for each page is needed", expected, scores)
+        before = 0 if after is None else indices_of(batch.identity, [after])[0]
+        for page, score in zip(moving, worth, strict=True):
+            page.before, page.score, before = before, score, page.index
+        self._submit(self._take_in, batch, lambda: self._accept(batch, deque(moving)))
         return batch
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -237,10 +195,7 @@ class PageStore:
         Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
         self._check_open()
-        timeout_s = check_timeout(timeout_s)
-        until, errors = None, list[StorageError]()
-        if timeout_s is not None:
-            until = time.monotonic() + timeout_s
+        until, errors = _until(timeout_s), list[StorageError]()
 
         def flush() -> None:
             try:
@@ -273,10 +228,9 @@ class PageStore:
         the storage refused them. evicted: pages that went from the files, of all processes. pages,
         memory_pages: how many there are. pages_max: those that the files have room for."""
         self._check_open()
-        names = [verdict.value for verdict in PageVerdict]
-        counts = {name: self._counts[name] for name in [*names, "unwritten"]}
         return {
-            **counts,
+            **{each.value: self._counts[each.value] for each in PageVerdict},
+            "unwritten": self._counts["unwritten"],
             "evicted": self._files.table.evicted,
             "pages": self._files.table.pages(),
             "pages_max": self._files.table.slots,
@@ -300,7 +254,7 @@ class PageStore:
         if has_ended and all(self._is_done(job, CLOSE_S) is not None for job in jobs):
             for worker in workers:
                 worker.close()
-            self._open.close([each.slot for group in self._leftover for each in group.loads])
+            self._open.close([each.slot for group in self._leftover for each in group.pages])
             return
         for worker in workers:
             worker.leave()
@@ -318,155 +272,124 @@ class PageStore:
 
     # -- reading ---------------------------------------------------------------------------
 
-    def _load(self, batch: PageBatch, loads: list[Loading]) -> None:
-        self._reap()
-        waiting, under_way = deque(self._absent(batch, loads)), deque[LoadGroup]()
+    def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
+        for _ in range(len(self._leftover)):  # loads that were late may be done by now
+            self._finish(self._leftover.popleft())
+        waiting, under_way = deque(self._absent(batch, pages)), deque[LoadGroup]()
         while waiting or under_way:
-            self._start(batch, waiting, under_way)
+            while waiting and len(under_way) < GROUPS:
+                chosen = self._next(batch, waiting)
+                if chosen:
+                    under_way.append(self._group(batch, chosen))
+                elif waiting:
+                    break
             if not under_way:
                 break
             self._finish(under_way.popleft())
-        for loading in waiting:  # loads that are late have all the memory
-            batch.settle(loading.place, PageVerdict.LATE)
+        # Loads that are late have all the memory.
+        batch.settle([page.place for page in waiting], PageVerdict.LATE)
 
-    def _absent(self, batch: PageBatch, loads: list[Loading]) -> list[Loading]:
+    def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
         memory, files = self._memory.table, self._files.table
-        found = {each.place: memory.find(each.index) for each in loads}
-        absent = [
-            each
-            for each in loads
-            if found[each.place] < 0 or not self._deliver(each, found[each.place])
-        ]
-        for each in absent:
-            del found[each.place]
-        used = [each.index for each in reversed(loads) if each.place in found]
+        absent, slots = list[MovingPage](), memory.find_all(page.index for page in pages)
+        for page, slot in zip(pages, slots, strict=True):
+            if slot < 0 or not self._deliver(page, slot):
+                absent.append(page)
         with self._open.changing(batch.seconds_left):
-            memory.touch(map(memory.find, used))
-            files.touch(map(files.find, used))
+            for table in (memory, files):
+                table.touch(table.find(page.index) for page in reversed(pages))
         return absent
 
-    def _deliver(self, loading: Loading, slot: int) -> bool:
+    def _deliver(self, page: MovingPage, slot: int) -> bool:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
-        table, batch = self._memory.table, loading.batch
-        generation = table.generation(slot)
-        header = Header.decode(self._memory.header(slot))
-        if header is None or not header.is_of(batch.identity, loading.key, loading.into.nbytes):
+        table, batch = self._memory.table, page.batch
+        generation, header = table.generation(slot), self._header(slot)
+        if header is None or not header.is_of(batch.identity, page.key, page.view.nbytes):
             return False
-        if not self._copy_out(loading, slot):
+        if not self._copy_out(page, slot):
             return True  # it is late, and has its verdict
-        if table.generation(slot) != generation or table.index(slot) != loading.index:
+        if table.generation(slot) != generation or table.index(slot) != page.index:
             return False
-        self._hit(loading)
+        batch.settle([page.place], self._hit(batch))
         return True
 
-    def _copy_out(self, loading: Loading, slot: int) -> bool:
+    def _header(self, slot: int) -> Header | None:
+        return Header.decode(bytes(self._memory.slot(slot)[:HEADER_BYTES]))
+
+    def _copy_out(self, page: MovingPage, slot: int) -> bool:
         """Copy a page to the caller's memory, unless it is late."""
-        to, source = loading.into, self._memory.address(slot) + HEADER_BYTES
-        copy = partial(ctypes.memmove, address_of(to), source, to.nbytes)
-        return loading.batch.move(loading.place, copy)
+        to, source = page.view, self._memory.address(slot) + HEADER_BYTES
+        return page.batch.move(
+            page.place, partial(ctypes.memmove, address_of(to), source, to.nbytes)
+        )
 
-    def _hit(self, loading: Loading) -> None:
-        """The caller has the page; a miss if the identity has changed since the call."""
-        is_current = loading.batch.identity == self._identity
-        verdict = PageVerdict.HIT if is_current else PageVerdict.MISS
-        loading.batch.settle(loading.place, verdict)
+    def _hit(self, batch: PageBatch) -> PageVerdict:
+        """The caller has a page; a miss if the identity has changed since the call."""
+        return PageVerdict.HIT if batch.identity == self._identity else PageVerdict.MISS
 
-    def _start(
-        self, batch: PageBatch, waiting: deque[Loading], under_way: deque[LoadGroup]
-    ) -> None:
-        """Begin to read pages, as far as memory has slots for them."""
-        while waiting and len(under_way) < GROUPS:
-            loads = self._next(batch, waiting)
-            if loads:
-                under_way.append(self._group(batch, loads))
-            elif waiting:
-                return
-
-    def _next(self, batch: PageBatch, waiting: deque[Loading]) -> list[Loading]:
+    def _next(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
         """The next pages that are in files, each with a slot in memory."""
-        memory, files, loads = self._memory.table, self._files.table, list[Loading]()
+        memory, files, chosen = self._memory.table, self._files.table, list[MovingPage]()
+        missing = list[int]()
         with self._open.changing(batch.seconds_left):
-            while waiting and len(loads) < self._group_pages:
-                loading = waiting[0]
-                loading.there = files.find(loading.index)
-                if loading.there < 0:
-                    batch.settle(loading.place, PageVerdict.MISS)
+            while waiting and len(chosen) < self._group_pages:
+                page = waiting[0]
+                page.there = files.find(page.index)
+                if page.there < 0:
+                    missing.append(page.place)
                 elif (slot := memory.take(self._open.seat)) >= 0:
-                    loading.slot, loading.generation = slot, files.generation(loading.there)
-                    loads.append(loading)
+                    page.slot, page.generation = slot, files.generation(page.there)
+                    chosen.append(page)
                 else:
                     break
                 waiting.popleft()
-            files.touch(loading.there for loading in reversed(loads))
-        return loads
+        batch.settle(missing, PageVerdict.MISS)
+        return chosen
 
-    def _group(self, batch: PageBatch, loads: list[Loading]) -> LoadGroup:
-        moves = [(each.slot, each.there, each.into.nbytes) for each in loads]
-        return LoadGroup(batch, loads, self._begin_job(moves))
+    def _group(self, batch: PageBatch, pages: list[MovingPage]) -> LoadGroup:
+        moves = [(each.slot, each.there, each.view.nbytes) for each in pages]
+        return LoadGroup(batch, pages, self._begin_job(moves))
 
     def _finish(self, group: LoadGroup) -> None:
         """Wait for pages from files, and deliver them; if late, later calls let them go."""
         is_read = self._is_done(group.job, group.batch.seconds_left)
         if is_read is None:
             self._leftover.append(group)
-        elif is_read or len(group.loads) == 1:
+        elif is_read or len(group.pages) == 1:
             self._settle(group, is_read=is_read)
         else:  # one of them cannot be read
-            for loading in group.loads:
-                self._finish(self._group(group.batch, [loading]))
-
-    def _reap(self) -> None:
-        """Let go of loads that were late and are done by now."""
-        for _ in range(len(self._leftover)):
-            self._finish(self._leftover.popleft())
+            for page in group.pages:
+                self._finish(self._group(group.batch, [page]))
 
     def _settle(self, group: LoadGroup, *, is_read: bool) -> None:
         """Pages were read from files into their slots in memory, or could not be read."""
         memory, files = self._memory.table, self._files.table
-        sums = memoryview(group.job.checksums() if is_read and group.job else b"").cast("Q")
-        headers = [
-            Header.decode(self._memory.header(each.slot)) if is_read else None
-            for each in group.loads
-        ]
-        verdicts = [
-            self._judged(loading, header, sums[2 * i + 1] if is_read else 0)
-            for i, (loading, header) in enumerate(zip(group.loads, headers, strict=True))
-        ]
-        hits = [
-            loading
-            for loading, verdict in zip(group.loads, verdicts, strict=True)
-            if verdict is PageVerdict.HIT and self._copy_out(loading, loading.slot)
-        ]
+        if is_read and group.job is not None:
+            sums = memoryview(group.job.checksums()).cast("Q")[1::2]
+            for page, checksum in zip(group.pages, sums, strict=True):
+                page.header = self._header(page.slot)
+                page.verdict = _judged(page, checksum)
+                if page.verdict is PageVerdict.HIT:
+                    self._copy_out(page, page.slot)
         with self._open.changing(None):
-            for i, (loading, header) in enumerate(zip(group.loads, headers, strict=True)):
-                if (
-                    verdicts[i] is not PageVerdict.HIT
-                    or header is None
-                    or not _publish(memory, loading.slot, header)
-                ):
-                    memory.free(loading.slot)
-                if verdicts[i] is PageVerdict.BAD:
-                    if files.generation(loading.there) == loading.generation:
-                        files.free(loading.there)
+            for page in group.pages:
+                is_hit = page.verdict is PageVerdict.HIT
+                if not is_hit or not _publish(memory, page.slot, page.header):
+                    memory.free(page.slot)
+                if page.verdict is PageVerdict.BAD:
+                    if files.generation(page.there) == page.generation:
+                        files.free(page.there)
                     else:  # the slot was given to another page while it was read
-                        verdicts[i] = PageVerdict.MISS
-        for loading in hits:
-            self._hit(loading)
-        for loading, verdict in zip(group.loads, verdicts, strict=True):
-            loading.batch.settle(loading.place, verdict)
-
-    def _judged(self, loading: Loading, header: Header | None, checksum: int) -> PageVerdict:
-        """What was read, with this header: the page (HIT), another one (MISS), or damage (BAD)."""
-        if header is None or header.index != loading.index:
-            return PageVerdict.BAD
-        if not header.is_of(loading.batch.identity, loading.key, loading.into.nbytes):
-            return PageVerdict.MISS  # it has another size, or its key has the index of this one
-        return PageVerdict.HIT if checksum == header.checksum else PageVerdict.BAD
+                        page.verdict = PageVerdict.MISS
+        for page in group.pages:
+            verdict = page.verdict
+            verdict = self._hit(group.batch) if verdict is PageVerdict.HIT else verdict
+            group.batch.settle([page.place], verdict)
 
     # -- writing ---------------------------------------------------------------------------
 
-    def _accept(self, batch: PageBatch, waiting: deque[Taking]) -> None:
+    def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
         while waiting:
             taken = self._take(batch, waiting)
             if waiting and not taken:  # memory is full of pages that are to be written
@@ -475,80 +398,84 @@ class PageStore:
                 taken = self._take(batch, waiting)
                 if waiting and not taken:
                     break
-            self._publish(batch.identity, taken)
-        for page in waiting:  # other processes have all the memory
-            batch.settle(page.place, PageVerdict.DROPPED)
+            self._publish(batch, taken)
+        # Other processes have all the memory.
+        batch.settle([page.place for page in waiting], PageVerdict.DROPPED)
 
-    def _take(self, batch: PageBatch, waiting: deque[Taking]) -> list[Taking]:
+    def _take(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
         """The next pages that need a slot, each with one, as far as there are slots."""
-        memory, files, taken = self._memory.table, self._files.table, list[Taking]()
-        there = list[int]()
+        memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
+        there = list[MovingPage]()
         with self._open.changing(batch.seconds_left):
             while waiting:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
-                    there.append(page.index)
-                    batch.settle(page.place, PageVerdict.THERE)
+                    there.append(page)
                 elif (slot := memory.take(self._open.seat)) >= 0:
-                    page.slot, page.serial = slot, files.next_serial()
+                    page.slot = slot
                     taken.append(page)
                 else:
                     break
                 waiting.popleft()
             for table in (memory, files):
-                table.touch(map(table.find, reversed(there)))
+                table.touch(table.find(page.index) for page in reversed(there))
+        batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
-    def _publish(self, identity: bytes, taken: list[Taking]) -> None:
+    def _publish(self, batch: PageBatch, taken: list[MovingPage]) -> None:
         """Fill slots in memory, let everybody find them, and have them written."""
-        filled = {page.slot for page in taken if self._fill(page, identity)}
+        filled = [page for page in taken if self._fill(page)]
         stored, memory = list[int](), self._memory.table
         with self._open.changing(None):
-            space = memory.space(identity)
             for page in taken:
-                slot = page.slot
-                if slot in filled and memory.publish(
-                    slot, page.index, page.before, space, page.score
-                ):
-                    memory.hold(slot, self._open.seat)
-                    stored.append(slot)
+                if page.header is not None and _publish(memory, page.slot, page.header):
+                    memory.hold(page.slot, self._open.seat)
+                    stored.append(page.slot)
                 else:
-                    memory.free(slot)
+                    memory.free(page.slot)
         self._write.submit(lambda: self._store(stored))
-        for page in taken:
-            page.batch.settle(page.place, PageVerdict.STORED)
+        batch.settle([page.place for page in filled], PageVerdict.STORED)
 
-    def _fill(self, page: Taking, identity: bytes) -> bool:
+    def _fill(self, page: MovingPage) -> bool:
         """Copy a page to its slot, unless it is late."""
-        at, nbytes = self._memory.address(page.slot) + HEADER_BYTES, page.view.nbytes
+        slot, nbytes = self._memory.slot(page.slot), page.view.nbytes
+        end, whole = HEADER_BYTES + nbytes, whole_blocks(nbytes)
+        at = self._memory.address(page.slot) + HEADER_BYTES
 
         def copy() -> None:
             if page.view.readonly:
-                self._memory.payload(page.slot, nbytes)[:] = page.view
+                slot[HEADER_BYTES:end] = page.view
             else:
                 ctypes.memmove(at, address_of(page.view), nbytes)
 
         if not page.batch.move(page.place, copy):
             return False
-        ctypes.memset(at + nbytes, 0, whole_blocks(nbytes) - nbytes)
-        checksum = _core.hash_memory(at, whole_blocks(nbytes))
-        header = Header(identity, page.key, nbytes, checksum, page.serial, page.before, page.score)
-        self._memory.write_header(page.slot, header.encode())
+        slot[end : HEADER_BYTES + whole] = bytes(whole - nbytes)
+        checksum, of = _core.hash_memory(at, whole), page.batch.identity
+        page.header = Header(of, page.key, nbytes, checksum, page.before, page.score)
+        slot[:HEADER_BYTES] = page.header.encode()
         return True
 
     def _store(self, slots: list[int]) -> None:
+        stored, tables = list[int](), (self._memory.table, self._files.table)
         for first in range(0, len(slots), self._group_pages):
-            self._store_some(slots[first : first + self._group_pages])
+            stored += self._store_some(slots[first : first + self._group_pages])
+        with self._open.changing(None):
+            # What was put last follows the others, so they were used after it. Once for all groups:
+            # using a page walks over those before it.
+            for table in tables:
+                table.touch(map(table.find, reversed(stored)))
         if not self._is_flush_due:
             self._is_flush_due = True
             timer = threading.Timer(FLUSH_S, self._flush_later)
             timer.daemon = True
             timer.start()
 
-    def _store_some(self, slots: list[int]) -> None:
-        """Write pages from memory to files. What cannot be written stays in memory."""
+    def _store_some(self, slots: list[int]) -> list[int]:
+        """Write pages from memory to files; returns their indices. What cannot be written stays in
+        memory."""
         memory, files = self._memory.table, self._files.table
-        headers = {slot: Header.decode(self._memory.header(slot)) for slot in slots}
+        headers = {slot: self._header(slot) for slot in slots}
         moves = list[Move]()
         with self._open.changing(None):
             for slot, header in headers.items():
@@ -558,21 +485,17 @@ class PageStore:
         done = self._written(moves)
         with self._open.changing(None):
             for slot, there, _ in moves:
-                header = headers[slot]
-                if slot not in done or header is None or not _publish(files, there, header):
+                if slot not in done or not _publish(files, there, headers[slot]):
                     files.free(there)
             for slot in slots:
                 memory.release(slot)
-            # What was put last follows the others, so they were used after it.
-            memory.touch(reversed(slots))
-            written = [header.index for header in headers.values() if header is not None]
-            files.touch(map(files.find, reversed(written)))
             files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
         self._figures.add("pages_unwritten_total", len(slots) - len(done))
         self._figures.set("pages_evicted", files.evicted)
         self._figures.set("pages_in_files", files.pages())
         self._figures.set("pages_in_memory", memory.pages())
+        return [header.index for header in headers.values() if header is not None]
 
     def _written(self, moves: list[Move]) -> set[int]:
         """Write pages as one; the slots in memory of those that were written."""
@@ -616,26 +539,31 @@ class PageStore:
             raise ClosedError("the store of pages is closed", facts={"path": self.path})
 
     def _begin(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], deadline_s: float | None
-    ) -> PageBatch:
-        """The batch of a call, whose arguments are checked."""
+        self, keys: Sequence[bytes], memory: Sequence[Any], deadline_s: float | None, *,
+        is_written: bool,
+    ) -> tuple[PageBatch, list[MovingPage]]:  # fmt: skip
+        """The batch of a call, and its pages. Raises UsageError."""
         self._check_open()
-        if len(keys) != len(views):
-            facts = {"expected": f"{len(keys)} buffers", "got": len(views)}
-            raise UsageError("as many buffers as keys are needed", facts=facts)
-        for key, view in zip(keys, views, strict=True):
-            check_key(key)
+        if len(keys) != len(memory):
+            raise refused("as many buffers as keys are needed", len(keys), len(memory))
+        until = _until(self._deadline_s if deadline_s is None else deadline_s)
+        batch, pages = PageBatch(len(keys), until, self._identity, self._count), list[MovingPage]()
+        indices = indices_of(batch.identity, keys)
+        for place, (key, given, index) in enumerate(zip(keys, memory, indices, strict=True)):
+            view = memoryview(given)
+            if not view.c_contiguous or (is_written and view.readonly):
+                must = "contiguous memory" + " that may be written" * is_written
+                raise refused("a page has memory of another kind", must, given)
             if not 0 < view.nbytes <= self.page_bytes:
-                facts = {"expected": f"1 to {self.page_bytes} bytes", "got": view.nbytes}
-                raise UsageError("a page does not fit the store", facts=facts)
-        timeout_s = self._deadline_s if deadline_s is None else check_timeout(deadline_s)
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        return PageBatch(len(keys), until, self._identity, self._count)
+                expected = f"1 to {self.page_bytes} bytes"
+                raise refused("a page does not fit the store", expected, view.nbytes)
+            pages.append(MovingPage(batch, place, key, view.cast("B"), index))
+        return batch, pages
 
-    def _count(self, verdict: PageVerdict) -> None:
+    def _count(self, verdict: PageVerdict, count: int) -> None:
         with self._counting:
-            self._counts[verdict.value] += 1
-        self._figures.add(f"pages_{verdict.value}_total")
+            self._counts[verdict.value] += count
+        self._figures.add(f"pages_{verdict.value}_total", count)
 
     def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""
@@ -647,47 +575,36 @@ class PageStore:
                 pass  # another process holds the tables; the pages are late
             except Exception:
                 logger.exception("the store of pages %s has failed", self.path)
-                for place in range(batch.count):
-                    batch.settle(place, PageVerdict.MISS)
+                batch.settle(range(batch.count), PageVerdict.MISS)
 
         worker.submit(guarded)
 
 
-def _bytes_of(memory: memoryview | bytes | bytearray, *, is_written: bool) -> memoryview:
-    view = memoryview(memory)
-    if not view.c_contiguous or (is_written and view.readonly):
-        must = "that may be written " if is_written else ""
-        raise UsageError(
-            "a page has memory of another kind",
-            facts={"expected": f"contiguous memory {must}".strip(), "got": shown(memory)},
-        )
-    return view.cast("B")
-
-
-def _publish(table: SlotTable, slot: int, header: Header) -> bool:
+def _publish(table: SlotTable, slot: int, header: Header | None) -> bool:
+    if header is None:
+        return False
     space = table.space(header.identity)
     return table.publish(slot, header.index, header.before, space, header.score)
 
 
-def _check_scores(scores: Sequence[float], count: int) -> Sequence[float]:
-    if len(scores) == count and all(map(math.isfinite, scores)):
-        return scores
-    facts = {"expected": f"{count} finite numbers", "got": shown(scores)}
-    raise UsageError("a score for each page is needed", facts=facts)
+def _judged(page: MovingPage, checksum: int) -> PageVerdict:
+    """What was read, of this checksum: the page (HIT), another one (MISS), or damage (BAD)."""
+    header = page.header
+    if header is not None and header.is_of(page.batch.identity, page.key, page.view.nbytes):
+        return PageVerdict.HIT if checksum == header.checksum else PageVerdict.BAD
+    # It has another size, or its key has the index of this one.
+    is_other = header is not None and header.index == page.index
+    return PageVerdict.MISS if is_other else PageVerdict.BAD
 
 
-def _check_page_bytes(value: int | str) -> int:
-    nbytes = parse_bytes(value)
-    if not nbytes:
-        raise UsageError("a page needs bytes", facts={"expected": "at least 1", "got": nbytes})
-    return nbytes
+def _until(timeout_s: float | None) -> float | None:
+    """On the monotonic clock."""
+    timeout_s = check_timeout(timeout_s)
+    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def _check_identity(identity: object) -> bytes:
     if isinstance(identity, bytes) and len(identity) == IDENTITY_BYTES:
         return identity
-    raise UsageError(
-        "not an identity",
-        facts={"expected": f"{IDENTITY_BYTES} bytes", "got": shown(identity)},
-        hint="statehold.kv.identity() makes one",
-    )
+    hint = "statehold.kv.identity() makes one"
+    raise refused("not an identity", f"{IDENTITY_BYTES} bytes", identity, hint)

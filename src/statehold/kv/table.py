@@ -1,6 +1,6 @@
 """Which slots of a tier hold which pages: a table in memory that all processes of a host map.
 
-    words     magic, slots, changes (odd: one is under way), free, fresh, clock, serial, evicted,
+    words     magic, slots, changes (odd: one is under way), free, fresh, clock, unused, evicted,
               boot (of the host; 0 once all processes have closed the table), ranked (whether a
               page has a score)
     spaces    SPACES_MAX times: identity, last use, pages, newest, oldest
@@ -26,8 +26,11 @@ Not here: the bytes of pages (tiers), the lock (opened).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+from statehold import _core
 
 FREE, FILLING, WHOLE, DIRTY = range(4)
 
@@ -39,7 +42,7 @@ RANKED = 16
 
 _MAGIC = int.from_bytes(b"SHKVTAB2", "little")
 _WORDS = 16
-_MAGIC_AT, _SLOTS, _CHANGES, _FREE, _FRESH, _CLOCK, _SERIAL, _EVICTED, _BOOT, _IS_RANKED = range(10)
+_MAGIC_AT, _SLOTS, _CHANGES, _FREE, _FRESH, _CLOCK, _, _EVICTED, _BOOT, _IS_RANKED = range(10)
 _SPACE_WORDS = 6
 _LOW, _HIGH, _LAST_USE, _PAGES, _NEWEST, _OLDEST = range(_SPACE_WORDS)  # in a space
 _LONG_COLUMNS, _COLUMNS = 2, 6
@@ -66,6 +69,7 @@ class SlotTable:
         self._generation, self._state, self._used, self._newer, self._older, self._rank = columns
         self._mask = _buckets(slots) - 1
         self._bucket = rest[_COLUMNS * slots :][: self._mask + 1]
+        self._filled: Sequence[tuple[int, bool]] = ()
 
     @staticmethod
     def nbytes(slots: int) -> int:
@@ -83,26 +87,15 @@ class SlotTable:
         self._words[_SLOTS] = self.slots
         self._words[_MAGIC_AT] = _MAGIC
 
-    def let_go(self) -> None:
-        """Release the memory, so that it can be unmapped."""
-        for view in (
-            self._bucket, self._generation, self._state, self._used, self._newer, self._older,
-            self._rank, self._index, self._before, self._seats, self._spaces, self._words,
-        ):  # fmt: skip
-            view.release()
-
     # -- without the lock ------------------------------------------------------------------
 
     def find(self, index: int) -> int:
         """The slot that may hold a page; -1 without one."""
-        bucket, indices, mask = self._bucket, self._index, self._mask
-        for at in range(index & mask, (index & mask) + mask + 1):
-            slot = bucket[at & mask]
-            if not slot:
-                break
-            if indices[slot - 1] == index:
-                return slot - 1
-        return -1
+        return self.find_all((index,))[0]
+
+    def find_all(self, indices: Iterable[int]) -> list[int]:
+        """The same for many."""
+        return _core.find_pages(self._bucket, self._index, array("Q", indices))
 
     def generation(self, slot: int) -> int:
         """Changes whenever the slot is taken for another page."""
@@ -116,11 +109,6 @@ class SlotTable:
     def evicted(self) -> int:
         """How many pages had to go, since the table was made."""
         return self._words[_EVICTED]
-
-    @property
-    def fresh(self) -> int:
-        """The first slot that was never taken, and those behind it neither."""
-        return self._words[_FRESH]
 
     def pages(self) -> int:
         """How many pages there are that can be found."""
@@ -139,17 +127,9 @@ class SlotTable:
         if self.is_torn:
             self.mend()
         self._words[_CHANGES] += 1
+        self._filled = ()
         yield
         self._words[_CHANGES] += 1
-
-    def next_serial(self) -> int:
-        """Greater than each before."""
-        self._words[_SERIAL] += 1
-        return self._words[_SERIAL]
-
-    def saw_serial(self, serial: int) -> None:
-        """A page has this serial."""
-        self._words[_SERIAL] = max(serial, self._words[_SERIAL])
 
     def take(self, seat: int, below: int | None = None) -> int:
         """A slot that is empty, or whose page has to go; it is FILLING then. -1 without one.
@@ -177,8 +157,7 @@ class SlotTable:
         """From now on find() names a slot that was taken. False if another one has the page."""
         if self.find(index) >= 0:
             return False
-        self._fill(slot, index, before, score)
-        self._state[slot] = WHOLE | space << 24
+        self._fill(slot, index, before, space, score)
         self._hash(slot)
         self._link(slot)
         return True
@@ -196,16 +175,13 @@ class SlotTable:
     def free(self, slot: int) -> None:
         """Nothing is in a slot any more."""
         state = self._state[slot] & 0xFF
-        if state == FREE:
-            return
         if state == WHOLE:
             self._unlink(slot)
-        if state != FILLING:
+        if state in (WHOLE, DIRTY):
             self._unhash(slot)
-        self._state[slot] = FREE
-        self._generation[slot] = (self._generation[slot] + 1) & 0xFFFFFFFF
-        self._older[slot] = self._words[_FREE]
-        self._words[_FREE] = slot + 1
+        if state != FREE:
+            self._give_back(slot)
+            self._generation[slot] = (self._generation[slot] + 1) & 0xFFFFFFFF
 
     def cut(self, below: int) -> None:
         """The slots from this one on have no storage: nobody takes them any more."""
@@ -228,8 +204,7 @@ class SlotTable:
     def adopt(self, slot: int, index: int, before: int, space: int, score: float) -> None:
         """A page was found in a slot that the table does not know; mend() makes it known."""
         self._words[_FRESH] = max(self._words[_FRESH], slot + 1)
-        self._fill(slot, index, before, score)
-        self._state[slot] = WHOLE | space << 24
+        self._fill(slot, index, before, space, score)
 
     @property
     def boot(self) -> int:
@@ -250,8 +225,7 @@ class SlotTable:
             if (self._spaces[at + _LOW], self._spaces[at + _HIGH]) == (low, high):
                 return at // _SPACE_WORDS
             if spare < 0 and not self._spaces[at + _PAGES]:
-                number = at // _SPACE_WORDS
-                spare = at if number not in self._in_use() else spare
+                spare = at if at // _SPACE_WORDS not in self._in_use() else spare
         if spare < 0:
             spare = self._longest_unused() * _SPACE_WORDS
             while oldest := self._spaces[spare + _OLDEST]:
@@ -268,15 +242,11 @@ class SlotTable:
         dead = {seat for seat in range(SEATS_MAX) if not is_alive(seat)}
         for seat in dead:
             self._seats[seat] = 0
-        dirty = []
-        for slot in range(self._words[_FRESH]):
-            state = self._state[slot]
-            if state & 0xFF in (FILLING, DIRTY) and (state >> 8) & 0xFFFF in dead:
-                if state & 0xFF == FILLING:
-                    self.free(slot)
-                else:
-                    dirty.append(slot)
-        return dirty
+        states = enumerate(self._state[: self._words[_FRESH]].tolist())
+        left = [(slot, state & 0xFF) for slot, state in states if (state >> 8) & 0xFFFF in dead]
+        for slot in [slot for slot, state in left if state == FILLING]:
+            self.free(slot)
+        return [slot for slot, state in left if state == DIRTY]
 
     def mend(self) -> None:
         """Make lists and buckets again from the columns. A page that is there twice stays once."""
@@ -300,15 +270,19 @@ class SlotTable:
                 if state & 0xFF == WHOLE:
                     self._link(slot, self._used[slot])
             elif state & 0xFF != FILLING:
-                self._state[slot] = FREE
-                self._older[slot], self._words[_FREE] = self._words[_FREE], slot + 1
+                self._give_back(slot)
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _fill(self, slot: int, index: int, before: int, score: float) -> None:
+    def _fill(self, slot: int, index: int, before: int, space: int, score: float) -> None:
+        self._state[slot] = WHOLE | space << 24
         self._index[slot], self._before[slot], self._rank[slot] = index, before, _ranked(score)
         if score:
             self._words[_IS_RANKED] = 1
+
+    def _give_back(self, slot: int) -> None:
+        self._state[slot] = FREE
+        self._older[slot], self._words[_FREE] = self._words[_FREE], slot + 1
 
     def _hash(self, slot: int) -> None:
         at = self._index[slot] & self._mask
@@ -368,17 +342,25 @@ class SlotTable:
 
     def _oldest(self) -> int:
         """The slot whose page goes first."""
-        in_use = self._in_use()
         best, best_key = -1, (True, 1 << 64)
-        for number in range(SPACES_MAX):
-            at = number * _SPACE_WORDS
+        for at, is_used in self._filled or self._with_pages():
             oldest = self._spaces[at + _OLDEST] - 1
             if oldest >= 0:
-                is_used = number in in_use
                 use = self._used[oldest] if is_used else self._spaces[at + _LAST_USE]
                 if (is_used, use) < best_key:
                     best, best_key = oldest, (is_used, use)
+        if best < 0 and self._filled:
+            self._filled = ()  # others have got pages in this change
+            return self._oldest()
         return best if best < 0 or not self._words[_IS_RANKED] else self._least(best)
+
+    def _with_pages(self) -> Sequence[tuple[int, bool]]:
+        """Where the spaces with pages are, and whether each is in use. It is looked up once in a
+        change: many slots are taken in one."""
+        in_use, spaces = self._in_use(), range(0, len(self._spaces), _SPACE_WORDS)
+        filled = [at for at in spaces if self._spaces[at + _OLDEST]]
+        self._filled = [(at, at // _SPACE_WORDS in in_use) for at in filled]
+        return self._filled
 
     def _least(self, slot: int) -> int:
         """The page of the lowest score, among `slot` and those that were used next."""

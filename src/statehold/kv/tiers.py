@@ -1,6 +1,7 @@
 """The two tiers of a store: slots in memory that a host shares, and slots in files.
 
     HOME/kv-<name>            in /dev/shm: the table of the memory, then its slots
+    STORE/store.json          the format, and the slots that the first process has made
     STORE/index               the table of the files
     STORE/segment-000000      slots; a segment is made when those before it are full
 
@@ -17,61 +18,59 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import json
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold.errors import NoSpaceError, StorageError, UsageError, storage_error
+from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storage_error
 from statehold.io.memory_room import spare_memory
-from statehold.kv.page import HEADER_BYTES
+from statehold.kv.page import whole_blocks
 from statehold.kv.table import SlotTable
 from statehold.process.host_memory import home
+from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
+FORMAT = 1
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
 
-_INDEX = "index"
+_ABOUT = "store.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Mapped:
-    """A file that this process maps, and shares; new ones are zeros, and have their storage."""
+class MappedTable:
+    """A file that this process maps, and shares: a table, then `more` bytes. New ones are zeros,
+    and have their storage."""
 
-    def __init__(self, path: str, nbytes: int) -> None:
-        self.path, self.nbytes = path, nbytes
+    def __init__(self, path: str, slots: int, more: int = 0) -> None:
+        self.path, self.begin = path, whole_blocks(SlotTable.nbytes(slots))
+        nbytes = self.begin + more
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
             try:
                 if os.fstat(fd).st_size != nbytes:
                     os.ftruncate(fd, 0)
                     _reserve(fd, nbytes, path)
-                self._map = mmap.mmap(fd, nbytes)
+                self.map = mmap.mmap(fd, nbytes)
             finally:
                 os.close(fd)
         except OSError as error:
             raise storage_error("map a table of pages", error.errno or 0, path) from error
-        self.view = memoryview(self._map)
-
-    @property
-    def address(self) -> int:
-        """Of the first byte."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def flush(self) -> None:
-        """Make the bytes durable. Raises OSError."""
-        self._map.flush()
+        self.view = memoryview(self.map)
+        self.table = SlotTable(self.view[: SlotTable.nbytes(slots)], slots)
 
     def close(self) -> None:
-        """Unmap, once nothing uses the view."""
+        """Unmap, once nothing uses the table and the view."""
+        del self.table
         self.view.release()
         with contextlib.suppress(BufferError):  # somebody has an address; the process ends soon
-            self._map.close()
+            self.map.close()
 
 
 def _reserve(fd: int, nbytes: int, path: str) -> None:
@@ -84,7 +83,7 @@ def _reserve(fd: int, nbytes: int, path: str) -> None:
         os.ftruncate(fd, nbytes)
 
 
-class MemoryTier:
+class MemoryTier(MappedTable):
     """Slots in memory for the store `name`. nbytes: how much to take.
 
     The first process on the host decides how many slots there are.
@@ -94,42 +93,32 @@ class MemoryTier:
         self.slot_bytes = slot_bytes
         path = f"{home()}/kv-{name}-{slot_bytes}"
         slots = _slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
-        self._begin = _pages(SlotTable.nbytes(slots))
-        nbytes = self._begin + slots * slot_bytes
-        if not os.path.exists(path):
-            _check_room(nbytes)
-        self._mapped = Mapped(path, nbytes)
-        self.table = SlotTable(self._mapped.view[: SlotTable.nbytes(slots)], slots)
+        room, more = spare_memory(), slots * slot_bytes
+        if more > room.nbytes and not os.path.exists(path):
+            raise refused(
+                "the memory of a store of pages has no room", format_bytes(more),
+                f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
+            )  # fmt: skip
+        super().__init__(path, slots, more)
         if self.table.is_new:
             self.table.create()
-        self._address = self._mapped.address + self._begin
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.begin
 
     def address(self, slot: int) -> int:
         """Of a slot: its header, then its payload."""
         return self._address + slot * self.slot_bytes
 
-    def header(self, slot: int) -> bytes:
-        """The first bytes of a slot."""
-        at = self._begin + slot * self.slot_bytes
-        return bytes(self._mapped.view[at : at + HEADER_BYTES])
+    def slot(self, slot: int) -> memoryview:
+        """The bytes of a slot."""
+        at = self.begin + slot * self.slot_bytes
+        return self.view[at : at + self.slot_bytes]
 
-    def write_header(self, slot: int, raw: bytes) -> None:
-        """Write the first bytes of a slot."""
-        at = self._begin + slot * self.slot_bytes
-        self._mapped.view[at : at + HEADER_BYTES] = raw
-
-    def payload(self, slot: int, nbytes: int) -> memoryview:
-        """The bytes behind the header of a slot."""
-        at = self._begin + slot * self.slot_bytes + HEADER_BYTES
-        return self._mapped.view[at : at + nbytes]
-
-    def close(self, *, is_last: bool) -> None:
+    def leave(self, *, is_last: bool) -> None:
         """Unmap. is_last: no other process uses the memory, so it goes."""
-        self.table.let_go()
         if is_last:
             with contextlib.suppress(OSError):
-                os.unlink(self._mapped.path)
-        self._mapped.close()
+                os.unlink(self.path)
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +129,9 @@ class Geometry:
     segment_slots: int
     slots: int
 
+    def __str__(self) -> str:
+        return f"{self.slots} slots of {format_bytes(self.slot_bytes)}"
+
     @classmethod
     def of(cls, capacity: int, slot_bytes: int) -> Geometry:
         """As many slots as `capacity` bytes have room for. Raises UsageError without any."""
@@ -149,29 +141,50 @@ class Geometry:
             counts, capacity, key=lambda count: _taken(count * by_segment, slot_bytes)
         )
         if not segments:
-            least = _taken(by_segment, slot_bytes) + HEADER_BYTES
-            raise UsageError(
-                "the capacity of a store of pages is too small",
-                facts={
-                    "expected": f"at least {format_bytes(least)}",
-                    "got": format_bytes(capacity),
-                },
-                hint=f"a page takes {format_bytes(slot_bytes)}",
-            )
+            least = format_bytes(_taken(by_segment, slot_bytes) + whole_blocks(1))
+            hint = f"a page takes {format_bytes(slot_bytes)}"
+            summary = "the capacity of a store of pages is too small"
+            raise refused(summary, f"at least {least}", format_bytes(capacity), hint)
         return cls(slot_bytes, by_segment, segments * by_segment)
 
+    @classmethod
+    def read(cls, path: str) -> Geometry:
+        """That of the store in a directory.
 
-class FileTier:
+        Raises FileNotFoundError without a store, UsageError if it cannot be read, and
+        FormatVersionError.
+        """
+        try:
+            with open(f"{path}/{_ABOUT}", "rb") as found:
+                about = json.loads(found.read(4096))
+            if (version := about["format"]) == FORMAT:
+                return cls(**about["geometry"])
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise no_store(path) from error
+        raise FormatVersionError(
+            "another version of statehold has made the store of pages",
+            facts={"path": path, "expected": FORMAT, "got": version},
+            hint="use another directory, or delete this one: its pages are computed again",
+        )
+
+    def write(self, path: str) -> None:
+        """Make the directory a store."""
+        content = {"format": FORMAT, "geometry": asdict(self)}
+        replace_file(f"{path}/{_ABOUT}", json.dumps(content).encode())
+
+
+class FileTier(MappedTable):
     """Slots in the segments of the directory `root`."""
 
     def __init__(self, fs: Fs, root: str, geometry: Geometry) -> None:
-        self.slot_bytes, slots = geometry.slot_bytes, geometry.slots
+        self.slot_bytes, self._by_segment = geometry.slot_bytes, geometry.segment_slots
+        super().__init__(f"{root}/index", geometry.slots)
         self._fs, self._root = fs, root
-        self._by_segment = geometry.segment_slots
-        self._mapped = Mapped(f"{root}/{_INDEX}", _pages(SlotTable.nbytes(slots)))
-        self.table = SlotTable(self._mapped.view[: SlotTable.nbytes(slots)], slots)
         self._files: dict[tuple[int, bool], File] = {}
-        self._is_full_at: int | None = None  # the segment that the storage had no room for
+        # The slots that a page may be written to: those behind have no storage.
+        self.below = geometry.slots
 
     def slots_on_disk(self) -> int:
         """The slots of the segments that are there, up to the first one that is not."""
@@ -182,13 +195,6 @@ class FileTier:
 
     def _path(self, segment: int) -> str:
         return f"{self._root}/segment-{segment:06d}"
-
-    @property
-    def below(self) -> int:
-        """The slots that a page may be written to: those behind have no storage."""
-        if self._is_full_at is None:
-            return self.table.slots
-        return self._is_full_at * self._by_segment
 
     def file(self, slot: int, *, is_write: bool) -> tuple[File, int]:
         """The segment of a slot, and where the slot begins. A new segment gets its storage.
@@ -209,7 +215,7 @@ class FileTier:
                 return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
             return self._fs.open_read(path, direct=True)
         except NoSpaceError:
-            self._is_full_at = segment
+            self.below = segment * self._by_segment
             raise
         except StorageError as error:
             if is_write or error.errno != errno.EINVAL:  # a file system without O_DIRECT
@@ -221,22 +227,24 @@ class FileTier:
         for (_, is_write), file in list(self._files.items()):
             if is_write:
                 file.sync()
-        self._mapped.flush()
+        self.map.flush()
 
-    def close(self, *, is_last: bool) -> None:
+    def leave(self, *, is_last: bool) -> None:
         """Close the files."""
         with contextlib.suppress(OSError, StorageError):
             self.flush()
         if is_last:
             self.table.boot = 0
-        self.table.let_go()
-        self._mapped.close()
+        self.close()
         for file in self._files.values():
             file.close()
 
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // HEADER_BYTES) * HEADER_BYTES
+def no_store(path: str) -> Exception:
+    """The error for a directory of other things."""
+    hint = "give the directory of a PageStore, or for a new one an empty directory or none"
+    found = ", ".join(sorted(os.listdir(path))[:3]) if os.path.isdir(path) else "no directory"
+    return refused("the directory is no store of pages", "store.json", found, hint, path=path)
 
 
 def _slots_there(path: str) -> int:
@@ -248,7 +256,7 @@ def _slots_there(path: str) -> int:
 
 
 def _taken(slots: int, slot_bytes: int) -> int:
-    return _pages(SlotTable.nbytes(slots)) + slots * slot_bytes
+    return whole_blocks(SlotTable.nbytes(slots)) + slots * slot_bytes
 
 
 def boot() -> int:
@@ -257,16 +265,3 @@ def boot() -> int:
     with contextlib.suppress(OSError):
         booted = _BOOT.read_bytes()
     return int.from_bytes(hashlib.sha256(booted).digest()[:8], "little") | 1
-
-
-def _check_room(nbytes: int) -> None:
-    room = spare_memory()
-    if nbytes > room.nbytes:
-        raise UsageError(
-            "the memory of a store of pages has no room",
-            facts={
-                "expected": format_bytes(nbytes),
-                "got": f"{format_bytes(room.nbytes)} {room.limit}",
-            },
-            hint="give memory= less",
-        )

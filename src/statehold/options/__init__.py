@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.options.io import Io, Moving, filled, settled
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import check_choice, check_count
@@ -56,10 +56,8 @@ class Options:
         check_choice("coordination", self.coordination, COORDINATIONS)
         check_count("nodes", self.nodes, NODES_MAX)
         if self.node_mtbf is not None and self.node_mtbf_s is None:
-            raise UsageError(
-                "node_mtbf must be a time",
-                facts={"expected": 'such as "250d" or "6000h"', "got": shown(self.node_mtbf)},
-            )
+            expected, got = 'such as "250d" or "6000h"', shown(self.node_mtbf)
+            raise refused("node_mtbf must be a time", expected, got)
         if self.trace is not None and not (self.trace and isinstance(self.trace, PATH)):
             raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
         if not all(map(callable, self.callbacks)):
@@ -68,10 +66,7 @@ class Options:
                 facts={"got": shown(self.on_commit)},
             )
         if not isinstance(self.io, Io):
-            raise UsageError(
-                "io must be a statehold.Io",
-                facts={"expected": "such as Io(queue_depth=64)", "got": shown(self.io)},
-            )
+            raise refused("io must be a statehold.Io", "such as Io(queue_depth=64)", self.io)
         check_peer_timeout("peer_timeout_s", self.peer_timeout_s)
         self._check_memory()
 
@@ -116,8 +111,6 @@ def check_peer_timeout(name: str, timeout_s: float) -> float:
     """How long ranks wait for each other. Raises UsageError."""
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not number or not 0 < timeout_s <= PEER_TIMEOUT_S_MAX:
-        raise UsageError(
-            f"{name} must be a number of seconds",
-            facts={"expected": f"above 0, up to {PEER_TIMEOUT_S_MAX}", "got": shown(timeout_s)},
-        )
+        expected, got = f"above 0, up to {PEER_TIMEOUT_S_MAX}", shown(timeout_s)
+        raise refused(f"{name} must be a number of seconds", expected, got)
     return timeout_s

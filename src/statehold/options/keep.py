@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Literal, Protocol
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.options.keywords import answering, check_choice
 
 Mode = Literal["min", "max"]
@@ -153,8 +153,7 @@ def _is_pin(pin: object) -> bool:
 
 def _check_number(name: str, got: object, least: int) -> None:
     if type(got) is not int or not least <= got <= _MOST:
-        facts = {"expected": f"at least {least}", "got": shown(got)}
-        raise UsageError(f"{name} must be a number", facts=facts)
+        raise refused(f"{name} must be a number", f"at least {least}", shown(got))
 
 
 def _bad_pins(got: object) -> UsageError:

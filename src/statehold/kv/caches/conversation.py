@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused
 from statehold.kv.batch import PageVerdict
 from statehold.kv.caches.paged_eviction import Score, score_named, scored
 from statehold.kv.caches.plain import as_pages, is_saved, views, whole_of
@@ -52,13 +52,9 @@ class PageShape:
         one = cls(1, tuple(_shape(layer, number) for number, layer in enumerate(layers)))
         least = max(_ROOT_BYTES, one.nbytes(1))
         if least > page_bytes:
-            raise UsageError(
-                "a page of the store holds no token of the model",
-                facts={
-                    "expected": f"page_bytes of at least {format_bytes(least)}",
-                    "got": format_bytes(page_bytes),
-                },
-            )
+            summary = "a page of the store holds no token of the model"
+            expected = f"page_bytes of at least {format_bytes(least)}"
+            raise refused(summary, expected, format_bytes(page_bytes))
         return cls(page_bytes // one.nbytes(1), one.layers)
 
     def nbytes(self, tokens: int) -> int:
@@ -124,14 +120,9 @@ class PageRows:
 
 
 def save(
-    cache: Cache,
-    tokens: Sequence[int] | torch.Tensor,
-    store: PageStore,
-    identity: bytes,
-    *,
-    score: str | Score | None = None,
-    deadline_s: float = DEADLINE_S,
-) -> int:
+    cache: Cache, tokens: Sequence[int] | torch.Tensor, store: PageStore, identity: bytes, *,
+    score: str | Score | None = None, deadline_s: float = DEADLINE_S,
+) -> int:  # fmt: skip
     """Put the cache of a conversation into a store, which takes the identity.
 
     Pages that the store has already are not written again. The others take memory until the store
@@ -155,8 +146,8 @@ def save(
     ids, count = _ids(tokens), int(cache.get_seq_length())
     ranking = None if score is None else score_named(score)
     if not count or len(ids) < count:
-        facts = {"expected": f"{max(1, count)} tokens or more", "got": len(ids)}
-        raise UsageError("the tokens are not those of the cache", facts=facts)
+        expected = f"{max(1, count)} tokens or more"
+        raise refused("the tokens are not those of the cache", expected, len(ids))
     layout = PageShape.of(cache.layers, store.page_bytes)
     store.identity = identity
     if not _has_root(store, layout, deadline_s):
@@ -176,12 +167,9 @@ def save(
             run.add(*pair, ranking)
     for first, run in runs.items():
         batch = store.put(
-            keys[first : first + len(run.rows)],
-            views(run.rows),
-            after=[_ROOT, *keys][first],
-            scores=run.scores.tolist(),
-            deadline_s=deadline_s,
-        )
+            keys[first : first + len(run.rows)], views(run.rows), after=[_ROOT, *keys][first],
+            scores=run.scores.tolist(), deadline_s=deadline_s,
+        )  # fmt: skip
         is_there = [verdict in _IS_THERE for verdict in batch.wait()]
         if not all(is_there):
             return (first + is_there.index(False)) * size
@@ -189,13 +177,9 @@ def save(
 
 
 def resume(
-    tokens: Sequence[int] | torch.Tensor,
-    store: PageStore,
-    identity: bytes,
-    *,
-    cache: Cache | None = None,
-    deadline_s: float = DEADLINE_S,
-) -> Cache:
+    tokens: Sequence[int] | torch.Tensor, store: PageStore, identity: bytes, *,
+    cache: Cache | None = None, deadline_s: float = DEADLINE_S,
+) -> Cache:  # fmt: skip
     """A cache with the longest beginning of `tokens` that the store has, for generate().
 
     It is empty if there is nothing. The last token is always left to compute.
@@ -212,16 +196,16 @@ def resume(
     """
     ids, cache = _ids(tokens), DynamicCache() if cache is None else cache
     if cache.get_seq_length():
-        facts = {"expected": "an empty cache", "got": f"{cache.get_seq_length()} tokens"}
-        raise UsageError("a cache that holds tokens cannot resume others", facts=facts)
+        summary, got = "a cache that holds tokens cannot resume others", cache.get_seq_length()
+        raise refused(summary, "an empty cache", f"{got} tokens")
     store.identity = identity
     roots = _read(store, [_ROOT], _ROOT_BYTES, deadline_s)
     if not len(roots):
         return cache
     layout = PageShape.decode(bytes(roots[0].tolist()))
     if cache.layers and len(cache.layers) != len(layout.layers):
-        facts = {"expected": f"{len(layout.layers)} layers", "got": f"{len(cache.layers)} layers"}
-        raise UsageError("the cache is of another model than the pages", facts=facts)
+        expected, got = (f"{len(each.layers)} layers" for each in (layout, cache))
+        raise refused("the cache is of another model than the pages", expected, got)
     size = layout.page_tokens
     keys = _chain(ids[: len(ids) // size * size], size)
     keys = keys[: [*store.contains(keys), False].index(False)]
@@ -249,19 +233,17 @@ def _ids(tokens: Sequence[int] | torch.Tensor) -> list[int]:
     if len(ids) == 1 and isinstance(ids[0], list):
         ids = ids[0]
     if not ids or not all(type(each) is int and 0 <= each < 1 << 63 for each in ids):
-        facts = {"expected": "the tokens of one sequence", "got": shown(tokens)}
-        raise UsageError("not the tokens of a conversation", facts=facts)
+        raise refused("not the tokens of a conversation", "the tokens of one sequence", tokens)
     return ids
 
 
 def _shape(layer: Any, number: int) -> tuple[str, int, int, int]:
     if not is_saved(layer):
-        facts = {"layer": number, "expected": "full attention", "got": type(layer).__name__}
-        raise UsageError("a layer of this kind is not saved", facts=facts)
+        summary, got = "a layer of this kind is not saved", type(layer).__name__
+        raise refused(summary, "full attention", got, layer=number)
     batch, heads, _, dim = layer.keys.shape
     if batch != 1:
-        facts = {"expected": "a batch of 1", "got": batch}
-        raise UsageError("a cache with several sequences is not saved", facts=facts)
+        raise refused("a cache with several sequences is not saved", "a batch of 1", batch)
     return str(layer.keys.dtype).removeprefix("torch."), heads, dim, layer.values.shape[3]
 
 
@@ -289,11 +271,9 @@ def _has_root(store: PageStore, layout: PageShape, deadline_s: float) -> bool:
         return True
     found = _read(store, [_ROOT], _ROOT_BYTES, deadline_s)
     if len(found) and bytes(found[0].tolist()) != raw:
-        raise UsageError(
-            "the store has pages of this identity with another layout",
-            facts={"expected": layout, "got": PageShape.decode(bytes(found[0].tolist()))},
-            hint="name the dtype and all else that differs in identity()",
-        )
+        summary, there = "the store has pages of this identity with another layout", found[0]
+        hint = "name the dtype and all else that differs in identity()"
+        raise refused(summary, layout, PageShape.decode(bytes(there.tolist())), hint)
     return bool(len(found))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused
 from statehold.kv.caches.plain import only_plain, plain_layers
 
 # (keys, values), each [heads, groups, tokens, dim] -> [groups]; the groups of the lowest scores go.
@@ -89,18 +89,16 @@ def score_named(score: str | Score) -> Score:
         return random_scores()
     if score in SCORES:
         return SCORES[score]
-    raise UsageError(
-        "there is no such score of pages",
-        facts={"expected": f"{', '.join(SCORES)}, random, or a function", "got": shown(score)},
-    )
+    expected = f"{', '.join(SCORES)}, random, or a function"
+    raise refused("there is no such score of pages", expected, score)
 
 
 def scored(score: Score, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A score for each group. Raises UsageError if the function gives something else."""
     scores = score(keys, values)
     if scores.shape != keys.shape[1:2]:
-        facts = {"expected": list(keys.shape[1:2]), "got": list(scores.shape)}
-        raise UsageError("a score of pages has another shape", facts=facts)
+        expected, got = list(keys.shape[1:2]), list(scores.shape)
+        raise refused("a score of pages has another shape", expected, got)
     return scores
 
 
@@ -138,8 +136,8 @@ class EvictingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens. Returns all that attention sees: those kept, and the new ones."""
         if len(key_states) != 1:
-            facts = {"expected": "a batch of 1", "got": len(key_states)}
-            raise UsageError("a cache that evicts pages holds one sequence", facts=facts)
+            summary = "a cache that evicts pages holds one sequence"
+            raise refused(summary, "a batch of 1", len(key_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         added = key_states.shape[2]
@@ -258,25 +256,15 @@ class PagedEvictionCache(Cache):
     """
 
     def __init__(
-        self,
-        config: Any,
-        budget_tokens: int,
-        *,
-        page_tokens: int = PAGE_TOKENS,
+        self, config: Any, budget_tokens: int, *, page_tokens: int = PAGE_TOKENS,
         score: str | Score = "value_key_ratio",
-    ) -> None:
+    ) -> None:  # fmt: skip
         for name, value in (("page_tokens", page_tokens), ("budget_tokens", budget_tokens)):
             if type(value) is not int or value < 1:
-                facts = {"expected": f"{name} of at least 1", "got": shown(value)}
-                raise UsageError("not a number of tokens", facts=facts)
+                raise refused("not a number of tokens", f"{name} of at least 1", value)
         if budget_tokens % page_tokens or budget_tokens < PAGES_MIN * page_tokens:
-            raise UsageError(
-                "a budget of tokens is whole pages",
-                facts={
-                    "expected": f"a multiple of {page_tokens}, from {PAGES_MIN * page_tokens} on",
-                    "got": budget_tokens,
-                },
-            )
+            expected = f"a multiple of {page_tokens}, from {PAGES_MIN * page_tokens} on"
+            raise refused("a budget of tokens is whole pages", expected, budget_tokens)
         score = score_named(score)
         limit = budget_tokens - page_tokens
         layers = only_plain(plain_layers(config), type(self).__name__)

@@ -14,14 +14,13 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 
 
 def plain_layers(config: Any) -> list[Any]:
     """The layers that transformers makes for a model. Raises UsageError for no config."""
     if not isinstance(config, PreTrainedConfig):
-        facts = {"expected": "the configuration of a model", "got": shown(config)}
-        raise UsageError("not a configuration of transformers", facts=facts)
+        raise refused("not a configuration of transformers", "that of a model", config)
     return list(DynamicCache(config=config).layers)
 
 
@@ -44,8 +43,8 @@ def only_plain(layers: list[Any], name: str) -> list[Any]:
     """The layers, all of which are plain. Raises UsageError."""
     for number, layer in enumerate(layers):
         if not is_plain(layer):
-            facts = {"layer": number, "expected": "full attention", "got": type(layer).__name__}
-            raise UsageError(f"{name} does not hold a layer of this kind", facts=facts)
+            summary, got = f"{name} does not hold a layer of this kind", type(layer).__name__
+            raise refused(summary, "full attention", got, layer=number)
     return layers
 
 

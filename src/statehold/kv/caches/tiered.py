@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from statehold.errors import StorageError, UsageError, shown
+from statehold.errors import StorageError, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.caches.plain import as_pages, is_plain, plain_layers, views
 from statehold.kv.store import PageStore
@@ -134,13 +134,9 @@ class TieredLayer(DynamicLayer):
         nbytes = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]
         self._page_tokens = self._store.page_bytes // nbytes
         if not self._page_tokens:
-            raise UsageError(
-                "a page of the store holds no token of a layer",
-                facts={
-                    "expected": f"page_bytes of at least {format_bytes(nbytes)}",
-                    "got": format_bytes(self._store.page_bytes),
-                },
-            )
+            least, got = format_bytes(nbytes), format_bytes(self._store.page_bytes)
+            summary = "a page of the store holds no token of a layer"
+            raise refused(summary, f"page_bytes of at least {least}", got)
 
     def _numbers(self, count: int) -> range:
         self._page_count += count
@@ -177,11 +173,9 @@ class TieredLayer(DynamicLayer):
             if verdicts <= {PageVerdict.HIT}:
                 return coming.pages
             if verdicts - {PageVerdict.HIT, PageVerdict.LATE}:
-                raise StorageError(
-                    "a store has lost pages of a cache",
-                    path=self._store.path,
-                    hint="compute it again; give the store more capacity, and leave its identity",
-                )
+                hint = "compute it again; give the store more capacity, and leave its identity"
+                path = self._store.path
+                raise StorageError("a store has lost pages of a cache", path=path, hint=hint)
             # Pages that are to be written have all the memory of the store.
             self._store.flush(max(0.0, until - time.monotonic()))
 
@@ -261,8 +255,7 @@ class TieredCache(Cache):
 
     def __init__(self, config: Any, store: PageStore, budget: int | str) -> None:
         if not isinstance(store, PageStore):
-            facts = {"expected": "a PageStore", "got": shown(store)}
-            raise UsageError("not a store of pages", facts=facts)
+            raise refused("not a store of pages", "a PageStore", store)
         self._store, self._budget = store, parse_bytes(budget)
         name = os.urandom(16)
         layers = [
@@ -285,13 +278,9 @@ class TieredCache(Cache):
         return [number for number in self._tiered if self.layers[number].pages_away]
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Add tokens to a layer. Returns all of it, and has the next one read."""
         found: tuple[torch.Tensor, torch.Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs

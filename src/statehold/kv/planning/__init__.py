@@ -22,14 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from statehold.errors import UsageError, shown
-from statehold.kv.planning.costs import (
-    DeviceLayout,
-    Gpu,
-    LoadTimes,
-    ServingCosts,
-    is_load_faster,
-)
+from statehold.errors import UsageError, refused
+from statehold.kv.planning.costs import DeviceLayout, Gpu, LoadTimes, ServingCosts, is_load_faster
 from statehold.kv.planning.shapes import ModelShape
 
 _COLUMNS = ("arrival_s", "prompt", "answer")
@@ -45,6 +39,9 @@ class ServingRequest:
     arrival_s: float
     prompt: int
     answer: int
+
+
+Requests = Sequence[ServingRequest]
 
 
 def drawn(
@@ -68,8 +65,8 @@ def parse(text: str) -> list[ServingRequest]:
     reader = csv.DictReader(io.StringIO(text))
     names = reader.fieldnames or ()
     if missing := set(_COLUMNS) - set(names):
-        facts = {"expected": ",".join(_COLUMNS), "missing": ",".join(sorted(missing))}
-        raise UsageError("a trace has no header with its columns", facts=facts)
+        got = f"missing {','.join(sorted(missing))}"
+        raise refused("a trace has no header with its columns", ",".join(_COLUMNS), got)
     found = [_request(row, number) for number, row in enumerate(reader, 1)]
     if not found:
         raise UsageError("a trace has no requests", hint="give at least one")
@@ -84,8 +81,8 @@ def _request(row: dict[str, str], number: int) -> ServingRequest:
         at_s = prompt = answer = math.nan
     if not (0 <= at_s < 1e12 and 1 <= prompt <= _TOKENS_MAX and 1 <= answer <= _TOKENS_MAX):
         expected = "a time from 0 on, and at least one token of each"
-        facts = {"request": number, "expected": expected, "got": shown(",".join(values))}
-        raise UsageError("a request of the trace makes no sense", facts=facts)
+        got = ",".join(values)[:80]
+        raise refused("a request of the trace makes no sense", expected, got, request=number)
     return ServingRequest(at_s, int(prompt), int(answer))
 
 
@@ -106,10 +103,7 @@ class ServingOutcome:
 
 
 def simulate(
-    costs: ServingCosts,
-    requests: Sequence[ServingRequest],
-    concurrency: int,
-    load: LoadTimes | None = None,
+    costs: ServingCosts, requests: Requests, concurrency: int, load: LoadTimes | None = None
 ) -> ServingOutcome:
     """The trace with at most `concurrency` requests at a time; load: pages survive, in a store that
     all replicas share.
@@ -118,9 +112,9 @@ def simulate(
     """
     longest = max(each.prompt + each.answer for each in requests)
     if longest > costs.tokens:
-        facts = {"layout": str(costs.layout), "expected": f"at most {costs.tokens:,} tokens",
-                 "got": f"{longest:,}"}  # fmt: skip
-        raise UsageError("a request is too long for the memory of a replica", facts=facts)
+        summary = "a request is too long for the memory of a replica"
+        expected, where = f"at most {costs.tokens:,} tokens", str(costs.layout)
+        raise refused(summary, expected, f"{longest:,}", layout=where)
     dp = costs.layout.dp
     share = LoadTimes(load.bandwidth / dp, load.lookup_s) if load else None
     total = ServingOutcome()
@@ -150,11 +144,7 @@ class _Sequence:
 
 class _ServingReplica:
     def __init__(
-        self,
-        costs: ServingCosts,
-        requests: Iterable[ServingRequest],
-        most: int,
-        load: LoadTimes | None,
+        self, costs: ServingCosts, requests: Requests, most: int, load: LoadTimes | None
     ) -> None:
         self._costs, self._most, self._load = costs, most, load
         self._coming = deque(requests)
@@ -223,9 +213,8 @@ class _ServingReplica:
         heapq.heappush(self._ends, (end, self._number, sequence.turn, sequence))
 
     def _next_s(self) -> float:
-        times = [each[0] for each in [*self._loading][:1]]
-        times += [each.arrival_s for each in [*self._coming][:1]]
-        return min(times)
+        loaded_s = self._loading[0][0] if self._loading else math.inf
+        return min(loaded_s, self._coming[0].arrival_s if self._coming else math.inf)
 
     def _decode(self, room: int) -> None:
         """Steps until the next event."""
@@ -237,8 +226,8 @@ class _ServingReplica:
         context = self._held - apart
         first_s = self._costs.step_s(batch, context)
         grows_s = self._costs.step_s(batch, context + batch) - first_s  # in a straight line
-        if self._loading or self._coming:
-            steps = min(steps, _steps_within(self._next_s() - self._now_s, first_s, grows_s))
+        if (next_s := self._next_s()) < math.inf:
+            steps = min(steps, _steps_within(next_s - self._now_s, first_s, grows_s))
         self._now_s += steps * first_s + grows_s * steps * (steps - 1) / 2
         self._step += steps
         self._held += steps * batch
@@ -301,20 +290,19 @@ class LayoutPlan:
         return self.costs.layout.dp * self.costs.tokens
 
     @property
+    def break_even(self) -> float:
+        """The bandwidth that is as fast as a prefill, for one token. A longer prefix needs less."""
+        return self.costs.shape.kv_token / self.costs.prefill.token_s
+
+    @property
     def chosen(self) -> int:
         return min(self.swept, key=lambda each: self.swept[each].end_s)
 
 
 def plan(
-    shape: ModelShape,
-    gpu: Gpu,
-    chosen: Iterable[DeviceLayout],
-    requests: Sequence[ServingRequest],
-    *,
-    utilization: float = 0.9,
-    concurrency: Sequence[int] = (),
-    load: LoadTimes | None = None,
-) -> list[LayoutPlan]:
+    shape: ModelShape, gpu: Gpu, chosen: Iterable[DeviceLayout], requests: Requests, *,
+    utilization: float = 0.9, concurrency: Sequence[int] = (), load: LoadTimes | None = None,
+) -> list[LayoutPlan]:  # fmt: skip
     """The layouts that the trace fits, that which ends it first at the top.
 
     Raises UsageError with the reason of the last one if it fits none.
@@ -332,10 +320,7 @@ def plan(
 
 
 def _planned(
-    costs: ServingCosts,
-    requests: Sequence[ServingRequest],
-    concurrency: Sequence[int],
-    load: LoadTimes | None,
+    costs: ServingCosts, requests: Requests, concurrency: Sequence[int], load: LoadTimes | None
 ) -> LayoutPlan:
     dp, count = costs.layout.dp, len(requests)
     prompt, answer = (sum(map(attrgetter(n), requests)) / count for n in ("prompt", "answer"))

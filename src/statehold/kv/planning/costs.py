@@ -11,19 +11,19 @@ The PP stages work on as many parts of the batch at the same time, so each token
 
 Invariants: what a device reaches of its data sheet is the same for every model and layout. A load
 and a prefill are two straight lines in two terms, whether they come from a data sheet or from
-measurements, so one comparison decides between them.
+measurements (bench/serving), so one comparison decides between them.
 Not here: counts of a model (shapes), requests over time (the package).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 from statehold.kv.planning.shapes import ModelShape
 from statehold.units import format_bytes
 
@@ -83,12 +83,6 @@ class LoadTimes:
     def seconds(self, nbytes: float) -> float:
         return self.lookup_s + nbytes / self.bandwidth
 
-    @classmethod
-    def measured(cls, samples: Sequence[tuple[float, float]]) -> LoadTimes:
-        """From (bytes, seconds)."""
-        lookup_s, per_byte = _fitted([(1.0, nbytes, s) for nbytes, s in samples])
-        return cls(1.0 / max(per_byte, 1e-15), lookup_s)
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
@@ -100,37 +94,10 @@ class PrefillTimes:
     def seconds(self, tokens: float) -> float:
         return tokens * self.token_s + tokens * tokens / 2 * self.pair_s
 
-    @classmethod
-    def measured(cls, samples: Sequence[tuple[float, float]]) -> PrefillTimes:
-        """From (tokens, seconds)."""
-        return cls(*_fitted([(tokens, tokens * tokens / 2, s) for tokens, s in samples]))
-
-    def break_even(self, tokens: int, token_bytes: float, lookup_s: float = 0.0) -> float:
-        """The bandwidth from which on it is faster to load so many tokens; infinite if the look-up
-        alone takes longer."""
-        left_s = self.seconds(tokens) - lookup_s
-        return tokens * token_bytes / left_s if left_s > 0 else math.inf
-
 
 def is_load_faster(tokens: int, token_bytes: float, load: LoadTimes, prefill: PrefillTimes) -> bool:
     """Whether pages of so many tokens come from the store before they would be computed."""
     return load.seconds(tokens * token_bytes) < prefill.seconds(tokens)
-
-
-def _fitted(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """a and b, not negative, with a x + b y = s at the least relative error."""
-    rows = [(x / s, y / s) for x, y, s in samples if s > 0]
-    xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    x, y = (sum(row[i] for row in rows) for i in (0, 1))
-    if not xx or not yy:
-        facts = {"expected": "(size, seconds), both above 0", "got": shown(list(samples))}
-        raise UsageError("there is nothing to fit a time to", facts=facts)
-    if determinant := xx * yy - xy * xy:
-        a, b = (x * yy - y * xy) / determinant, (xx * y - xy * x) / determinant
-        if a >= 0 and b >= 0:
-            return a, b
-    # One term alone: the one that leaves less.
-    return (x / xx, 0.0) if x * x / xx > y * y / yy else (0.0, y / yy)
 
 
 @dataclass(frozen=True)
@@ -147,12 +114,10 @@ class ServingCosts:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            facts = {
-                "layout": str(self.layout),
-                "expected": f"more than {format_bytes(int(self._weights))} of weights a device",
-                "got": format_bytes(int(self.gpu.memory * self.utilization)),
-            }
-            raise UsageError("the weights leave no memory for a token", facts=facts)
+            expected = f"more than {format_bytes(int(self._weights))} of weights a device"
+            got = format_bytes(int(self.gpu.memory * self.utilization))
+            summary = "the weights leave no memory for a token"
+            raise refused(summary, expected, got, layout=str(self.layout))
 
     @cached_property
     def tokens(self) -> int:

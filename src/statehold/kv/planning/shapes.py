@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from statehold.encoding import strictjson
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 _WHOLE_MAX = 10**9
@@ -84,8 +84,7 @@ def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
         facts = {"file": os.fspath(path), "error": str(error)}
         raise UsageError("the configuration of the model cannot be read", facts=facts) from error
     if not isinstance(document, dict):
-        facts = {"expected": "a JSON object", "got": shown(document)}
-        raise UsageError("the configuration of the model is no object", facts=facts)
+        raise refused("the configuration of the model is no object", "a JSON object", document)
     return document
 
 
@@ -149,25 +148,25 @@ def _refuse_other_layers(config: Mapping[str, Any]) -> None:
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None or kinds:
-        got = f"sliding_window {shown(window)}" if not kinds else ", ".join(sorted(map(str, kinds)))
-        facts = {"expected": "layers with full attention, or MLA", "got": got}
-        raise UsageError("the model has layers that keep other than all tokens", facts=facts)
+        got = ", ".join(sorted(map(str, kinds))) or f"sliding_window {window}"
+        summary = "the model has layers that keep other than all tokens"
+        raise refused(summary, "layers with full attention, or MLA", got)
 
 
 def _weight_bytes(config: Mapping[str, Any]) -> int:
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         if method != "fp8":
-            facts = {"expected": "fp8, or none", "got": shown(method)}
-            raise UsageError("the weights are quantized in a way that is not planned", facts=facts)
+            summary = "the weights are quantized in a way that is not planned"
+            raise refused(summary, "fp8, or none", shown(method))
         return DTYPE_BYTES["fp8"]
     return _dtype_bytes(config.get("dtype", config.get("torch_dtype", "bfloat16")))
 
 
 def _dtype_bytes(name: object) -> int:
     if not isinstance(name, str) or name not in DTYPE_BYTES:
-        facts = {"expected": ", ".join(DTYPE_BYTES), "got": shown(name)}
-        raise UsageError("the type of the values is not known", facts=facts)
+        expected = ", ".join(DTYPE_BYTES)
+        raise refused("the type of the values is not known", expected, shown(name))
     return DTYPE_BYTES[name]
 
 
@@ -182,6 +181,6 @@ class ConfigFields:
         value = default if value is None else value
         if type(value) is not int or not least <= value <= _WHOLE_MAX:
             expected = f"{name}: a whole number from {least} on"
-            facts = {"expected": expected, "got": "nothing" if value is None else shown(value)}
-            raise UsageError("the configuration of the model lacks a number", facts=facts)
+            got = "nothing" if value is None else shown(value)
+            raise refused("the configuration of the model lacks a number", expected, got)
         return value

@@ -28,13 +28,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
-from statehold.errors import UsageError
+from statehold.errors import refused
 from statehold.kv.batch import PageBatch, PageVerdict
-from statehold.kv.page import IDENTITY_BYTES
+from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, whole_blocks
 from statehold.kv.store import PageStore
 from statehold.kv.vllm.opening import PagesOptions
 from statehold.process.worker import Worker
@@ -45,7 +45,7 @@ PUT_S = 30.0
 # Layers whose blocks hold all that the tokens of the block have left behind.
 HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
-_HEAD_BYTES = mmap.PAGESIZE  # of staging: for each rank, the number of the last plan it has loaded
+_HEAD_BYTES = HEADER_BYTES  # of the words
 _WORD = 8
 
 
@@ -87,91 +87,68 @@ def key_of(block_hash: bytes, rank: int) -> bytes:
     return bytes(block_hash) + rank.to_bytes(4, "big")
 
 
-class StagedPages:
-    """Slots of memory in a file that lives as long as a process has it open."""
+class SharedWords:
+    """Memory that other processes of the host map, and that lives as long as one has it open."""
 
-    def __init__(self, fd: int, page_bytes: int) -> None:
-        self._mapped = mmap.mmap(fd, 0)
-        self.view = memoryview(self._mapped)
-        self._words = self.view[:_HEAD_BYTES].cast("Q")
-        self.page_bytes, self._slot_bytes = page_bytes, -(-page_bytes // _HEAD_BYTES) * _HEAD_BYTES
-        self.slots = (self.view.nbytes - _HEAD_BYTES) // self._slot_bytes
+    def __init__(self, fd: int) -> None:
+        self.view = memoryview(mmap.mmap(fd, 0))
+        self.words = self.view[:_HEAD_BYTES].cast("Q")
 
     @classmethod
-    def made(cls, page_bytes: int, nbytes: int) -> tuple[StagedPages, int]:
-        """New staging, and the descriptor that keeps it."""
-        slot = -(-page_bytes // _HEAD_BYTES) * _HEAD_BYTES
-        fd = os.memfd_create("statehold-staging", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, _HEAD_BYTES + max(1, nbytes // slot) * slot)
-        return cls(fd, page_bytes), fd
+    def made(cls, nbytes: int = 0, *more: int) -> tuple[Self, int]:
+        """New memory with so many bytes behind the words, and the descriptor that keeps it."""
+        fd = os.memfd_create("statehold-pages", os.MFD_CLOEXEC)
+        os.posix_fallocate(fd, 0, _HEAD_BYTES + nbytes)
+        return cls(fd, *more), fd
 
     @classmethod
-    def opened(cls, path: str, page_bytes: int) -> StagedPages:
-        """The staging of another process."""
+    def opened(cls, path: str, *more: int) -> Self:
+        """That of another process."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(fd, page_bytes)
+            return cls(fd, *more)
         finally:
             os.close(fd)
 
+
+class StagedPages(SharedWords):
+    """Slots for pages of so many bytes. words: by rank, the number of the last plan that it needs
+    no slot of any more."""
+
+    def __init__(self, fd: int, page_bytes: int) -> None:
+        super().__init__(fd)
+        self.page_bytes = page_bytes
+        self.slots = (self.view.nbytes - _HEAD_BYTES) // whole_blocks(page_bytes)
+
     def page(self, slot: int) -> memoryview:
         """The bytes of a page."""
-        at = _HEAD_BYTES + slot * self._slot_bytes
+        at = _HEAD_BYTES + slot * whole_blocks(self.page_bytes)
         return self.view[at : at + self.page_bytes]
 
-    def loaded(self, rank: int) -> int:
-        """The number of the last plan that a rank has loaded."""
-        return self._words[rank]
 
-    def say_loaded(self, rank: int, number: int) -> None:
-        """A rank needs no slot of this plan, and of those before it, any more."""
-        self._words[rank] = number
-
-
-class Current:
+class Current(SharedWords):
     """The identity of a worker's weights, in memory that the scheduler sees at once.
 
     An identity is complete before the count says so, and stays until the one after the next.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._view = memoryview(mmap.mmap(fd, _HEAD_BYTES))
-        self._count = self._view.cast("Q")
-
-    @classmethod
-    def made(cls) -> tuple[Current, int]:
-        """A new one, and the descriptor that keeps it."""
-        fd = os.memfd_create("statehold-current", os.MFD_CLOEXEC)
-        os.truncate(fd, _HEAD_BYTES)
-        return cls(fd), fd
-
-    @classmethod
-    def opened(cls, path: str) -> Current:
-        """The one of another process."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return cls(fd)
-        finally:
-            os.close(fd)
-
     @property
     def count(self) -> int:
         """How often the weights have changed."""
-        return self._count[0]
+        return self.words[0]
 
     @property
     def identity(self) -> bytes:
         """What pages depend on since then."""
-        return bytes(self._view[self._place(self.count) :][:IDENTITY_BYTES])
+        return bytes(self._of(self.count))
 
     def change(self, identity: bytes) -> None:
         """The weights are others."""
-        at = self._place(self.count + 1)
-        self._view[at : at + IDENTITY_BYTES] = identity
-        self._count[0] += 1
+        self._of(self.count + 1)[:] = identity
+        self.words[0] += 1
 
-    def _place(self, count: int) -> int:
-        return _WORD + count % 2 * IDENTITY_BYTES
+    def _of(self, count: int) -> memoryview:
+        return self.view[_WORD + count % 2 * IDENTITY_BYTES :][:IDENTITY_BYTES]
 
 
 # -- the scheduler's side --------------------------------------------------------------------------
@@ -192,15 +169,9 @@ class Promises:
     """Which pages a request may count on, and the plans of steps."""
 
     def __init__(
-        self,
-        store: PageStore,
-        staging: StagedPages,
-        path: str,
-        *,
-        ranks: int,
-        tokens: int,
-        hashes_a_page: int = 1,
-    ) -> None:
+        self, store: PageStore, staging: StagedPages, path: str, *, ranks: int, tokens: int,
+        hashes_a_page: int,
+    ) -> None:  # fmt: skip
         self._store, self._staging, self._path = store, staging, path
         self._ranks, self._tokens, self._hashes_a_page = ranks, tokens, hashes_a_page
         # A slot of rank r is behind the one of rank 0.
@@ -234,11 +205,10 @@ class Promises:
         if asked is not None and computed < asked.first * self._tokens:
             self._let_go(name)  # vLLM has lost blocks meanwhile
             asked = None
+        asked = asked or self._ask(request, computed // self._tokens)
         if asked is None:
-            asked = self._ask(request, computed // self._tokens)
-            if asked is None:
-                return 0
-            self._asked[name] = asked
+            return 0
+        self._asked[name] = asked
         if not self._settle(asked):
             return None
         # One token at least is computed: its logits are the answer's first token.
@@ -252,14 +222,14 @@ class Promises:
 
     def _ask(self, request: Any, first: int) -> _Asked | None:
         """Begin to read the pages that are there, as far as there are slots."""
-        hashes = self._hashes(request, first, request.num_tokens // self._tokens)
-        keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
+        keys = self._keys(self._hashes(request, first, request.num_tokens // self._tokens))
         there = self._store.contains(keys[: self._ranks])
         if there and all(there):
             there = self._store.contains(keys)
-        count = next((at for at, is_there in enumerate(there) if not is_there), len(there))
-        self._reclaim()
-        count = min(count // self._ranks, len(self._free))
+        loaded = min(self._staging.words[: self._ranks])
+        while self._lent and self._lent[0][0] <= loaded:  # all ranks have loaded from these
+            self._free.extend(self._lent.popleft()[1])
+        count = min([*there, False].index(False) // self._ranks, len(self._free))
         if not count:
             return None
         slots = [self._free.popleft() for _ in range(count)]
@@ -271,12 +241,8 @@ class Promises:
         if asked.pages is None:
             if not asked.batch.is_done and asked.batch.seconds_left != 0.0:
                 return False
-            bad = (
-                at
-                for at, verdict in enumerate(asked.batch.wait())
-                if verdict is not PageVerdict.HIT
-            )
-            asked.pages = next(bad, asked.batch.count) // self._ranks
+            is_right = [verdict is PageVerdict.HIT for verdict in asked.batch.wait()]
+            asked.pages = [*is_right, False].index(False) // self._ranks
             self._free.extend(asked.slots[asked.pages :])
             del asked.slots[asked.pages :]
         return True
@@ -318,8 +284,8 @@ class Promises:
         if not hashes:
             return []
         self._saved[name] = first + len(hashes)
-        keys = [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
-        there, ranks, found = self._store.contains(keys), self._ranks, list[SavedBlocks]()
+        there, ranks = self._store.contains(self._keys(hashes)), self._ranks
+        found = list[SavedBlocks]()
         blocks, was_there = blocks_of(name), True
         before = self._hashes(request, first - 1, first)[0] if first else None
         for at, each in enumerate(hashes):
@@ -354,18 +320,15 @@ class Promises:
         known = request.block_hashes[(first + 1) * each - 1 : end * each : each]
         return [bytes(one) for one in known]
 
+    def _keys(self, hashes: Sequence[bytes]) -> list[bytes]:
+        return [key_of(each, rank) for each in hashes for rank in range(self._ranks)]
+
     def _let_go(self, name: str) -> None:
         asked = self._asked.pop(name, None)
         if asked is not None:
-            for place in range(asked.batch.count):  # from now on nobody writes to the slots
-                asked.batch.settle(place, PageVerdict.LATE)
+            # From now on nobody writes to the slots.
+            asked.batch.settle(range(asked.batch.count), PageVerdict.LATE)
             self._free.extend(asked.slots)
-
-    def _reclaim(self) -> None:
-        """Take the slots back that all ranks have loaded from."""
-        loaded = min(self._staging.loaded(rank) for rank in range(self._ranks))
-        while self._lent and self._lent[0][0] <= loaded:
-            self._free.extend(self._lent.popleft()[1])
 
 
 # -- the worker's side -----------------------------------------------------------------------------
@@ -408,7 +371,7 @@ class WorkerPages:
                 at += rows.shape[1]
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._staging.say_loaded(self._rank, plan.number)
+        self._staging.words[self._rank] = plan.number
 
     def save(self, plan: Plan) -> None:
         """Copy full blocks, as far as there are buffers, and store them later."""
@@ -482,8 +445,8 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
     expected = 1
     for stride, size in dims:
         if stride != expected:
-            facts = {"expected": "blocks without gaps", "got": f"strides {cache.stride()}"}
-            raise UsageError("the KV cache has a layout that pages cannot hold", facts=facts)
+            summary, got = "the KV cache has a layout that pages cannot hold", cache.stride()
+            raise refused(summary, "blocks without gaps", f"strides {got}")
         expected *= size
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
     return raw.set_(
@@ -512,7 +475,7 @@ class Connector:
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._promises: Promises | None = None
         self._copies: WorkerPages | None = None
-        self._plan: Plan | None = None
+        self._connector_metadata: Plan | None = None  # vLLM's base class looks at it, too
         self._current: Current | None = None
         self._keeps: int | None = None  # a descriptor
         self._manager: Any = None
@@ -524,19 +487,17 @@ class Connector:
         """What the workers know: the weights that they have loaded, and the layout of pages."""
         told = metadata[min(metadata)]
         if len({each.page_bytes for each in metadata.values()}) != 1:
-            facts = {"got": {rank: each.page_bytes for rank, each in metadata.items()}}
-            raise UsageError("the ranks have pages of different sizes", facts=facts)
+            got = {rank: each.page_bytes for rank, each in metadata.items()}
+            raise refused("the ranks have pages of different sizes", "one size", got)
         self._current = Current.opened(told.current)
         store = self._options.opened(told.page_bytes, told.identity)
-        staging, self._keeps = StagedPages.made(told.page_bytes, parse_bytes(self._options.staging))
+        slot = whole_blocks(told.page_bytes)
+        nbytes = max(1, parse_bytes(self._options.staging) // slot) * slot
+        staging, self._keeps = StagedPages.made(nbytes, told.page_bytes)
         self._promises = Promises(
-            store,
-            staging,
-            f"/proc/{os.getpid()}/fd/{self._keeps}",
-            ranks=self._ranks,
-            tokens=self._block_tokens,
-            hashes_a_page=self._block_tokens // self._hash_tokens,
-        )
+            store, staging, f"/proc/{os.getpid()}/fd/{self._keeps}", ranks=self._ranks,
+            tokens=self._block_tokens, hashes_a_page=self._block_tokens // self._hash_tokens,
+        )  # fmt: skip
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """vLLM's own prefix cache: it knows nothing of weights."""
@@ -588,11 +549,8 @@ class Connector:
         computed.update(zip(old.req_ids, old.num_computed_tokens, strict=True))
         steps = scheduler_output.num_scheduled_tokens
         state = scheduler_output.kv_connector_block_state
-        return self._promises.plan(
-            {name: computed[name] + count for name, count in steps.items()},
-            lambda name: state.get_block_ids(name)[0],
-            self._weights,
-        )
+        behind = {name: computed[name] + count for name, count in steps.items()}
+        return self._promises.plan(behind, lambda name: state.get_block_ids(name)[0], self._weights)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -617,12 +575,8 @@ class Connector:
         self._caches = caches
         identity = self._identity()
         nbytes = sum(each.shape[1] for each in map(rows_of, caches.values()))
-        self._copies = WorkerPages(
-            self._options.opened(nbytes, identity),
-            list(caches.values()),
-            rank,
-            parse_bytes(self._options.buffers),
-        )
+        store, buffers = self._options.opened(nbytes, identity), parse_bytes(self._options.buffers)
+        self._copies = WorkerPages(store, list(caches.values()), rank, buffers)
         self._current, self._keeps = Current.made()
         self._told = Told(identity, nbytes, f"/proc/{os.getpid()}/fd/{self._keeps}")
 
@@ -640,17 +594,11 @@ class Connector:
             for name, each in self._caches.items()
         ]
         return self._options.identity_of(
-            model.model,
-            json.loads(model.hf_config.to_json_string(use_diff=False)),
-            version=self.version,
-            layers=layers,
-            ranks=self._ranks,
-            tokens=self._block_tokens,
-            dtype=str(model.dtype),
-            quantization=str(model.quantization),
-            cache_dtype=self._config.cache_config.cache_dtype,
-            length=model.max_model_len,
-        )
+            model.model, json.loads(model.hf_config.to_json_string(use_diff=False)),
+            version=self.version, layers=layers, ranks=self._ranks, tokens=self._block_tokens,
+            dtype=str(model.dtype), quantization=str(model.quantization),
+            cache_dtype=self._config.cache_config.cache_dtype, length=model.max_model_len,
+        )  # fmt: skip
 
     def get_handshake_metadata(self) -> Told:
         """For set_xfer_handshake_metadata."""
@@ -658,20 +606,16 @@ class Connector:
 
     def bind_connector_metadata(self, connector_metadata: Plan) -> None:
         """The plan of the step that begins."""
-        self._plan = connector_metadata
+        self._connector_metadata = connector_metadata
 
     def clear_connector_metadata(self) -> None:
         """The step has ended."""
-        self._plan = None
-
-    def has_connector_metadata(self) -> bool:
-        """Whether a step is under way."""
-        return self._plan is not None
+        self._connector_metadata = None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Before the forward that uses the pages."""
-        if self._copies is not None and self._plan is not None:
-            self._copies.load(self._plan)
+        if self._copies is not None and self._connector_metadata is not None:
+            self._copies.load(self._connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there before the forward."""
@@ -682,16 +626,14 @@ class Connector:
     def wait_for_save(self) -> None:
         """Behind the forward. vLLM also calls this behind one that has failed, while its error is
         on its way: then the blocks hold anything."""
-        if self._copies is None or self._plan is None or self._current is None:
+        if self._copies is None or self._connector_metadata is None or self._current is None:
             return
-        if sys.exc_info()[0] is None and self._plan.weights == self._current.count:
-            self._copies.save(self._plan)
+        if sys.exc_info()[0] is None and self._connector_metadata.weights == self._current.count:
+            self._copies.save(self._connector_metadata)
 
     def stats(self) -> Mapping[str, int]:
         """As PageStore.stats(); "no buffer": pages of this worker that were not saved."""
-        if self._copies is None:
-            return {}
-        return self._copies.stats()
+        return self._copies.stats() if self._copies is not None else {}
 
     def flush(self) -> None:
         """Return once all that this worker has saved is in files."""
@@ -700,10 +642,9 @@ class Connector:
 
     def shutdown(self) -> None:
         """Store what was saved, and close."""
-        if self._copies is not None:
-            self._copies.close()
-        if self._promises is not None:
-            self._promises.close()
+        for side in (self._copies, self._promises):
+            if side is not None:
+                side.close()
         if self._keeps is not None:
             os.close(self._keeps)
         self._copies = self._promises = self._keeps = self._current = None
@@ -713,7 +654,7 @@ def check(vllm_config: Any, kv_cache_config: Any) -> Any:
     """The group of layers whose pages are kept. Raises UsageError for what pages cannot hold."""
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     kinds = {name for group in groups for name in _kinds(group.kv_cache_spec)}
-    refused = {
+    reasons = {
         f"layers of several kinds: {', '.join(sorted(kinds))}": len(groups) > 1,
         f"layers of the kind {', '.join(sorted(kinds - HOLDS))}": bool(kinds - HOLDS),
         "a model that is cut over pipeline ranks": parallel.pipeline_parallel_size > 1,
@@ -723,13 +664,10 @@ def check(vllm_config: Any, kv_cache_config: Any) -> Any:
         "a draft model": vllm_config.speculative_config is not None,
         "blocks without hashes": not vllm_config.cache_config.enable_prefix_caching,
     }
-    for name, is_so in refused.items():
-        if is_so:
-            raise UsageError(
-                "pages of this engine cannot be kept",
-                facts={"expected": "full attention in all layers, on one host", "got": name},
-                hint="leave StateholdConnector out of kv_transfer_config for this model",
-            )
+    for name in (name for name, is_so in reasons.items() if is_so):
+        expected = "full attention in all layers, on one host"
+        hint = "leave StateholdConnector out of kv_transfer_config for this model"
+        raise refused("pages of this engine cannot be kept", expected, name, hint)
     return groups[0]
 
 

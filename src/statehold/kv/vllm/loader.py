@@ -24,7 +24,7 @@ import torch
 from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
-from statehold.errors import UsageError
+from statehold.errors import UsageError, refused
 from statehold.io.clients import open_engine
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.opening import Sums, serve
@@ -44,10 +44,7 @@ _STAGING_BYTES = 16 * _BUFFER_BYTES
 # Of whole tensors that are in memory before vLLM takes them.
 _GROUP_BYTES = 512 * MiB
 _FACTS = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "element_size")),
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
 }
 
@@ -112,13 +109,13 @@ class StepReader:
         found = {}
         for name, value in _tensors(tree, ""):
             if id(value) not in made:
-                facts = {"step": where, "tensor": name, "got": type(value).__name__}
-                raise UsageError("vLLM takes plain tensors", facts=facts)
+                got, of = type(value).__name__, {"step": where, "tensor": name}
+                raise refused("vLLM takes plain tensors", "a tensor", got, **of)
             found[name] = StepPart(made[id(value)], value.dtype, Box.whole(value.shape))
         if not found:
-            facts = {"step": where, "got": type(tree).__name__}
             hint = 'say which part of the state is the model: {"name": "model"}'
-            raise UsageError("this part of the step has no tensors", facts=facts, hint=hint)
+            summary, got = "this part of the step has no tensors", type(tree).__name__
+            raise refused(summary, "a module", got, hint, step=where)
         return found
 
     def sums(self) -> Sums:
@@ -141,9 +138,9 @@ class StepReader:
             for chunk in self._chunks(part):
                 cut = chunk.box.intersection(part.box)
                 assert cut is not None
-                inside = _moved(cut, chunk.box)
-                to = target[tuple(map(slice, *_span(_moved(cut, part.box))))]
-                plan.place(part.name, chunk, inside, to)
+                there = cut.relative_to(part.box)
+                to = target[tuple(map(slice, there.offsets, there.ends))]
+                plan.place(part.name, chunk, cut.relative_to(chunk.box), to)
             self.read_bytes += part.nbytes
         reading = plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}")
         reading.finish()
@@ -175,16 +172,6 @@ def _tensors(node: Any, above: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, Mapping):
         for key, item in node.items():
             yield from _tensors(item, f"{above}.{key}" if above else str(key))
-
-
-def _moved(box: Box, into: Box) -> Box:
-    """The box, as counted from the first element of another."""
-    offsets = (at - begin for at, begin in zip(box.offsets, into.offsets, strict=True))
-    return Box(tuple(offsets), box.shape)
-
-
-def _span(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return box.offsets, box.ends
 
 
 class Later(torch.Tensor):
@@ -227,8 +214,7 @@ def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
     Raises UsageError for options that make no sense, and as statehold.load() does.
     """
     if unknown := sorted(set(options) - {"run", "name"}):
-        facts = {"expected": "run, name", "got": ", ".join(unknown)}
-        raise UsageError("the loader has no such option", facts=facts)
+        raise refused("the loader has no such option", "run, name", ", ".join(unknown))
     if "run" not in options:
         hint = 'give model_loader_extra_config={"run": "runs/llama"}'
         raise UsageError("the loader needs a run", hint=hint)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, refused
 from statehold.kv.identity import folded, identity
 from statehold.kv.page import IDENTITY_BYTES
 from statehold.kv.store import DEADLINE_S, PageStore
@@ -63,8 +63,8 @@ class PagesOptions:
         """Raises UsageError for names that mean nothing, and without a path."""
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            facts = {"expected": ", ".join(known), "got": ", ".join(unknown)}
-            raise UsageError("the pages of vLLM have no such option", facts=facts)
+            summary = "the pages of vLLM have no such option"
+            raise refused(summary, ", ".join(known), ", ".join(unknown))
         if not given.get("path"):
             hint = 'give kv_connector_extra_config={"path": "/nvme/kv"}'
             raise UsageError("the pages of vLLM need a directory", hint=hint)
@@ -73,13 +73,9 @@ class PagesOptions:
     def opened(self, page_bytes: int, identity: bytes) -> PageStore:
         """The store of pages. Raises as PageStore does."""
         return PageStore(
-            self.path,
-            page_bytes=page_bytes,
-            capacity=self.capacity,
-            memory=self.memory,
-            identity=identity,
-            deadline_s=self.deadline_s,
-        )
+            self.path, page_bytes=page_bytes, capacity=self.capacity, memory=self.memory,
+            identity=identity, deadline_s=self.deadline_s,
+        )  # fmt: skip
 
     def identity_of(
         self, model: str, config: Mapping[str, Any] | None = None, **layout: Any
@@ -93,11 +89,9 @@ class PagesOptions:
             return folded(_serves[0], config or {}, facts)
         weights = self.weights or model
         if not os.path.exists(weights.partition("@")[0]):
-            raise UsageError(
-                "the weights of these pages are not known",
-                facts={"expected": "a directory, or a step of a run", "got": weights},
-                hint="give the option weights= the directory that vLLM has loaded",
-            )
+            hint = "give the option weights= the directory that vLLM has loaded"
+            expected = "a directory, or a step of a run"
+            raise refused("the weights of these pages are not known", expected, weights, hint)
         return identity(weights, config, **facts)
 
 
@@ -107,6 +101,6 @@ def _from_hex(text: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != IDENTITY_BYTES:
-        facts = {"expected": f"{2 * IDENTITY_BYTES} hexadecimal digits", "got": text}
-        raise UsageError("not an identity of pages", facts=facts)
+        expected = f"{2 * IDENTITY_BYTES} hexadecimal digits"
+        raise refused("not an identity of pages", expected, text)
     return raw

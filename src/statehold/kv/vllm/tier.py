@@ -86,36 +86,28 @@ class Tier:
 
     def _submit(self, job: Any, *, is_load: bool) -> None:
         keys, size = [bytes(key) for key in job.keys], self._chunk_bytes
-        chunks = [
-            self._chunks[at * size : (at + 1) * size]
-            for at in (int(each) for each in job.chunk_ids)
-        ]
+        chunks = [self._chunks[int(at) * size :][:size] for at in job.chunk_ids]
         batch = self._store.get(keys, chunks) if is_load else self._store.put(keys, chunks)
         self._jobs.append(_Job(job.job_id, job.req_context.req_id, keys, batch, is_load))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """The jobs that are over since the last call."""
-        over, left = list[_Job](), list[_Job]()
-        for job in self._jobs:
-            (over if job.is_over else left).append(job)
-        self._jobs = left
+        over = [job for job in self._jobs if job.is_over]
+        self._jobs = [job for job in self._jobs if job not in over]
         return [self._finish(job) for job in over]
 
     def _finish(self, job: _Job) -> Any:
         verdicts = job.batch.wait()
-        good = tuple(
-            key for key, verdict in zip(job.keys, verdicts, strict=True) if verdict in _GOOD
-        )
+        good = tuple(key for key, each in zip(job.keys, verdicts, strict=True) if each in _GOOD)
         is_whole = len(good) == len(job.keys)
         if job.is_load and not is_whole:
             self._failed[job.request].update(set(job.keys) - set(good))
         return self.Result(
-            job_id=job.job_id,
-            success=is_whole,
+            job_id=job.job_id, success=is_whole,
             successful_keys=good if job.is_load and good and not is_whole else None,
             transfer_time=time.monotonic() - job.begun_s,
             transfer_bytes=len(good) * self._chunk_bytes,
-        )
+        )  # fmt: skip
 
     def has_pending_work(self) -> bool:
         """Whether vLLM has to poll although it has no requests."""
@@ -154,22 +146,16 @@ def _derived() -> type[Any]:
         Result, Wish = JobResult, RequestOffloadingContext
 
         def __init__(
-            self,
-            offloading_spec: Any,
-            primary_kv_view: memoryview,
-            tier_type: str,
-            backpressure_detector: Any = None,
-            **options: Any,
-        ) -> None:
+            self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+            backpressure_detector: Any = None, **options: Any,
+        ) -> None:  # fmt: skip
             SecondaryTierManager.__init__(
                 self, offloading_spec, primary_kv_view, tier_type, backpressure_detector
             )
             found = PagesOptions.of(options)
-            identity = found.identity_of(
-                offloading_spec.config.model.name,
-                version=__version__,
-                chunk=_layout(offloading_spec.config),
-            )
+            config = offloading_spec.config
+            layout = {"version": __version__, "chunk": _layout(config)}
+            identity = found.identity_of(config.model.name, **layout)
             page_bytes = primary_kv_view.nbytes // len(primary_kv_view)
             self.begin(found.opened(page_bytes, identity), primary_kv_view)
 
@@ -183,15 +169,9 @@ def _layout(config: Any) -> list[Any]:
         parallel.pop(name, None)
     groups = [[each.tokens_per_block, list(each.layer_names)] for each in config.groups]
     return [
-        groups,
-        parallel,
-        asdict(config.cache),
-        config.model.dtype,
-        config.kv_cache_layout,
-        config.canonical_layout,
-        config.replicated_layout,
-        config.worker_kv_bytes_per_block,
-    ]
+        groups, parallel, asdict(config.cache), config.model.dtype, config.kv_cache_layout,
+        config.canonical_layout, config.replicated_layout, config.worker_kv_bytes_per_block,
+    ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from statehold.errors import UsageError
+from statehold.errors import refused
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.loader import StepReader
 from statehold.kv.vllm.opening import Sums, serve, served
@@ -50,9 +50,9 @@ def _read(place: StepPlace, name: str) -> OtherWeights:
     with contextlib.closing(StepReader(place, name)) as reader:
         sums, known = reader.sums(), served()
         if known and known.keys() != sums.keys():
-            more = sorted(known.keys() ^ sums.keys())
-            facts = {"step": place.label, "expected": f"{len(known)} tensors", "got": more[0]}
-            raise UsageError("the step has other tensors than the one that is served", facts=facts)
+            summary = "the step has other tensors than the one that is served"
+            got = min(known.keys() ^ sums.keys())
+            raise refused(summary, f"{len(known)} tensors", got, step=place.label)
         changed = {layer_of(each) for each in sums if sums[each] != known.get(each)}
         names = [each for each in sums if layer_of(each) in changed]
         read = reader.read([reader.parts[each] for each in names])
