@@ -2,9 +2,11 @@
 
     Worker    one thread, and its calls in order
     Crew      several threads, and a Task for each call, which waits for its end
+    Flag      what one thread sets and others wait for
 
 An exception from a signal's handler can come between two instructions of a caller. An executor
-takes a threading.Condition in submit(): its lock stays taken then, and its thread waits for ever.
+takes a threading.Condition in submit(), and a threading.Event in wait() and set(): the lock stays
+taken then, and other threads wait for ever.
 A SimpleQueue is written in C: a handler runs before or after put(), never inside it. The same holds
 for `with` and a Lock.
 
@@ -32,6 +34,33 @@ _Actions = queue.SimpleQueue[Action | None]
 Woken = queue.SimpleQueue[None]
 
 
+class Flag:
+    """A threading.Event that a signal's handler may set, and whose waiters may be interrupted."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one at least once it is set
+
+    def set(self) -> None:
+        """From any thread, and any number of times."""
+        try:
+            self.is_set = True
+        finally:
+            self._tokens.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set, after at most `timeout` seconds (None: no limit)."""
+        if not self.is_set:
+            try:
+                self._tokens.get(timeout=None if timeout is None else max(0.0, timeout))
+            except queue.Empty:
+                pass
+            finally:
+                if self.is_set:
+                    self._tokens.put(None)
+        return self.is_set
+
+
 class _Threads:
     """They start now: no thread can start while a program ends. Raises RuntimeError.
 
@@ -56,20 +85,16 @@ class _Threads:
 class Worker(_Threads):
     """One thread."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        (self._thread,) = self._threads
-
     def submit(self, action: Action) -> None:
         """Make the call after those that were submitted before. Raises RuntimeError after close."""
         if self._is_closed:
-            raise RuntimeError(f"the thread {self._thread.name} has ended")
+            raise RuntimeError(f"the thread {self._threads[0].name} has ended")
         self._actions.put(action)
 
     def passed(self, until: float | None) -> bool:
         """Whether all calls so far are made. Waits, at most until then on the monotonic clock, and
         not for a worker that was left."""
-        if self._thread not in _awaited:
+        if self._threads[0] not in _awaited:
             return True
         latch = threading.Lock()  # of this call alone: nobody waits for it if it stays taken
         latch.acquire()
@@ -79,12 +104,7 @@ class Worker(_Threads):
     def leave(self) -> None:
         """Have nobody wait for the thread any more, not even the end of the program."""
         self._is_closed = True
-        _awaited.pop(self._thread, None)
-
-    def close(self) -> None:
-        """Return once all calls are made and the thread has ended, or the worker is left."""
-        self._is_closed = True
-        _end(self._thread, self._actions)
+        _awaited.pop(self._threads[0], None)
 
 
 class Task(Generic[T]):
