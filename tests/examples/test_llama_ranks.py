@@ -45,6 +45,7 @@ def trained(step: int, loss: float) -> dict[str, object]:
     return {"event": "step", "step": step, "loss": loss.hex(), "step_s": 0.1, "blocked_s": 0.0}
 
 
+@pytest.mark.thorough
 def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")

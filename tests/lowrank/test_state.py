@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ def restored_by_others(rank: int, world: int, runs: str) -> list[tuple[str, str,
     return found
 
 
+@pytest.mark.thorough
 def test_every_layout_restores_into_every_other(tmp_path: Path) -> None:
     for found in run_ranks(restored_by_others, 2, tmp_path, str(tmp_path)):
         assert len(found) == 16
@@ -107,6 +109,7 @@ def save_at(rank: int, world: int, run: str, layout: str) -> list[Tensor]:
     return values(state)
 
 
+@pytest.mark.thorough
 def test_a_step_goes_from_two_ranks_to_one_and_to_four(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     expected = run_ranks(save_at, 2, tmp_path, run, "grouped")[0]

@@ -103,6 +103,7 @@ def dealt(members: int, seed: int) -> Callable[[int], list[list[int]]]:
     return shares
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("octaves", [0, 40])
 def test_bits_do_not_depend_on_the_members(dtype: torch.dtype, octaves: int) -> None:
