@@ -3,6 +3,7 @@
     Worker    one thread, and its calls in order
     Crew      several threads, and a Task for each call, which waits for its end
     Flag      what one thread sets and others wait for
+    Thread    what others wait for the end of
 
 An exception from a signal's handler can come between two instructions of a caller. An executor
 takes a threading.Condition in submit(), and a threading.Event in wait() and set(): the lock stays
@@ -17,6 +18,7 @@ never return: so its thread is a daemon.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -59,6 +61,30 @@ class Flag:
                 if self.is_set:
                     self._tokens.put(None)
         return self.is_set
+
+
+class Thread(threading.Thread):
+    """A thread whose end can be waited for again after Ctrl-C. After an interrupted join(), that of
+    threading takes a thread that runs for one that has ended (CPython 3.10 to 3.12)."""
+
+    def __init__(
+        self, target: Callable[..., object], name: str, *args: object, daemon: bool = True
+    ) -> None:
+        super().__init__(None, target, name, args, daemon=daemon)
+        self._over, self._pid = Flag(), os.getpid()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._over.set()
+
+    def is_alive(self) -> bool:
+        return self.ident is not None and not self._over.is_set and self._pid == os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        if not self.is_alive() or self._over.wait(timeout):
+            super().join(timeout)
 
 
 class _Threads:
@@ -162,7 +188,7 @@ _LOOK_S = 1.0
 
 def _started(name: str, actions: _Actions, begin: Action = int) -> threading.Thread:
     """The thread does not hold what owns it, and ends if that is dropped."""
-    thread = threading.Thread(target=_work, args=(actions, begin), name=name, daemon=True)
+    thread = Thread(_work, name, actions, begin)
     thread.start()
     _awaited[thread] = actions
     return thread

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statehold.process.worker import Flag
+from statehold.process.worker import Flag, Thread
 from statehold.resilience import gloo, nccl
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import MeetingPlace
@@ -106,7 +106,7 @@ class Groups:
         self._lock = threading.Lock()
         self._running: set[PendingOperation] = set()
         self._kept: list[object] = []
-        self._thread = threading.Thread(target=self._live, name="statehold-groups", daemon=True)
+        self._thread = Thread(self._live, "statehold-groups")
         _alive.add(self)
         self._thread.start()
         while not self._built.wait(_POLL_S):

@@ -1,4 +1,5 @@
-"""A flag is usable after Ctrl-C anywhere in wait() and set(), and whoever waits for it goes on."""
+"""Ctrl-C anywhere in a wait for a flag or a thread: both can be waited for again, and the end of a
+program ends all that is open."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import threading
 
 import pytest
 
-from statehold.process.worker import Flag
+from statehold.process import ending
+from statehold.process.worker import Flag, Thread
 from support.faults import DEADLINE_S
 from support.interrupts import ends, interrupt_everywhere
 
@@ -67,3 +69,44 @@ def test_a_wait_ends_after_its_time() -> None:
     assert not flag.wait(0.001)
     flag.set()
     assert flag.wait(-1)
+
+
+def test_after_ctrl_c_in_join_a_thread_that_runs_is_waited_for_again() -> None:
+    class Waiting(Thread):
+        def __init__(self) -> None:
+            self.goes_on = Flag()
+            super().__init__(self.goes_on.wait, "waiting")
+            self.start()
+
+    def ends_once_it_is_told(thread: Waiting) -> None:
+        assert thread.is_alive()
+        assert not ended_in_time(thread, 0.001)
+        thread.goes_on.set()
+        assert ended_in_time(thread, DEADLINE_S)
+
+    def ended_in_time(thread: Waiting, timeout: float) -> bool:
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    waits = [Thread.join, threading.Thread.join, Flag.wait]
+    waits += [getattr(threading.Thread, "_wait_for_tstate_lock", threading.Thread.join)]
+    assert "wait" in interrupt_everywhere(
+        waits, Waiting, lambda thread: thread.join(0.001), ends_once_it_is_told
+    )
+
+
+def test_ctrl_c_in_the_end_of_one_object_ends_the_others_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Open:
+        def _end(self) -> None:
+            ended.append(self)
+            if len(ended) == 2:
+                raise KeyboardInterrupt
+
+    ended: list[Open] = []
+    several = [Open() for _ in range(3)]
+    monkeypatch.setattr(ending, "_open", set(several))
+    with pytest.raises(KeyboardInterrupt):
+        ending.end_all()
+    assert set(ended) == set(several)
