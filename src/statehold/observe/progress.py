@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 
 from statehold.observe.background_log import BackgroundLog
-from statehold.process.worker import Thread
 from statehold.units import format_bytes, format_seconds
 
 FIRST_S = 5.0
@@ -44,7 +43,7 @@ class Progress:
         self._lasts = threading.Lock()  # until it ends; in C, for whoever is interrupted
         self._lasts.acquire()
         self._begin_s = time.perf_counter()
-        self._thread = Thread(self._run, "statehold-progress")
+        self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)
 
     def __enter__(self) -> None:
         with contextlib.suppress(RuntimeError):  # no more threads: then it logs nothing
