@@ -22,7 +22,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test campaigns integrations serving sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
+.PHONY: help setup build demo test thorough campaigns integrations serving sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -36,10 +36,14 @@ demo: setup  ## train a small Llama, kill it during a save, resume, compare; RAN
 	@$(bin)/python examples/llama/demo.py --ranks $(if $(LOWRANK),2 --low-rank 32,$(RANKS)) \
 	  $(if $(OFFLOAD),--offload) $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
 
-test:  ## the C++ and the Python tests
+test:  ## the everyday suite, C++ and Python: minutes
 	@tools/setup_env.sh --tests
 	@$(compile_tests) & $(bin)/ctest --test-dir build/dev --output-on-failure --no-tests=error && wait
-	@$(pytest) $(ARGS)
+	@$(pytest) -m "not thorough" $(ARGS)
+
+thorough:  ## the tests that the everyday suite leaves out, because each takes seconds
+	@tools/setup_env.sh --tests
+	@$(pytest) -m thorough $(ARGS)
 
 campaigns: export STATEHOLD_SEED := $(or $(STATEHOLD_SEED),$(shell date +%s))
 campaigns: export STATEHOLD_CRASH_KILLS = 1000

@@ -53,6 +53,7 @@ def why_no_container() -> str | None:
     return done.stderr.strip() or "unshare failed" if done.returncode else None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(why_no_container() is not None, reason=str(why_no_container()))
 def test_the_first_process_of_a_container_waits_for_its_agents(tmp_path: Path) -> None:
     """Nobody else does: they would be there as zombies."""

@@ -35,6 +35,7 @@ from support.seeds import SEED
 KILLS = int(os.environ.get("STATEHOLD_AGENT_KILLS", "4"))
 
 
+@pytest.mark.thorough
 def test_kills_at_random_moments(trainers: Trainers) -> None:
     """Each time all that was in memory is then lost, as in a restart of the host."""
     chance = random.Random(SEED)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import statehold
@@ -119,6 +120,7 @@ def test_an_agent_of_an_older_trainer_makes_room_for_the_next_one(trainers: Trai
     check_intact(trainers.run, newest)
 
 
+@pytest.mark.thorough
 def test_a_level_that_fails_is_passed_over_and_named(trainers: Trainers, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     blocked, other = str(tmp_path / "file" / "away"), str(tmp_path / "other")

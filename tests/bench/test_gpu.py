@@ -51,6 +51,7 @@ def _figures(whole: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for found in whole["checks"].values() for each in found}
 
 
+@pytest.mark.thorough
 def test_every_check_is_in_the_table(bench: Any, whole: dict[str, Any]) -> None:
     assert list(whole["checks"]) == list(bench.checks.CHECKS)
     for name, found in whole["checks"].items():

@@ -52,6 +52,7 @@ def test_checksums_are_why_it_was_slow(schedule: Any) -> None:
     assert late.gate(0) > 2 * first.gate(0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffers", [2, 4, 64])
 def test_with_less_staging_memory_the_disk_sets_the_rate(schedule: Any, buffers: int) -> None:
     found = schedule.saved(WHOLE, buffers * schedule.BUFFER)

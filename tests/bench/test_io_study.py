@@ -134,6 +134,7 @@ def test_the_first_error_of_a_thread_is_raised() -> None:
     assert set(range(5)) <= set(done)
 
 
+@pytest.mark.thorough
 def test_the_study_writes_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_restarts_are_compared_with_the_disk(rows: dict[str, dict[str, Any]]) -> None:
     assert set(rows["restart"]) == {"memory", "disk", "warm"}
     assert rows["restart"]["disk"]["faster"]["median"] == 1

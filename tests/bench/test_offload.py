@@ -32,6 +32,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     return on_two_paths
 
 
+@pytest.mark.thorough
 def test_the_ideas_are_measured_and_the_bits_compared(run) -> None:
     found, text = run("host,ideas")
     assert [len(records) for records in found.values()] == [3, 5]
@@ -46,6 +47,7 @@ def test_the_other_groups_run(run) -> None:
     assert [len(records) for records in found.values()] == [3, 2, 3]
 
 
+@pytest.mark.thorough
 def test_deepspeed_is_skipped_with_a_reason(run) -> None:
     found, text = run("peers")
     assert [record["name"] for record in found["peers"]] == [
@@ -63,6 +65,7 @@ def test_without_a_device_its_cases_are_skipped(run) -> None:
     assert text.count("torch finds no device") == 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("index", range(1, 7))
 def test_cases_on_a_device(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     from bench.offload import cases

@@ -39,6 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.thorough
 def test_saves_of_all_ranks_are_measured(results: dict[str, Any]) -> None:
     rows = {row["peer"]: row for row in results["summary"]["save"]}
     assert set(rows) >= PEERS

@@ -13,6 +13,7 @@ from support.benches import ROOT
 pytest.importorskip("torch")
 
 
+@pytest.mark.thorough
 def test_every_kind_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm")

@@ -21,6 +21,7 @@ def found(tmp_path: Path, *groups: str) -> dict[str, dict[str, object]]:
     }
 
 
+@pytest.mark.thorough
 def test_every_group_runs(tmp_path: Path) -> None:
     groups = found(tmp_path, "lora", "proof", "full", "many", "fork")
     assert all(group["rows"] and group["targets"] for group in groups.values())
@@ -30,6 +31,7 @@ def test_every_group_runs(tmp_path: Path) -> None:
     assert groups["many"]["facts"]["steps that made them"] > 2
 
 
+@pytest.mark.thorough
 def test_a_later_step_sends_its_own_bytes_alone(tmp_path: Path) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
     told = {each["what"]: each["is_met"] for each in found(tmp_path, "sweep")["sweep"]["targets"]}

@@ -57,6 +57,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_each_tensor_is_converted(
@@ -94,6 +95,7 @@ def test_each_tensor_is_converted(
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("eight", EIGHT_BITS)
 @pytest.mark.parametrize("other", [*FLOATS, torch.float8_e5m2])
 def test_floats_of_eight_bits_are_converted_both_ways(

@@ -98,6 +98,7 @@ def save_and_restore(run: Path, value: Any) -> Any:
     return state["value"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LEVELS)
 def test_depth_counts_over_the_whole_state(run: Path, name: str) -> None:
     levels, make = LEVELS[name]

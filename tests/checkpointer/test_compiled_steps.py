@@ -82,6 +82,7 @@ def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_compiled_before", [True, False])
 def test_a_compiled_step_waits(run: Path, is_compiled_before: bool) -> None:
     compiled = Compiled()
@@ -111,6 +112,7 @@ def test_no_step_is_compiled_anew_because_of_saves(run: Path) -> None:
     assert frames
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_compiled_before", [True, False])
 def test_a_save_waits_where_a_step_is_one_graph(
     run: Path, is_compiled_before: bool, caplog: pytest.LogCaptureFixture

@@ -91,6 +91,7 @@ def closing(loop: Loop) -> None:
     loop.save()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", [before, after, in_place, accumulating, clipping, closing])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_loops_without_a_warning(

@@ -196,6 +196,7 @@ def test_an_error_while_a_restore_begins_to_read_stops_the_read(
         assert torch.equal(live["x"], torch.ones(STATE_BYTES))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_lock_of_the_standard_library(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "support.interrupted_conditions", str(tmp_path / "run")],

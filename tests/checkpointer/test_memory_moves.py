@@ -52,6 +52,7 @@ class Waiter:
         return self._wait_ended(stage, timeout)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("move", [share, put_into_a_queue, free])
 @pytest.mark.parametrize("form", ["whole", "a view into the middle"])
 def test_who_takes_the_memory_waits_until_it_is_copied(run: Path, move: Move, form: str) -> None:

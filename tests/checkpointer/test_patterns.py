@@ -48,6 +48,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("options", "given", "near"), WRONG)
 @pytest.mark.parametrize("step", [None, 7])
 def test_a_pattern_that_matches_nothing(

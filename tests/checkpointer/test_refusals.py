@@ -104,6 +104,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "base")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_url_becomes_no_directory(taker: str, base: str) -> None:
@@ -116,6 +117,7 @@ def test_a_url_becomes_no_directory(taker: str, base: str) -> None:
         assert statehold.open(base).steps() == [1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("words", COMMANDS)
 def test_nor_by_a_command(words: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
     for where in ELSEWHERE:

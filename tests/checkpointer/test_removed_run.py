@@ -79,6 +79,7 @@ def test_a_run_directory_that_another_job_has_made_meanwhile_is_its_own(tmp_path
         assert steps == [3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("removed", ["near", "run", "far"])
 def test_a_level_that_was_removed_is_taken_again_by_its_run(tmp_path: Path, removed: str) -> None:
     places = {name: tmp_path / name for name in ("near", "run", "far")}

@@ -92,6 +92,7 @@ def test_so_is_what_new_tensors_have_whatever_tensors_were_there_before(
     assert all(each > model.base_bytes for each in linked[3:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", [4, 200])  # 64 KiB, or 3 MiB: more than all staging memory
 def test_a_state_dict_may_change_as_soon_as_save_has_returned(fs: SimFs, layers: int) -> None:
     run = Run(fs, Tuned(layers), is_loose=True, keep=2)
@@ -286,6 +287,7 @@ def test_a_file_with_as_many_names_as_it_can_get_is_written_again(
     assert "share no files" not in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", ["open_write", "sync", "link", "sync_dir", "rename"])
 @pytest.mark.parametrize("skip", range(4))
 def test_after_a_failure_the_next_save_is_whole(fs: SimFs, operation: str, skip: int) -> None:

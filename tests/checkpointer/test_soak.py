@@ -19,6 +19,7 @@ WARM_ROUNDS = 4
 GAUGES = ["descriptors", "threads", "heap_bytes", "objects", "rss_bytes", "shared"]
 
 
+@pytest.mark.thorough
 def test_nothing_grows(tmp_path: Path) -> None:
     told = Soak(tmp_path, WARM_ROUNDS).run(0)
     assert "rounds" in told

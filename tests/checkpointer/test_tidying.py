@@ -26,6 +26,7 @@ def save(ckpt: Any, step: int) -> None:
     inside(ckpt).pipeline.drain()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", ["unlink", "rmdir"])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_what_cannot_be_deleted_fails_no_save(operation: str, reuse: bool) -> None:

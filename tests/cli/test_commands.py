@@ -430,6 +430,7 @@ def test_torch_is_asked_for(run: Path, words: str) -> None:
     assert "pip install torch" in ended.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -468,6 +469,7 @@ def test_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "prune", "doctor", "bench"])
 def test_nothing_imports_torch(command: str, run: Path) -> None:
     """NumPy only where there is something to compute."""

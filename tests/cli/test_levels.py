@@ -76,6 +76,7 @@ def test_a_report_asks_an_object_store_only_when_told_to(many: Path, ask: Asked)
         assert all(copy["integrity"]["intact"] for copy in step["copies"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", ["directory", "far", "cloud"])
 def test_a_flipped_byte_is_found_at_any_level(level: str, many: Path, ask: Asked) -> None:
     roots = {"directory": many, "far": many.parent / "far", "cloud": many.parent / "bucket/llama"}

@@ -61,6 +61,7 @@ def test_with_the_copies_a_host_may_have_all(host: Path, shared: Path, ask: Aske
     assert [each["state"] for each in found["copies"]] == ["committed", "committed"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", [".json", ".safetensors"])
 @pytest.mark.parametrize(("folder", "rank"), [("disk", 1), ("disk-copies", 2)])
 @pytest.mark.parametrize("lost", [True, False])

@@ -40,6 +40,7 @@ def files_of(run: Path, step: int, kind: str) -> list[Path]:
     return sorted((run / f"step-{step:012d}").glob(f"*.{kind}"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["safetensors", "json"])
 def test_the_steps_that_count(run_of: Path, ask: Asked, loss: str, kind: str) -> None:

@@ -31,6 +31,7 @@ def closed_pipe() -> int:
     return writer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["verify", "--help", "ls --json"])
 def test_a_reader_that_has_gone(run: Path, command: str) -> None:
     writer = closed_pipe()
@@ -62,6 +63,7 @@ def test_errors_that_nobody_reads(tmp_path: Path) -> None:
     assert code == codes.NOT_FOUND
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_streams_that_the_shell_closed(run: Path, closed: str) -> None:
     """Python has no stream there at all."""

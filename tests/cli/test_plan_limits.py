@@ -11,6 +11,7 @@ from statehold.cli import main
 GIVEN = ["plan", "resilience", "--mtbf", "3600", "--save-seconds", "5", "--steps", "10", "--json"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicas", ["1", "100000"])
 def test_an_answer_at_each_limit(capsys: pytest.CaptureFixture[str], replicas: str) -> None:
     pytest.importorskip("simpy")

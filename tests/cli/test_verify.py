@@ -100,6 +100,7 @@ def test_every_byte_of_a_step_of_one_rank(reader: SpanReader, run: Path) -> None
     check_flips(reader, run / "step-000000000002")
 
 
+@pytest.mark.thorough
 def test_every_byte_of_a_step_of_several_ranks(reader: SpanReader, shared: Path) -> None:
     check_flips(reader, shared / "step-000000000007")
 

@@ -105,6 +105,7 @@ def random_range(rng: random.Random, begin: int, size: int) -> tuple[int, int]:
     return grid[low], rng.choice(grid[low + 1 :])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(60))
 def test_a_box_of_a_chunk(disk: Disk, engine: _core.Engine, seed: int) -> None:
     rng = random.Random(seed)

@@ -71,6 +71,7 @@ STATES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STATES)
 def test_round_trip(disk: Disk, engine: _core.Engine, name: str) -> None:
     state = STATES[name]

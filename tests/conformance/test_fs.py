@@ -111,6 +111,7 @@ def test_directories_move_with_their_files(disk: Disk) -> None:
     assert fs.listdir(disk.path("c")) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("call", "expected"),
     [

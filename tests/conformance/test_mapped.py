@@ -97,6 +97,7 @@ def save_mapped(
     return file, finish(state.write(engine, file), state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("attached", ["from the start", "later"])
 def test_round_trip(memory: Disk, engine: _core.Engine, name: str, attached: str) -> None:
@@ -186,6 +187,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_it_outlives_the_process(memory: Disk) -> None:
     tests = Path(__file__).parents[1]
     env = os.environ | {"PYTHONPATH": str(tests)}

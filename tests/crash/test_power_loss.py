@@ -68,6 +68,7 @@ def check(fs: SimFs, committed: int) -> None:
             assert torch.equal(state["w"], content(step))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.filterwarnings("error")
 def test_power_loss_before_every_operation(seed: int) -> None:

@@ -103,6 +103,7 @@ def test_kill_before_every_operation(victim: Victim) -> None:
     assert list(victim.request(saves=1))[-1]["exit"] == 0
 
 
+@pytest.mark.thorough
 def test_kill_before_every_operation_where_names_cannot_be_exchanged(victim: Victim) -> None:
     """Of a step that is saved twice: the kernel refuses to exchange its directories."""
     (counts,) = [e["operations"] for e in victim.request(saves=1, again=True) if "operations" in e]
@@ -118,6 +119,7 @@ def test_kill_before_every_operation_where_names_cannot_be_exchanged(victim: Vic
     assert not list(victim.run.glob("*.replaced"))
 
 
+@pytest.mark.thorough
 def test_kill_before_every_operation_on_shared_files(sharing: Victim) -> None:
     (counts,) = [e["operations"] for e in sharing.request(saves=7) if "operations" in e]
     assert counts["link"] > 4
@@ -132,6 +134,7 @@ def test_kill_before_every_operation_on_shared_files(sharing: Victim) -> None:
     assert list(sharing.request(saves=1))[-1]["exit"] == 0
 
 
+@pytest.mark.thorough
 def test_kill_at_random_moments_while_files_are_shared(sharing: Victim) -> None:
     kill_at_random_moments(sharing)
     print(f"{sharing.linked} steps with links")

@@ -26,12 +26,14 @@ def outcomes(directory: Path) -> list[dict[str, str]]:
     return run_ranks(dcp_checks.outcomes, WORLD_SIZE, directory, str(directory))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(outcomes: list[dict[str, str]], check: str) -> None:
     failed = [f"rank {rank}: {found[check]}" for rank, found in enumerate(outcomes) if found[check]]
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.thorough
 def test_an_asynchronous_save_in_a_process_of_its_own(tmp_path: Path) -> None:
     run_ranks(dcp_checks.async_in_a_process, 2, tmp_path, str(tmp_path))
 

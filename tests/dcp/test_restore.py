@@ -17,6 +17,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", [4, 2])
 def test_on_ranks(saved: Path, world_size: int) -> None:
     run_ranks(dcp_restore_checks.restore, world_size, saved, str(saved))

@@ -42,6 +42,7 @@ def alternating(machine: Machine, dtypes: list[torch.dtype], **options: Any) -> 
 # -- bits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "dtypes", "every", "drains"),
     [
@@ -74,6 +75,7 @@ def test_every_rule_dtype_and_share(
     assert stats.misses > 0 or kind == "SGD"  # its state is small
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(SEED, SEED + TRAININGS))
 def test_whenever_the_device_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
@@ -238,6 +240,7 @@ def finds(folder: Path, seed: int | None, broken: tuple[Any, str, Any], *, drain
             return not hasty(machine, folder, drains=drains)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("defect", BROKEN)
 def test_a_hasty_device_finds_every_defect(tmp_path: Path, defect: str) -> None:
     *broken, seeds = BROKEN[defect]
@@ -327,6 +330,7 @@ def test_gradients_of_the_device_stay_there(machine: Machine) -> None:
 # -- the share ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("host", "expected"), [(2e9, 7), (1e9, 4), (1e3, 2), (3e9, None)])
 def test_the_share_comes_from_rates(
     machine: Machine,
@@ -391,6 +395,7 @@ def test_too_little_memory_is_refused_at_construction(machine: Machine) -> None:
 # -- failures, saves, restores --------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("operation", "drains"), [("read", False), ("write", True)])
 def test_a_path_that_fails_during_updates_on_the_device(
     machine: Machine, operation: str, drains: bool
@@ -508,6 +513,7 @@ def test_a_device_without_a_kernel_is_refused(
     assert not machine.pins.ranges
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("then", "drains"), [(None, True), (3, False)])
 def test_a_step_is_saved_right_after_an_update(
     tmp_path: Path, machine: Machine, drains: bool, then: int | None

@@ -33,6 +33,7 @@ def fail_when(machine: Machine, wanted: tuple[str, ...], after: int = 0) -> None
     machine.fails_at = fails
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wanted", OPERATIONS, ids="-".join)
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_save_says_so_and_gives_every_buffer_back(

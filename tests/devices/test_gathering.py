@@ -176,6 +176,7 @@ def test_updates_pass_while_strided_tensors_are_under_way(
             assert torch.equal(saved, live)
 
 
+@pytest.mark.thorough
 def test_launches_are_counted_by_buffers_and_not_by_tensors(
     tmp_path: Path, machine: Machine
 ) -> None:

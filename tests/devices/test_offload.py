@@ -30,6 +30,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MODES = pytest.mark.parametrize("drains", [False, True], ids=["step", "backward"])
 
 
+@pytest.mark.thorough
 @MODES
 @pytest.mark.parametrize("dtypes", [[F32], [BF16], [F16, F32]], ids=str)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -48,6 +49,7 @@ def test_every_rule_and_dtype(
     assert twins.ours.stats.misses > 0
 
 
+@pytest.mark.thorough
 @MODES
 @pytest.mark.parametrize("seed", range(SEED, SEED + 4))
 def test_whenever_the_device_works(
@@ -210,6 +212,7 @@ def test_weights_and_gradients_are_pinned_in_pieces(
     assert not machine.pins.ranges
 
 
+@pytest.mark.thorough
 def test_a_step_enters_a_lane_once_and_not_for_each_parameter(machine: Machine) -> None:
     """To enter one takes Python and the driver longer than a small copy."""
 
@@ -337,6 +340,7 @@ def test_a_device_that_fails_is_named_and_memory_stays_valid(
     twins.ours.close()
 
 
+@pytest.mark.thorough
 @MODES
 def test_a_step_is_saved_and_restored(tmp_path: Path, machine: Machine, drains: bool) -> None:
     def model_of(twins: Twins) -> torch.nn.ParameterList:

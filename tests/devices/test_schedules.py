@@ -12,6 +12,7 @@ from devices.schedules import BROKEN, finds, play
 COUNT = int(os.environ.get("STATEHOLD_DEVICE_SCHEDULES", "20"))
 
 
+@pytest.mark.thorough
 def test_every_step_is_what_was_saved(tmp_path: Path) -> None:
     for seed in range(COUNT):
         play(seed, tmp_path)
@@ -24,6 +25,7 @@ FIRST = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_defect_is_found(tmp_path: Path, name: str) -> None:
     """The threads decide, too, which schedule finds it: one of the next hundred, on most days."""

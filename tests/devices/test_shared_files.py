@@ -105,6 +105,7 @@ def test_what_needs_no_gradient_is_written_once(begun: Callable[..., Run]) -> No
     run.check()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cloned_bytes", [0, captured.CLONED_BYTES_MAX], ids=["ordered", "cloned"])
 def test_so_is_what_stays_the_same_in_a_state_dict(
     begun: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, cloned_bytes: int
@@ -123,6 +124,7 @@ def inodes(run: Run, step: int) -> set[int]:
     return {file.st_ino for file in files if file.st_nlink > 1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", [module, state_dict])
 @pytest.mark.parametrize("changes", [False, True], ids=["same", "changed"])
 def test_a_job_that_is_started_again_links_the_very_files(
@@ -148,6 +150,7 @@ def test_a_job_that_is_started_again_links_the_very_files(
     again.check()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("state", [module, state_dict])
 @pytest.mark.parametrize("layers", [(3,), range(LAYERS)], ids=["one layer", "all layers"])
 def test_a_change_that_nothing_counts_is_found(

@@ -207,6 +207,7 @@ def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     return lambda: b"llama/step-" in s3.request(s3_port, "GET", "/bucket?list-type=2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", [*PYTHON, INIT], ids=str)
 def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> None:
     where = (block.path.name, block.heading)
@@ -221,6 +222,7 @@ def test_a_block_runs_twice(block: Block, request: pytest.FixtureRequest) -> Non
         assert has_step()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("bucket")
 def test_the_guide_runs_from_top_to_bottom_with_the_training_that_it_gives() -> None:
     """As a reader does it: in one directory, with nothing added to what stands there."""
@@ -240,6 +242,7 @@ LOOPS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", LOOPS, ids=str)
 def test_the_first_loop_of_a_document_goes_on_bit_for_bit(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +281,7 @@ def test_a_block_of_bash_is_well_formed(block: Block) -> None:
     subprocess.run(["bash", "-n"], input=block.code, text=True, check=True)
 
 
+@pytest.mark.thorough
 def test_the_example_runs_twice(capsys: pytest.CaptureFixture[str]) -> None:
     code = runpy.run_path(str(ROOT / "examples/minimal.py"))
     for begin in (0, code["STEPS"]):

@@ -29,6 +29,7 @@ def evolution() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
+@pytest.mark.thorough
 def test_searches_and_their_family(
     evolution: ModuleType,
     tmp_path: Path,
@@ -52,6 +53,7 @@ def test_searches_and_their_family(
     assert not any(each["parent"] for each in json.loads(capsys.readouterr().out)["runs"])
 
 
+@pytest.mark.thorough
 def test_mutations_stay_in_the_space(evolution: ModuleType) -> None:
     space, rng = sys.modules["evolution_space"], random.Random(7)
     genes = space.random_genes(rng)

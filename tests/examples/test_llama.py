@@ -104,6 +104,7 @@ def test_a_shape_that_cannot_be_is_refused(llama, wrong):
 # -- the loader --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("taken", [0, 1, 77, 150, 151, 152, 400])  # an epoch has 151 batches
 def test_a_loader_resumes_exactly(llama, taken):
     original, resumed = loader(llama), loader(llama)
@@ -193,6 +194,7 @@ def test_a_run_keeps_its_settings(llama, tmp_path, capsys):
 # -- the programs ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_demo_dies_in_a_save_and_loses_nothing(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(llama.story_alone, "call", call)
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
@@ -226,6 +228,7 @@ def test_the_demo_removes_nothing_but_demos(llama, tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.thorough
 def test_the_minimal_example_resumes_after_a_kill(tmp_path):
     def lines_until(wanted: str) -> list[str]:
         words = ["-c", BY_LINES, EXAMPLES / "minimal.py", tmp_path / "run"]

@@ -37,6 +37,7 @@ def demo(llama: SimpleNamespace, out: Path, rate: str) -> object:
     return llama.story.Demo(out=out, steps=5, kill_at=3, options=options, offload=paths)
 
 
+@pytest.mark.thorough
 def test_the_story_in_small(llama, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(llama.story_offload, "call", call)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")

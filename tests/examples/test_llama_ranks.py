@@ -49,6 +49,7 @@ def trained(step: int, loss: float) -> dict[str, object]:
     return {"event": "step", "step": step, "loss": loss.hex(), "step_s": 0.1, "blocked_s": 0.0}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, pytest.param(16, marks=in_campaigns)])
 def test_the_demo_loses_a_rank_and_resumes_on_the_others(llama, tmp_path, monkeypatch, capfd, rank):
     """rank: of low-rank pairs; 0 for linear layers."""

@@ -34,6 +34,7 @@ def llama() -> Iterator[SimpleNamespace]:
         yield modules
 
 
+@pytest.mark.thorough
 def test_replicas_die_and_hang_and_come_back(llama, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")

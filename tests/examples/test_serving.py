@@ -15,6 +15,7 @@ pytest.importorskip("statehold._core", reason="the native module is not built")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_every_answer_comes_from_one_whole_step(tmp_path: Path) -> None:
     done = scripts.run(
         [str(ROOT / "examples/serving.py"), str(tmp_path)],

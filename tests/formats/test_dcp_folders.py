@@ -36,6 +36,7 @@ def state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("small_bytes", [archives.SMALL_BYTES, 50])
 def test_a_state_goes_out_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_bytes: int
@@ -137,6 +138,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["by name", "flattened", "state_dict()"])
 @pytest.mark.parametrize("below", [False, True])
 def test_optimizers_of_dcp_restore_after_an_import(tmp_path: Path, form: str, below: bool) -> None:

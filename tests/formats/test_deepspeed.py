@@ -32,6 +32,7 @@ def check(state: dict[str, Any]) -> None:
     assert (state["deepspeed"]["global_steps"], state["deepspeed"]["mine"]) == (3, {"epoch": 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("classes")
 @pytest.mark.parametrize("latest", [True, False])
 @pytest.mark.parametrize("ranks", [1, 3, 4])

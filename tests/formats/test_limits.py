@@ -139,6 +139,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tmp_path_factory.mktemp("large") / "run", 1, {"model": {"w": weights}})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
 def test_memory_does_not_grow_with_the_state(tmp_path: Path, large: str, kind: str) -> None:
     code, kib = run_script(MEASURED, kind, large, tmp_path / "out")

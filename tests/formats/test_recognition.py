@@ -212,6 +212,7 @@ def made(make: Callable[[Path], Path], where: Path) -> Path:
     return make(where / "source")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "name"), SAMPLES)
 def test_both_read_the_same_tensors(tmp_path: Path, make: Any, name: str) -> None:
     source = made(make, tmp_path)

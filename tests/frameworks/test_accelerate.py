@@ -144,6 +144,7 @@ def evaluated(run: Path, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_evaluations_draw_the_same_numbers_after_a_restore(tmp_path: Path, step: int) -> None:
     whole = evaluated(tmp_path / "whole", 5)

@@ -82,6 +82,7 @@ def by_its_name(d: Path) -> str:
     return f"{d}/first@3"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "way", [of_another_run, with_a_slash, relative, moved, linked, by_its_directory, by_its_name]
 )
@@ -102,6 +103,7 @@ def test_a_checkpoint_of_another_run_resumes_whole(
         assert sorted(os.listdir(tmp_path / "first")) == before  # it was only read
 
 
+@pytest.mark.thorough
 def test_the_same_path_in_the_own_run(tmp_path: Path, whole: Any) -> None:
     stopped(tmp_path / "out", 5)
     again = trainer(tmp_path / "out")
@@ -110,6 +112,7 @@ def test_the_same_path_in_the_own_run(tmp_path: Path, whole: Any) -> None:
     assert committed(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_a_job_that_always_names_the_other_run_can_be_started_again(
     tmp_path: Path, whole: Any
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_job_that_always_names_the_other_run_can_be_started_again(
     assert committed(tmp_path / "out") == [3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_so_can_one_that_goes_back_to_the_best_step(tmp_path: Path, whole: Any) -> None:
     """Of which only the folder has the files by now."""
     out = tmp_path / "out"
@@ -159,6 +163,7 @@ class NoMemory(TrainerCallback):  # type: ignore[misc]
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [None, 1])
 @pytest.mark.parametrize("resume", [None, True, "checkpoint-2"])
 @pytest.mark.parametrize("fails_at", [2, 4])
@@ -229,6 +234,7 @@ class Shadow(TrainerCallback):  # type: ignore[misc]
             self.shadow.weight.add_(state.global_step)
 
 
+@pytest.mark.thorough
 def test_models_that_change_beside_it_come_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +288,7 @@ class Holds(TrainerCallback):  # type: ignore[misc]
         return [*inside, *self.centers.values(), self.center]
 
 
+@pytest.mark.thorough
 def test_so_do_tensors_and_models_in_objects(tmp_path: Path) -> None:
     left, again = Holds(), Holds()
     trainer(tmp_path / "whole", more=[left]).train()
@@ -294,6 +301,7 @@ def test_so_do_tensors_and_models_in_objects(tmp_path: Path) -> None:
     assert all(map(torch.equal, again.moving(), left.moving()))
 
 
+@pytest.mark.thorough
 def test_a_step_has_a_model_beside_as_it_was_in_the_save(tmp_path: Path) -> None:
     """Whenever it changes next, and though its version counter misses that."""
 
@@ -394,6 +402,7 @@ def killed_in_a_save(out: Path, step: int) -> None:
             path.unlink()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [1, 4])
 def test_the_newest_folder_of_a_killed_job_resumes_the_newest_step(
     tmp_path: Path, step: int, whole: Any, caplog: pytest.LogCaptureFixture

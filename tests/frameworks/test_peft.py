@@ -44,6 +44,7 @@ def train(model: Any, out: Path) -> Any:
     return trainer
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}])
 def test_a_step_holds_the_trained_part_only(tmp_path: Path, more: dict[str, Any]) -> None:
     model = adapted(**more)
@@ -105,6 +106,7 @@ def two_adapters(kind: str, seed: int) -> Any:
     return model, trained_before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_adapter_comes_back(tmp_path: Path, kind: str) -> None:
     model, frozen = two_adapters(kind, 1)

@@ -126,6 +126,7 @@ def test_a_rank_begins_that_looks_before_rank_0_has_made_the_directory(tmp_path:
     assert (tmp_path / "out/step-000000000001").is_dir()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_resumed_training_is_that_of_the_trainer(tmp_path: Path, step: int) -> None:
     stock = trainer(tmp_path / "stock", Trainer, logging_steps=3)
@@ -137,6 +138,7 @@ def test_a_resumed_training_is_that_of_the_trainer(tmp_path: Path, step: int) ->
     assert logged(again)[:-1] == logged(stock)[:-1]
 
 
+@pytest.mark.thorough
 def test_callbacks_and_schedulers_that_look_at_metrics_go_on(tmp_path: Path) -> None:
     changes = {
         "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
@@ -159,6 +161,7 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
     return texts
 
 
+@pytest.mark.thorough
 def test_what_differs_after_a_resume_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +192,7 @@ def test_another_kind_of_optimizer_is_one_difference_of_a_group(tmp_path: Path) 
     assert "differ in 2 places" in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = trainer(out)
@@ -204,6 +208,7 @@ def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
     assert logged(again)[:-1] == logged(whole)[:-1]
 
 
+@pytest.mark.thorough
 def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = trainer(out)
@@ -215,6 +220,7 @@ def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
         trainer(out).train(resume_from_checkpoint=str(out / "checkpoint-77"))
 
 
+@pytest.mark.thorough
 def test_a_folder_that_a_person_has_deleted_does_not_count(tmp_path: Path) -> None:
     out = tmp_path / "out"
     trainer(out).train()
@@ -232,6 +238,7 @@ def test_a_folder_that_a_person_has_deleted_does_not_count(tmp_path: Path) -> No
     assert begun == [4]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_the_trainer_itself_resumes(tmp_path: Path) -> None:
     out = tmp_path / "out"
     whole = trainer(tmp_path / "whole", Trainer)
@@ -252,6 +259,7 @@ def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:
 # -- which checkpoints stay ------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_limits_and_the_best_model_mean_the_same(tmp_path: Path, limit: int) -> None:
     changes = {
@@ -270,6 +278,7 @@ def test_limits_and_the_best_model_mean_the_same(tmp_path: Path, limit: int) -> 
     assert same_weights(reloaded, ours.model)
 
 
+@pytest.mark.thorough
 def test_every_checkpoint_opens_with_from_pretrained(tmp_path: Path) -> None:
     both(tmp_path)
     for step in range(1, STEPS + 1):
@@ -282,6 +291,7 @@ def test_every_checkpoint_opens_with_from_pretrained(tmp_path: Path) -> None:
     assert state["global_step"] == 4
 
 
+@pytest.mark.thorough
 def test_a_step_says_what_was_logged_at_it(tmp_path: Path) -> None:
     ours = trainer(tmp_path / "ours", eval_strategy="steps", eval_steps=2, learning_rate=0.1)
     ours.train()
@@ -310,6 +320,7 @@ def test_what_cannot_be_a_metric_fails_no_save() -> None:
 # -- other trainers --------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_overrides_saving_is_reached(tmp_path: Path) -> None:
     """TRL's trainers write a card and then call the Trainer."""
     carded: list[int] = []
@@ -327,6 +338,7 @@ def test_a_trainer_that_overrides_saving_is_reached(tmp_path: Path) -> None:
     assert (tmp_path / "out/step-000000000002").is_dir()
 
 
+@pytest.mark.thorough
 def test_levels_are_a_method(tmp_path: Path, memory: Callable[..., Any]) -> None:
     import statehold
 

@@ -45,6 +45,7 @@ def ranks(request: pytest.FixtureRequest) -> Any:
     fs.close()
 
 
+@pytest.mark.thorough
 def test_every_number_of_ranks_restores_it(ranks: Ranks) -> None:
     found = [blank() for _ in range(ranks.size)]
     if ranks.size == SIZE:

@@ -79,6 +79,7 @@ def cases() -> Cases:
     ]
 
 
+@pytest.mark.thorough
 @each_wrong(cases())
 def test_every_member(where: Where, value: Any) -> None:
     refused(changed(DOCUMENT, where, value))

@@ -215,6 +215,7 @@ def answered(connected: socket.socket) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [coordinator, desk, holder, files, figures])
 def test_an_endpoint_outlives_what_is_sent_to_it(
     kind: Callable[[Path], contextlib.AbstractContextManager[Endpoint]], tmp_path: Path

@@ -94,6 +94,7 @@ def flipped(restore: Callable[[], None], image: Image, stride: int, padding_stri
     return count
 
 
+@pytest.mark.thorough
 def test_a_step_of_one_rank(record_property: Callable[[str, object], None]) -> None:
     fs = SimFs(seed=1)
     with checkpointer_on(fs, RUN, **SMALL) as ckpt:
@@ -126,6 +127,7 @@ def load(fs: SimFs, into: dict[str, Any]) -> None:
         raise cause[0] from None
 
 
+@pytest.mark.thorough
 def test_a_step_of_one_rank_by_a_storage_reader() -> None:
     fs = SimFs(seed=1)
     with checkpointer_on(fs, RUN, **SMALL) as ckpt:
@@ -137,6 +139,7 @@ def test_a_step_of_one_rank_by_a_storage_reader() -> None:
     assert wanted["w"].equal(state(0)["w"])
 
 
+@pytest.mark.thorough
 def test_a_step_of_two_ranks() -> None:
     fs = SimFs(seed=1)
     with Ranks(fs, 2) as ranks:

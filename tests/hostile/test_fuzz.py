@@ -40,6 +40,7 @@ def test_findings_and_corpus(all_targets: Targets) -> None:
         all_targets.check(data)
 
 
+@pytest.mark.thorough
 def test_mutations(all_targets: Targets) -> None:
     pool, accepted, slowest_s = all_targets.seeds + stored("corpus"), 0, 0.0
     for seed in range(INPUTS):

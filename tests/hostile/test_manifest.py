@@ -106,6 +106,7 @@ def cases() -> Cases:
     return integers + strings + containers
 
 
+@pytest.mark.thorough
 @each_wrong(cases())
 def test_every_member(where: Where, value: Any) -> None:
     error = refused(seal(changed(DOCUMENT, where, value)))

@@ -121,6 +121,7 @@ def mesh_cases() -> Cases:
     ]
 
 
+@pytest.mark.thorough
 @each_wrong(cases())
 def test_every_member(where: Where, value: Any) -> None:
     refused(changed(DOCUMENT, where, value))

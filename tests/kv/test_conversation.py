@@ -148,6 +148,7 @@ with small_store(Path({path!r}), page_bytes={page_bytes}) as store:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "hits"), [(0, 40), (1, 0)])
 def test_a_second_process_has_the_same_tokens_and_other_weights_no_hits(
     llama: Any, tmp_path: Path, seed: int, hits: int

@@ -224,6 +224,7 @@ def test_the_prompt_leaves_no_memory_behind(llama: Any) -> None:
 # -- in a model ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_that_is_not_reached_changes_no_token(llama: Any, name: str) -> None:
     ids = sequence(30)
@@ -244,6 +245,7 @@ def test_attention_sees_the_kept_tokens_at_their_positions(llama: Any) -> None:
     must(not torch.allclose(expected, step(llama, more, stock), atol=1e-3))
 
 
+@pytest.mark.thorough
 def test_generate_goes_on_for_long(llama: Any) -> None:
     cache = evicting(llama, 24)
     found = generated(llama, sequence(50), cache, 60)

@@ -40,6 +40,7 @@ def llama() -> Any:
     return model()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [0, 3 * 60 * TOKEN_BYTES, "1GiB"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_tokens_are_those_of_a_dynamic_cache(

@@ -341,6 +341,7 @@ def leftovers(fs: SimFs) -> list[str]:
     return [name for name, _ in fs.listdir(FAR) if name.endswith(".partial")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_of_a_copy_may_fail_and_the_next_step_gets_there(operation: str) -> None:
     for skip in range(100):
@@ -451,6 +452,7 @@ def used(fs: SimFs, path: str) -> int:
     return total
 
 
+@pytest.mark.thorough
 def test_the_power_goes_off_before_every_change_of_a_copy() -> None:
     fs = SimFs(seed=1)
     with opened_on(fs, near={"keep": 2}, far={**LATER, "keep": 1}) as ckpt:

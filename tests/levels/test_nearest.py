@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("kind", "damage"), CASES)
 def test_a_bad_copy_is_passed_over_and_named(fs, size, kind, damage, caplog) -> None:

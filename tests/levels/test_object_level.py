@@ -43,6 +43,7 @@ def equal(state: dict[str, object], step: int) -> bool:
     )
 
 
+@pytest.mark.thorough
 def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with statehold.Checkpointer(run, levels=levels(tmp_path, every=2, keep=2), **SMALL) as ckpt:
@@ -106,6 +107,7 @@ def test_a_damaged_file_comes_from_the_store(tmp_path: Path, caplog: object) -> 
     assert "not intact at level directory" in caplog.text  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", [None, "wrong", "short"])
 def test_what_was_uploaded_whole_is_verified_and_not_uploaded_again(
     tmp_path: Path, damage: str | None, monkeypatch: pytest.MonkeyPatch

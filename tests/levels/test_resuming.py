@@ -96,6 +96,7 @@ def missing_bytes(fs: SimFs, step: int) -> int:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", range(BLOCKS + 2))
 def test_only_what_is_missing_travels(after: int, travelled: Travelled) -> None:
     fs = SimFs(seed=after)

@@ -199,6 +199,7 @@ def interrupt(run: Run, at: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.thorough
 def test_a_death_before_any_change_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,9 @@ def test_a_step_saved_again_is_due_and_an_older_one_never() -> None:
 
 
 class FakeTime:
-    """A clock, and the event that a throttle waits for: waiting is what makes time pass."""
+    """A clock, and the flag that a throttle waits for: waiting is what makes time pass."""
+
+    is_set = False
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -153,9 +155,6 @@ class FakeTime:
 
     def wait(self, timeout: float) -> bool:
         self.now_s += timeout
-        return False
-
-    def is_set(self) -> bool:
         return False
 
 

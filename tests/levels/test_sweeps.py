@@ -134,6 +134,7 @@ def test_a_parent_outlives_its_child(base: Run, child: Run, requests: Requests) 
     base.check({1, 2})
 
 
+@pytest.mark.thorough
 def test_each_run_deletes_its_own_objects(base: Run, child: Run, requests: Requests) -> None:
     child.save(3)
     copied = child.shared()
@@ -177,6 +178,7 @@ def test_a_store_that_cannot_copy_gets_uploads(base: Run, child: Run, requests: 
     child.check({3})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("note", ["gone", "damaged", "other bucket", "other scheme"])
 def test_nobody_is_asked_but_the_store_of_the_run(
     note: str, base: Run, child: Run, requests: Requests, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +206,7 @@ def test_nobody_is_asked_but_the_store_of_the_run(
     child.check({3})
 
 
+@pytest.mark.thorough
 def test_a_death_before_any_change_loses_no_step(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_no_step_shares_anything(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert nearest(mlp(8, 16), tmp_path) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -165,6 +166,7 @@ def spoiled(file: Path, how: str) -> None:
             tables.execute(how)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how",
     ["not a database", "torn", "empty", "zeros", "PRAGMA user_version = 99", "DROP TABLE layers",

@@ -142,6 +142,7 @@ def test_after_an_error_there_is_no_step_or_a_whole_one(
     check(fs, BASE, 1)
 
 
+@pytest.mark.thorough
 def test_a_crash_leaves_no_step_or_a_whole_one(fs: SimFs) -> None:
     save(fs, BASE, 1)
     fs.record()

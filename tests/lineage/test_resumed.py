@@ -66,6 +66,7 @@ def test_a_child_links_the_files_of_its_parent(fs: SimFs) -> None:
     direct.end()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_loose", [False, True], ids=["in place", "through buffers"])
 @pytest.mark.parametrize("layer", range(4))
 def test_what_has_changed_since_the_restore_is_written(
@@ -154,6 +155,7 @@ def test_it_can_be_switched_off(fs: SimFs) -> None:
     job.end()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_link_their_own_files(fs: SimFs, ranks: int) -> None:
     """Replicas find out in their first saves who writes what, and then link the old files."""

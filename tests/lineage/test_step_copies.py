@@ -163,6 +163,7 @@ def test_a_step_that_is_retired_when_all_was_read(fs: SimFs) -> None:
     assert steps_at(fs, OTHER) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("link", [True, False])
 def test_a_crash_leaves_no_step_or_a_whole_one(fs: SimFs, link: bool) -> None:
     save(fs, BASE, 1)

@@ -202,6 +202,7 @@ def failure(act: Callable[[], object]) -> StateholdError | None:
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [(3, 4, 5), (2,)], ids=["retired", "saved again"])
 def test_a_fork_while_the_base_goes_on_with_its_files(steps: tuple[int, ...]) -> None:
     """Before each operation of the fork, the job of the base retires the step with keep=1, and uses

@@ -42,6 +42,7 @@ def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradients_have_the_same_bits(dtype: torch.dtype, dropout: float) -> None:

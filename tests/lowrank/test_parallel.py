@@ -87,6 +87,7 @@ def as_in_one_process(rank: int, world: int) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_compute_what_one_process_computes(tmp_path: Path, world: int) -> None:
     for of_rank in run_ranks(as_in_one_process, world, tmp_path):
@@ -132,6 +133,7 @@ def counted(rank: int, world: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_a_layer_all_reduces_and_how_often(tmp_path: Path) -> None:
     for grouped, single, rank in run_ranks(counted, 2, tmp_path):
         # The two numbers a token beside the bottlenecks are the norms' sums of squares.
@@ -238,6 +240,7 @@ def hugging_face(rank: int, world: int) -> float:
     return abs(losses[0][1] / losses[1][1] - 1)
 
 
+@pytest.mark.thorough
 def test_a_llama_of_hugging_face_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert max(run_ranks(hugging_face, 2, tmp_path)) < 1e-4
@@ -265,6 +268,7 @@ def mean_of_data(rank: int, world: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.thorough
 def test_fsdp_takes_another_dimension_of_the_mesh(tmp_path: Path) -> None:
     for found in run_ranks(mean_of_data, 4, tmp_path):
         assert Counter(difference < 1e-12 for difference in found.values()) == {True: len(found)}

@@ -125,6 +125,7 @@ def test_all_ranks_see_the_steps_of_all_hosts(each: int) -> None:
         assert restored(ranks, 3 * each) == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", range(4))
 @pytest.mark.parametrize("each", [1, 2])
 def test_any_one_host_is_lost_and_the_others_go_on(lost: int, each: int) -> None:
@@ -349,6 +350,7 @@ class Killer:
 CHANGES = ("mkdir", "open_write", "write_file", "rename", "exchange", "sync_dir", "unlink", "rmdir")
 
 
+@pytest.mark.thorough
 def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -> None:
     """At every seventh moment (STATEHOLD_NODES: at each) of the two rounds, of retention and of
     copies. Each time the newest step that save() reported on all ranks is there, and the next job

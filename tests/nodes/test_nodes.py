@@ -161,6 +161,7 @@ def at_least(count: int) -> Any:
     return lambda events: len(events) >= count
 
 
+@pytest.mark.thorough
 def test_any_node_is_lost_and_nothing_else(cluster: Cluster) -> None:
     print(f"seed {SEED}, {ROUNDS} rounds")
     chance = random.Random(SEED)

@@ -70,6 +70,7 @@ def two(request: pytest.FixtureRequest, tmp_path: Path) -> Two:
     return Two(request.getfixturevalue("s3_url"), f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.thorough
 def test_copies_are_whole_and_belong_to_the_run(two: Two) -> None:
     assert two.brought() == set(NAMES)
     assert two.content() == CONTENT

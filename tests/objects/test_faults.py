@@ -82,6 +82,7 @@ def failures(steps: ObjectSteps) -> dict[str, BaseException | None]:
         return {name: future.exception() for name, future in runs.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_a_failing_store_is_named_in_time(
     steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, fault: str
@@ -110,6 +111,7 @@ def test_a_server_that_is_not_there(s3_environment: None, s3_url: str) -> None:
     assert {getattr(error, "errno", 0) for error in raised.values()} == {errno.ECONNREFUSED}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["busy", "drop"])
 def test_a_fault_that_passes_is_not_noticed(
     steps: ObjectSteps, proxy: s3.Proxy, fault: str
@@ -125,6 +127,7 @@ def test_a_fault_that_passes_is_not_noticed(
     assert steps.steps() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [1, 10**6])
 def test_an_answer_that_breaks_off(
     steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, times: int
@@ -147,6 +150,7 @@ def test_an_answer_that_breaks_off(
     fetch(steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("request_", "fault"),
     [("PUT partNumber=1", "cut"), ("PUT partNumber=2", "busy"), ("POST uploadId=", "busy")],
@@ -171,6 +175,7 @@ def test_an_upload_that_fails_in_the_middle_leaves_nothing(
     assert steps.has(1, ATTEMPT, NAME, len(DATA))
 
 
+@pytest.mark.thorough
 def test_a_commit_whose_answer_is_lost_counts(
     steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy
 ) -> None:

@@ -100,6 +100,7 @@ OPERATIONS: list[Callable[[ObjectSteps], object]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["busy", "denied", "drop", "stall", "truncate"])
 def test_no_error_and_no_log_says_a_secret(
     secret_environment: s3.Proxy, s3_url: str, caplog: pytest.LogCaptureFixture, fault: str

@@ -157,6 +157,7 @@ def test_a_damaged_commit_object(steps: ObjectSteps) -> None:
     assert below(steps)[1] == [f"step-000000000007.{SECOND}"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", ["memory", "s3"], indirect=True)
 def test_a_reader_never_sees_half_a_step(steps: ObjectSteps) -> None:
     """Two steps are saved again and again, and retired, while another one lists and reads."""
@@ -248,6 +249,7 @@ def test_a_death_before_any_operation_leaves_whole_steps(tmp_path: Path) -> None
     assert deaths == 6  # upload, manifest, commit, the old directory; commit, directory
 
 
+@pytest.mark.thorough
 def test_ten_thousand_steps_are_listed() -> None:
     steps = ObjectSteps("memory://")
     for step in range(10_000):

@@ -47,6 +47,7 @@ def objects_of(steps: ObjectSteps) -> list[str]:
     return [entry["path"] for entry in steps._client._store().list().collect()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 3])
 def test_a_file_comes_back_as_it_was(steps: ObjectSteps, size: int) -> None:
     publish(steps, CONTENT[:size])
@@ -64,6 +65,7 @@ def test_any_range_goes_into_the_memory_given(steps: ObjectSteps, begin: int, en
     assert memory == b"\0" + CONTENT[begin:end] + b"\0"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("begin", [1, PART, 2 * PART + 3, 2 * PART + 4, 10 * PART])
 def test_a_range_past_the_end_is_an_error(steps: ObjectSteps, begin: int) -> None:
     publish(steps, CONTENT)

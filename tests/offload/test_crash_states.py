@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from sim.crash_states import Sample
@@ -73,5 +74,6 @@ def steps_of(disk: SimFs, states: dict[int, dict[int, Any]], when: str) -> list[
     return steps
 
 
+@pytest.mark.thorough
 def test_every_step_that_a_crash_leaves_is_whole() -> None:
     assert check_all(Sample(2, whole=False)) > 100

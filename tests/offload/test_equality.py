@@ -28,6 +28,7 @@ def paths(tmp_path: Path, count: int) -> list[offload.Path]:
     return [offload.Path(each) for each in found]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtypes", [[F32], [BF16], [F16], [F32, BF16]], ids=str)
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD"])
 def test_every_rule_and_dtype(tmp_path: Path, kind: str, dtypes: list[torch.dtype]) -> None:
@@ -57,6 +58,7 @@ def test_options(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     twins.check()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(SEED, SEED + TRAININGS))
 def test_any_shapes_tiers_and_gradients(tmp_path: Path, seed: int) -> None:
     """Random shapes, dtypes, groups, tiers, subgroup sizes, schedules, and missing gradients."""

@@ -50,6 +50,7 @@ def test_short_and_reordered_transfers_change_nothing(seed: int) -> None:
     must(fs.fired["short"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("skip", range(6))
 @pytest.mark.parametrize("operation", ["read", "write", "open_read", "open_write"])
 def test_an_update_that_fails_leaves_a_state_that_refuses(operation: str, skip: int) -> None:
@@ -124,6 +125,7 @@ def test_space_is_taken_at_construction() -> None:
     assert len(state_files(fs)) == len(files)
 
 
+@pytest.mark.thorough
 def test_a_fork_that_ends_leaves_the_state_of_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch; from statehold import offload\n"

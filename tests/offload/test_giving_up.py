@@ -90,6 +90,7 @@ def written(twins: Twins) -> dict[str, int]:
     return {each.path: each.written_bytes for each in twins.ours.stats.paths}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", ["write", "open_write"])
 @pytest.mark.parametrize(
     "code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV, errno.ESTALE, errno.EDQUOT]
@@ -236,6 +237,7 @@ def test_a_file_system_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFi
         twins.ours.close()
 
 
+@pytest.mark.thorough
 @needs_tmpfs
 def test_the_only_path_fills_up_with_kept_steps(tmp_path: Path) -> None:
     """The error says what is to be done, and a restore goes on from the committed step."""
@@ -318,6 +320,7 @@ def test_a_stalled_path_is_named_and_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert seconds > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(SEED, SEED + FAULTS))
 def test_whatever_fails_no_bit_is_wrong(seed: int) -> None:
     """Random errors on three paths: each call succeeds, or can be repeated after a load."""

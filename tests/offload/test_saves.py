@@ -124,6 +124,7 @@ def test_only_the_first_save_writes_headers(
     check_equal(twins.ours, other.ours)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", [Subclassing, Imitating, Holder, Extra])
 def test_a_wrapper_that_passes_everything_on_changes_nothing(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, wrap: Any
@@ -238,6 +239,7 @@ def test_memory_in_another_order_is_saved_as_ever(
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+@pytest.mark.thorough
 def test_the_command_line_sees_an_ordinary_step(folders: Callable[[str], Path]) -> None:
     twins = twins_at(folders("opt"))
     run = folders("run")

@@ -133,6 +133,7 @@ def test_members_that_vanish_are_named(make: Maker) -> None:
     assert caught.value.ranks == (1,)
 
 
+@pytest.mark.thorough
 def test_a_big_group_costs_a_few_calls_to_gather(make: Maker) -> None:
     size = 3000
     board = make()

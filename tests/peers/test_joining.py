@@ -75,6 +75,7 @@ except statehold.StateholdError as error:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("environ", [{}, SRUN])
 def test_a_rank_that_knows_no_other_is_told_how_to_find_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]

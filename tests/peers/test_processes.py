@@ -49,6 +49,7 @@ def take_part(ranks: list[Process], seq: int) -> list[Any]:
     return [rank.read() for rank in ranks]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named_by_the_others_in_time(job) -> None:
     ranks, _ = job
     got = [said["outcome"] for said in take_part(ranks, 0)]
@@ -61,6 +62,7 @@ def test_a_killed_rank_is_named_by_the_others_in_time(job) -> None:
     assert TIMEOUT_S * 0.9 <= time.monotonic() - begin < 2 * TIMEOUT_S + STALL_S
 
 
+@pytest.mark.thorough
 def test_a_killed_committer_is_named_by_the_others_in_time(job) -> None:
     ranks, _ = job
     take_part(ranks, 0)

@@ -260,6 +260,7 @@ def saves_until(fs: SimFs, stop_at: int | None, first: int) -> tuple[int, int]:
     return committed, mortal.count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_power_loss_before_every_operation(seed: int) -> None:
     _, operations = saves_until(SimFs(seed=seed), None, 1)

@@ -36,6 +36,7 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @needs_a_disk
 @pytest.mark.skipif(compiler() is None, reason="the control needs a C compiler")
 def test_states_that_a_loss_of_power_leaves_on_a_real_disk() -> None:

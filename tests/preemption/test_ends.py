@@ -76,6 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "within", "how"), ENDS if ALL else EVERYDAY)
 def test_the_newest_step_is_at_every_level(
     server: Server, ranks: int, within: bool, how: str
@@ -87,6 +88,7 @@ def test_the_newest_step_is_at_every_level(
     assert server.steps(f"{name}-far") == [1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("within", [True, False] if ALL else [True])
 def test_an_exception_on_one_rank_is_told_to_the_others(server: Server, within: bool) -> None:
     name = f"one-{within}"
@@ -101,6 +103,7 @@ def test_an_exception_on_one_rank_is_told_to_the_others(server: Server, within: 
     assert server.steps(f"{name}-far") == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_ends_does_not_wait_long_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opened, "STRAGGLERS_S", 0.3)
     fs = SimFs(seed=1)

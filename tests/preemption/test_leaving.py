@@ -90,6 +90,7 @@ def victim(tmp_path: Path) -> Iterator[Victim]:
     victim.close()
 
 
+@pytest.mark.thorough
 def test_leaving_at_random_moments(victim: Victim) -> None:
     chance = random.Random(SEED)
     print(f"seed {SEED}, {LEAVES} times")
@@ -104,6 +105,7 @@ def test_leaving_at_random_moments(victim: Victim) -> None:
         victim.newest = victim.steps()[-1]
 
 
+@pytest.mark.thorough
 def test_whoever_saves_rarely_saves_when_asked(victim: Victim) -> None:
     code, seconds = victim.leave("rare", signal.SIGTERM, ENOUGH_S, 1, 0.02)
     assert code == LEFT
@@ -111,6 +113,7 @@ def test_whoever_saves_rarely_saves_when_asked(victim: Victim) -> None:
     assert len(victim.steps()) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("body", ["deaf", "stuck"])
 def test_the_deadline_holds_whatever_the_trainer_does(victim: Victim, body: str) -> None:
     victim.leave("rare", signal.SIGTERM, ENOUGH_S, 2, 0.0)

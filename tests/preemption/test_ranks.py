@@ -158,6 +158,7 @@ def asked_at_random(jobs: Jobs, chance: random.Random, **order: Any) -> tuple[Jo
     return job, max(job.at.values()) - begin
 
 
+@pytest.mark.thorough
 def test_some_ranks_are_asked_at_random_moments(server: Jobs) -> None:
     print(f"seed {SEED}, {LEAVES} times")
     chance = random.Random(SEED)
@@ -171,6 +172,7 @@ def test_some_ranks_are_asked_at_random_moments(server: Jobs) -> None:
         server.newest = job.last[0]
 
 
+@pytest.mark.thorough
 def test_deadlines_that_are_too_short_at_random_moments(server: Jobs) -> None:
     """Storage so slow that the last save is committed in time, or is not."""
     print(f"seed {SEED}, {max(1, LEAVES // 2)} times")
@@ -194,6 +196,7 @@ def test_deadlines_that_are_too_short_at_random_moments(server: Jobs) -> None:
     server.newest = max(job.restored) + 2
 
 
+@pytest.mark.thorough
 def test_a_silent_rank_keeps_nobody_beyond_the_deadline(server: Jobs) -> None:
     before = server.steps()
     job = server.new(body="rare", within_s=SHORT_S, memory=str(server.memory))

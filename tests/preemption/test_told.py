@@ -26,6 +26,7 @@ with statehold.Checkpointer(sys.argv[1], levels=levels, staging_bytes="64MiB") a
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ask", "who"),
     [("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"), ("ckpt.leave()", "leave()")],

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import statehold
@@ -18,6 +19,7 @@ from statehold.ranks.preemption import LEFT
 KILLED_AFTER_S = 30.0  # by torchrun
 
 
+@pytest.mark.thorough
 def test_sigterm_to_torchrun_is_one_last_save(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",

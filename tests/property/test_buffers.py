@@ -38,6 +38,7 @@ def test_no_live_buffer_is_handed_out_twice(count: int, actions: list[int | None
         assert pool.free_count + len(live) == count
 
 
+@pytest.mark.thorough
 @given(count=st.integers(1, 4), cycles=st.integers(1, 50), data=st.data())
 def test_a_released_lease_is_dead(count: int, cycles: int, data: st.DataObject) -> None:
     pool = _core.BufferPool(count, BUFFER_BYTES)

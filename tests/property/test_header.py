@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ def files(draw: st.DrawFn) -> list[Entry]:
     return entries
 
 
+@pytest.mark.thorough
 @given(files(), st.dictionaries(text, text, max_size=5))
 def test_round_trip(entries: list[Entry], metadata: dict[str, str]) -> None:
     raw = header.encode(entries, metadata)
@@ -81,6 +83,7 @@ members = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(text | st.just(header.METADATA), members | json_values, max_size=3))
 def test_arbitrary_members(document: dict[str, object]) -> None:
     raw = header_of(document)

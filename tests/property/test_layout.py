@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def test_a_rank_is_listed_with_its_box_and_with_no_other(
         assert {layout.box(shape, other) for other in replicas} == {box}
 
 
+@pytest.mark.thorough
 @given(placed(), st.data())
 def test_a_search_finds_what_meets_and_nothing_else(
     case: tuple[tuple[int, ...], Layout], data: st.DataObject

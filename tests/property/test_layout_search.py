@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def scanned(layout: Layout, shape: tuple[int, ...], within: Box) -> dict[Box, li
     return found
 
 
+@pytest.mark.thorough
 @given(shapes, st.integers(1, 12), st.data())
 @settings(max_examples=300, deadline=None)
 def test_boxes_are_those_of_the_ranks(shape: tuple[int, ...], size: int, data: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,7 @@ def test_every_byte_is_covered_once(specs: list[TensorSpec], step: int) -> None:
     assert plan.data_begin % header.PAGE == 0
 
 
+@pytest.mark.thorough
 @given(states())
 def test_every_tensor_is_aligned_to_its_dtype(specs: list[TensorSpec]) -> None:
     plan = plan_save(specs, step=1)
@@ -55,6 +57,7 @@ def test_every_tensor_is_aligned_to_its_dtype(specs: list[TensorSpec]) -> None:
         assert begin % max(1, DTYPE_BITS[tensor.dtype] // 8) == 0
 
 
+@pytest.mark.thorough
 @given(states(), st.integers(0, 10**12 - 1))
 def test_the_header_tells_the_plan(specs: list[TensorSpec], step: int) -> None:
     plan = plan_save(specs, step=step)
@@ -67,6 +70,7 @@ def test_the_header_tells_the_plan(specs: list[TensorSpec], step: int) -> None:
     }
 
 
+@pytest.mark.thorough
 @given(states(), states(), st.integers(0, 10**12 - 1))
 def test_the_cache_is_never_wrong(a: list[TensorSpec], b: list[TensorSpec], step: int) -> None:
     cache = PlanCache()

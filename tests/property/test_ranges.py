@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ def chunks_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
     return shape, Box(lows, sizes)
 
 
+@pytest.mark.thorough
 @given(chunks_and_boxes(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 40))
 def test_ranges_cover_what_is_wanted_in_whole_pieces(
     case: tuple[tuple[int, ...], Box], item_bytes: int, start: int

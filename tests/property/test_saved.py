@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World([held] * size, arrays)
 
 
+@pytest.mark.thorough
 @given(worlds(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_every_layout_reads_every_other(world: World, data: Any) -> None:
@@ -47,6 +49,7 @@ def test_every_layout_reads_every_other(world: World, data: Any) -> None:
         assert part.tobytes() == cut(array, box).tobytes()
 
 
+@pytest.mark.thorough
 @given(worlds(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_same_layout_reads_few_records(world: World, data: Any) -> None:
@@ -60,6 +63,7 @@ def test_the_same_layout_reads_few_records(world: World, data: Any) -> None:
     assert step.records_read <= len(writers)
 
 
+@pytest.mark.thorough
 @given(worlds())
 @settings(max_examples=100, deadline=None)
 def test_records_and_manifests_round_trip(world: World) -> None:

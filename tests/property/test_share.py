@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def elements(box: Box) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, box.offsets, box.ends))
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(states())
 def test_every_element_is_written_once(state: tuple[Tensors, int]) -> None:
@@ -66,6 +68,7 @@ def test_every_element_is_written_once(state: tuple[Tensors, int]) -> None:
             assert not written[name]
 
 
+@pytest.mark.thorough
 @given(states())
 def test_parts_are_rows_of_what_was_captured(state: tuple[Tensors, int]) -> None:
     tensors, world = state
@@ -84,6 +87,7 @@ def test_parts_are_rows_of_what_was_captured(state: tuple[Tensors, int]) -> None
                 assert part.spec.offsets == (spec.offsets[0] + begin, *spec.offsets[1:])
 
 
+@pytest.mark.thorough
 @given(states())
 def test_ranks_agree_and_their_records_say_who_wrote(state: tuple[Tensors, int]) -> None:
     """`held` is the same on all ranks, and enough to find the writer of any box."""
@@ -115,6 +119,7 @@ def crowds(draw: st.DrawFn) -> tuple[Tensors, int]:
     return {f"t{index}": ("U8", (size,), layout) for index, size in enumerate(rows)}, world
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(st.one_of(states(), crowds()))
 def test_no_replica_writes_more_than_the_mean_and_one_item(state: tuple[Tensors, int]) -> None:
@@ -139,6 +144,7 @@ def test_no_replica_writes_more_than_the_mean_and_one_item(state: tuple[Tensors,
         assert max(loads) <= sum(loads) / len(loads) + largest
 
 
+@pytest.mark.thorough
 @given(states())
 def test_a_record_accepts_what_a_rank_writes(state: tuple[Tensors, int]) -> None:
     """The reader of records works out on its own which boxes a rank must have written."""

@@ -7,6 +7,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def canonical(value: Any) -> Any:
     return (kind, value)
 
 
+@pytest.mark.thorough
 @given(plain)
 def test_round_trip(value: Any) -> None:
     node = values.encode(value, "x")
@@ -121,6 +123,7 @@ def depth_by_recursion(node: Any) -> int:
 brackets = st.text(st.sampled_from('[]{}"\\ax\n'))
 
 
+@pytest.mark.thorough
 @given(
     st.recursive(
         st.integers() | brackets,

@@ -153,6 +153,7 @@ def in_both(lanes: list[Lane], act: Any) -> None:
             told.result()
 
 
+@pytest.mark.thorough
 def test_kill_at_every_step_of_the_protocol(lanes: list[Lane]) -> None:
     print(f"seed {SEED}")
 
@@ -164,6 +165,7 @@ def test_kill_at_every_step_of_the_protocol(lanes: list[Lane]) -> None:
     in_both(lanes, kill_all)
 
 
+@pytest.mark.thorough
 def test_kill_at_random_moments(lanes: list[Lane]) -> None:
     print(f"seed {SEED}, {RANDOM_KILLS} kills")
 

@@ -115,6 +115,7 @@ def check_bytes(saved: SavedStep, found: list[Destination], stats: dict[str, int
     assert stats["bytes"] <= allowed + sum(headers.values())
 
 
+@pytest.mark.thorough
 @given(wholes(), st.data())
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

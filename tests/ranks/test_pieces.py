@@ -88,6 +88,7 @@ def in_process(worker: Callable[..., Any], world: int, folder: Path, *args: Any)
     return [worker(0, world, *args)]
 
 
+@pytest.mark.thorough
 def test_any_cut_becomes_any_other(tmp_path: Path) -> None:
     run_ranks(saved_by, 2, tmp_path, str(tmp_path / "run"))
     for world in (1, 2, 3):

@@ -96,6 +96,7 @@ def check(fs: SimFs, committed: int) -> None:
                 assert torch.equal(state["same"], content(9, step))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.filterwarnings("error")
 def test_power_loss_before_every_operation_of_two_ranks(seed: int) -> None:

@@ -65,6 +65,7 @@ def restored(fs: SimFs, content: int, **options: object) -> list[object]:
     return outcomes
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("rank", range(SIZE))
 @pytest.mark.parametrize("method", ["open", "find"])

@@ -64,6 +64,7 @@ def restored(ranks: Ranks, found: list[dict[str, Any]], *args: Any, **options: A
     return ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank], *args, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("finder", range(SIZE))
 def test_damage_that_one_rank_finds_makes_all_fall_back(fs, ranks, finder: int) -> None:
     damage(fs, finder)
@@ -129,6 +130,7 @@ def test_a_record_that_one_rank_cannot_read_is_damage_for_all(fs, ranks) -> None
     assert got == [2] * SIZE
 
 
+@pytest.mark.thorough
 def test_a_mismatch_of_one_rank_is_an_error_on_all_and_changes_nothing(ranks) -> None:
     found = [blank() for _ in range(SIZE)]
     found[2]["w"] = torch.zeros(7, dtype=torch.int32)

@@ -62,6 +62,7 @@ def saved(ranks: Ranks, first: int, last: int) -> None:
         ranks.save(step, lambda rank, step=step: state(rank, step))
 
 
+@pytest.mark.thorough
 def test_what_all_ranks_hold_alike_is_written_once_from_the_third_save_on(ranks: Ranks) -> None:
     for step in range(1, 6):
         saves = ranks.save(step, lambda rank, step=step: state(rank, step))
@@ -80,6 +81,7 @@ def test_what_all_ranks_hold_alike_is_written_once_from_the_third_save_on(ranks:
         check_old_step(ranks, step)
 
 
+@pytest.mark.thorough
 def test_a_late_rank_holds_up_no_training_thread(ranks: Ranks) -> None:
     for late in (SIZE - 1, 0):
         step = 10 - late

@@ -25,6 +25,7 @@ def alike(size: int) -> list[Tuned]:
     return models
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_all_ranks_hold_is_shared_by_its_writers(size: int) -> None:
     fs = SimFs(seed=1)

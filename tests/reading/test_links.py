@@ -28,6 +28,7 @@ def test_readers_follow_a_link_to_a_run(link: Path) -> None:
     assert [step.step for step in statehold.open(link)] == [1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "du", "doctor", "tree"])
 def test_commands_follow_a_link_to_a_run(
     link: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

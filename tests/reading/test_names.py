@@ -63,6 +63,7 @@ def by_copy(name: str, folder: Path) -> int:
     return statehold.open(folder / "copied").steps()[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("read", [by_load, by_source, by_parent, by_fork, by_copy])
 def test_one_name_means_one_step(
     run: Path, tmp_path: Path, read: Callable[[str, Path], int]

@@ -22,6 +22,7 @@ def functions(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split("|")[1].strip())
 def test_a_defect_has_a_guard(line: str) -> None:
     guards = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", line)

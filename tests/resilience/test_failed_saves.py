@@ -179,6 +179,7 @@ def test_a_storage_that_is_full_ends_no_replica(
         assert ckpt.steps() == [1, 4, 5]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_others", [False, True])
 def test_the_state_of_a_replica_that_is_lost_alone_is_saved(
     tmp_path: Path, has_others: bool

@@ -105,6 +105,7 @@ class Program:
         raise Interrupted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_others_go_on_and_who_enters_again_joins_them(
@@ -140,6 +141,7 @@ def test_the_others_go_on_and_who_enters_again_joins_them(
         assert (log.losses, log.weights) == (alone.losses, alone.weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_who_is_alone_goes_on_with_what_it_has(tmp_path: Path, alone: Log, moment: str) -> None:
     """A step whose update is missing is taken again. Of an update in parts nothing is left."""
@@ -221,6 +223,7 @@ def several(address: str, checkpointer: Checkpointer | None) -> Replicas:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("leave", range(5))
 def test_a_body_that_is_left_between_two_updates_leaves_no_state_of_any_step(
     tmp_path: Path, leave: int

@@ -68,6 +68,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_a_state_that_is_saved_by_hand_goes_on_bit_for_bit(

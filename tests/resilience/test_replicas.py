@@ -52,6 +52,7 @@ def assert_counted_once(logs: list[Log], lost: Iterable[int] = ()) -> None:
         assert (len(shares) < MICROBATCHES) == (step in lost)
 
 
+@pytest.mark.thorough
 def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log) -> None:
     dooms = [(2, "backward"), (4, "sum"), (6, "Vote"), (8, "after Vote")]
     with coordinated(5) as meeting, Job(tmp_path, meeting, UNTIL) as job:
@@ -73,6 +74,7 @@ def test_replicas_that_die_at_every_moment_of_a_step(tmp_path: Path, alone: Log)
         assert sum(map(len, shares)) == len(step_indices(step)) or lost
 
 
+@pytest.mark.thorough
 def test_a_loader_draws_what_lost_replicas_leave(tmp_path: Path, alone: Log) -> None:
     """Its worker has drawn ahead for the share that the replica had before."""
     with coordinated(3) as meeting, Job(tmp_path, meeting, UNTIL, workers=1) as job:
@@ -87,6 +89,7 @@ def test_a_loader_draws_what_lost_replicas_leave(tmp_path: Path, alone: Log) -> 
     assert logs[-1].weights == alone.weights
 
 
+@pytest.mark.thorough
 def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alone: Log) -> None:
     """When it goes on, nothing of it counts, and the replica joins again. It was the first member,
     and leaves the run directory to the next one."""
@@ -130,6 +133,7 @@ def test_each_replica_that_is_asked_to_leave_leaves_after_its_step(
         assert max(ckpt.steps()) == 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_redundant_replicas_compute_nothing_again(
     tmp_path: Path, alone: Log, reduction: str
@@ -153,6 +157,7 @@ def test_redundant_replicas_compute_nothing_again(
         assert {times[each] for each in step_indices(step)} == {wanted}
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Log) -> None:
     run = tmp_path / "run"
     logs = []
@@ -171,6 +176,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path, alone: Lo
     assert logs[-1].weights == alone.weights
 
 
+@pytest.mark.thorough
 def test_when_all_are_lost_the_newest_step_comes_from_memory(
     tmp_path: Path, memory: Path, alone: Log
 ) -> None:
@@ -197,6 +203,7 @@ def test_when_all_are_lost_the_newest_step_comes_from_memory(
     assert logs[-1].weights == alone.weights
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shards", ["fsdp", "tp"])
 def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path, shards: str) -> None:
     """Two replicas are; a new one joins, and the last one goes on."""
@@ -319,6 +326,7 @@ def test_bad_arguments_are_refused() -> None:
             replica("127.0.0.1:1", **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "what"),
     [
@@ -353,6 +361,7 @@ def test_a_member_that_differs_is_named_before_it_trains_on(
         assert logs[0].weights == logs[2].weights == alone.weights
 
 
+@pytest.mark.thorough
 def test_of_two_that_differ_nobody_goes_on(tmp_path: Path) -> None:
     """R19: also if they are replicas of two ranks, and only one rank differs."""
     with coordinated(2) as meeting, Job(tmp_path, meeting, UNTIL, width=2) as job:

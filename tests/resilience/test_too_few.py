@@ -26,6 +26,7 @@ from statehold.resilience.seat import Seat
 FEW: tuple[tuple[str, Any], ...] = (("min_replicas", 2),)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("moment", "at"), [("sum", 5), ("after Vote", 6)])
 def test_survivors_save_the_step_in_progress_before_they_give_up(
     tmp_path: Path, alone: Log, moment: str, at: int
@@ -55,6 +56,7 @@ def test_survivors_save_the_step_in_progress_before_they_give_up(
     assert logs[-1].weights == alone.weights
 
 
+@pytest.mark.thorough
 def test_the_ranks_of_a_survivor_save_together(tmp_path: Path) -> None:
     order: dict[str, Any] = {"run": tmp_path / "run", "every": 100, "width": 2, "options": FEW}
     order["waits"] = (0.5, 600.0)  # the first one to give up speaks for both
@@ -68,6 +70,7 @@ def test_the_ranks_of_a_survivor_save_together(tmp_path: Path) -> None:
         assert ckpt.steps()[-1] == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_joiner_with_a_state_in_parts_restores_the_newest_step(
     tmp_path: Path, alone: Log, has_run: bool
@@ -89,6 +92,7 @@ def test_a_joiner_with_a_state_in_parts_restores_the_newest_step(
     assert max(first.losses) <= min(second.losses) + 1  # the last save may not have been committed
 
 
+@pytest.mark.thorough
 def test_a_survivor_that_has_given_up_goes_on_if_it_enters_the_loop_again(
     tmp_path: Path, alone: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +116,7 @@ def test_a_survivor_that_has_given_up_goes_on_if_it_enters_the_loop_again(
     assert losses == alone.losses
 
 
+@pytest.mark.thorough
 def test_a_survivor_that_was_out_saves_its_state_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +148,7 @@ def test_a_survivor_that_was_out_saves_its_state_too(
         assert ckpt.steps()[-1] == 3
 
 
+@pytest.mark.thorough
 def test_who_comes_back_after_the_others_takes_what_they_have_saved(
     tmp_path: Path, alone: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +187,7 @@ def test_who_comes_back_after_the_others_takes_what_they_have_saved(
         assert checksum_of(late.state["model"]) == alone.weights
 
 
+@pytest.mark.thorough
 def test_what_could_not_be_saved_is_saved_when_the_loop_is_entered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +267,7 @@ def test_who_has_given_up_may_join_again() -> None:
             thread.join()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_state_in_parts_is_never_taken_for_that_of_a_step(
     tmp_path: Path, has_run: bool, monkeypatch: pytest.MonkeyPatch

@@ -148,6 +148,7 @@ JOBS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "script"), JOBS)
 def test_every_crash_state_of_a_job(size: int, script: str) -> None:
     keep = RULES.get(script, 2)
@@ -161,6 +162,7 @@ def test_every_crash_state_of_a_job(size: int, script: str) -> None:
     assert states >= int(LEAST * len(fs.recorded))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2] if ALL else [2])
 @pytest.mark.parametrize("code", REFUSALS if ALL else REFUSALS[:1])
 def test_every_crash_state_of_a_job_that_cannot_exchange_names(size: int, code: int) -> None:
@@ -174,6 +176,7 @@ def test_every_crash_state_of_a_job_that_cannot_exchange_names(size: int, code: 
     assert states >= int(LEAST * len(fs.recorded))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "exchanges"), [("reuse", True), ("again", True)] + [("again", False)] * ALL
 )
@@ -213,6 +216,7 @@ MORE_ERRORS = [("exchange", True), ("rename", True)]
 MORE_ERRORS += [("sync_dir", False), ("rename", False), ("unlink", False)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("operation", "exchanges"), ERRORS + MORE_ERRORS * ALL)
 def test_every_crash_state_after_an_error(operation: str, exchanges: bool) -> None:
     """An operation fails, each time it is used; what is done about it loses no step either."""

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_seeds() -> None:
     counts, failed = summary(run_offloaded(seed) for seed in range(FIRST, FIRST + SEEDS))
     assert not failed
@@ -35,6 +36,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(*BROKEN[what])

@@ -186,6 +186,7 @@ BROKEN: dict[Break, int] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda each: each.__name__)
 def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch, broken: Break) -> None:
     broken(monkeypatch)

@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("begin", range(FIRST, FIRST + REPLAYS, BATCH))
 def test_the_same_seed_gives_the_same_schedule_and_another_seed_another(begin: int) -> None:
     digests = set()
@@ -61,6 +62,7 @@ def replayed(command: list[str], hash_seed: str) -> str:
     ).stdout
 
 
+@pytest.mark.thorough
 def test_the_command_of_a_report_replays_it_in_another_process() -> None:
     """A process that runs nothing else: what other tests leave behind may change a schedule."""
     here = run_seed(FIRST + 1)
@@ -85,6 +87,7 @@ def finish_quietly(job: WriteJob) -> None:
         job.finish()
 
 
+@pytest.mark.thorough
 def test_a_wrong_order_is_found_and_its_seed_finds_it_every_time() -> None:
     with mock.patch.object(Pipeline, "_write_out", announce_before_the_sync):
         found = next(filter(_is_violated, map(run_seed, range(FIRST, FIRST + 200))))

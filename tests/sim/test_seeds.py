@@ -28,12 +28,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_seed_that_failed_once(seed: int) -> None:
     report = run_seed(seed)
     assert not report.violations, report
 
 
+@pytest.mark.thorough
 def test_seeds() -> None:
     counts, failed = summary(run_seed(seed) for seed in range(FIRST, FIRST + SEEDS))
     assert not failed

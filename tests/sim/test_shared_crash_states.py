@@ -30,6 +30,7 @@ def played(size: int) -> tuple[SimFs, Record]:
     return fs, record
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2] if ALL else [1])
 def test_every_crash_state_of_a_job_whose_steps_share_files(size: int) -> None:
     fs, record = played(size)
@@ -38,6 +39,7 @@ def test_every_crash_state_of_a_job_whose_steps_share_files(size: int) -> None:
     assert states >= int(LEAST * len(fs.recorded))
 
 
+@pytest.mark.thorough
 def test_a_link_for_a_tensor_that_has_changed_would_be_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

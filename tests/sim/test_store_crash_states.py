@@ -180,6 +180,7 @@ def test_every_crash_state() -> None:
     assert states > 4 * len(fs.recorded)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("failures", [1, 2])
 @pytest.mark.parametrize("operation", ["rename", "sync_dir", "rmdir", "unlink"])
 def test_every_crash_state_after_an_error(operation: str, failures: int) -> None:

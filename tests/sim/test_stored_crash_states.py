@@ -78,6 +78,7 @@ def check_all(sample: Sample) -> int:
     return states
 
 
+@pytest.mark.thorough
 def test_every_crash_state() -> None:
     assert check_all(Sample(3, whole=True)) > 200
 

@@ -129,6 +129,7 @@ def trainer(memory: Path) -> Iterator[Trainer]:
     trainer.end()
 
 
+@pytest.mark.thorough
 def test_every_update_is_one_whole_step(
     memory: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

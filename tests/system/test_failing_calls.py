@@ -82,6 +82,7 @@ def last_sync(folder: Path) -> None:
         check_restored(ckpt, 3)
 
 
+@pytest.mark.thorough
 def test_a_step_whose_last_sync_fails_is_not_claimed(victims: Victims, quick: Path) -> None:
     victims.run(last_sync, quick)
 
@@ -95,6 +96,7 @@ CALLS: list[tuple[str, str, list[int]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("function", "error", "harmless"), CALLS)
 def test_every_call_may_fail(
     victims: Victims, quick: Path, function: str, error: str, harmless: list[int]

@@ -94,6 +94,7 @@ def forked_while_saving(folder: Path, function: str, end: str, where: str) -> No
         assert ckpt.steps() == [2, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("where", "end"), [("main", "_exit"), ("main", "exit"), ("thread", "_exit")]
 )

@@ -47,6 +47,7 @@ def failed_operation(ckpt: statehold.Checkpointer, step: int) -> str | None:
     return failed.summary
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reuse", [True, False])
 def test_it_fills_up_at_every_moment_of_a_save(tmp_path: Path, reuse: bool) -> None:
     seen = set()
@@ -118,6 +119,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("kind", ["ext2", "ext4"])
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])

@@ -119,6 +119,7 @@ OUTER = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_call_inside_another_is_refused_at_every_point(trained: Trained, outer: str) -> None:
     calls = trained.calls()

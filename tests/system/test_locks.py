@@ -276,6 +276,7 @@ def without(request: Any, own_memory: Path, monkeypatch) -> Callable[[Path], Non
     return take
 
 
+@pytest.mark.thorough
 def test_a_file_system_without_locks_takes_a_run_with_one_warning(
     tmp_path: Path, without: Callable[[Path], None], caplog
 ) -> None:

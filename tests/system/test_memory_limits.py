@@ -40,6 +40,7 @@ def memory() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limit", "inner", "level"),
     [

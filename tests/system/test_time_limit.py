@@ -71,6 +71,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         os.kill(int((tmp_path / "fork").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_what_hangs_fails_and_says_where(folder: Path) -> None:
     environment = {
         **os.environ,

@@ -19,6 +19,7 @@ def outcomes() -> dict[str, str]:
     return run_job("support.capture_checks", 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", checks_of("support.capture_checks"))
 def test_on_four_ranks(check: str, outcomes: dict[str, str]) -> None:
     assert outcomes[check] == OK, outcomes[check]

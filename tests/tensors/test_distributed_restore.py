@@ -12,6 +12,7 @@ def outcomes() -> dict[str, str]:
     return run_job("support.restore_checks", 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", checks_of("support.restore_checks"))
 def test_on_four_ranks(check: str, outcomes: dict[str, str]) -> None:
     assert outcomes[check] == OK, outcomes[check]

@@ -59,6 +59,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, shuffle: bool, own: bool) -> 
     check_goes_on(tmp_path, make, [BEFORE, FIRST, MIDDLE, LAST, BETWEEN])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +77,7 @@ def test_with_workers(tmp_path: Path, options: dict[str, Any]) -> None:
     check_goes_on(tmp_path, make, [FIRST, MIDDLE, LAST])
 
 
+@pytest.mark.thorough
 def test_saved_with_workers_where_no_loop_is(tmp_path: Path) -> None:
     def make() -> Any:
         return loader_of(num_workers=2, shuffle=True, persistent_workers=True)
@@ -112,6 +114,7 @@ def test_loaders_inside_an_object(tmp_path: Path) -> None:
     check_goes_on(tmp_path, Module, [BEFORE, FIRST, MIDDLE, LAST, BETWEEN])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", [False, True], ids=["global", "own"])
 def test_loaders_of_accelerate(tmp_path: Path, own: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -462,6 +465,7 @@ def test_a_plain_loader_is_refused_with_the_line_to_change(
             ckpt.restore({"data": make()})
 
 
+@pytest.mark.thorough
 def test_a_loader_of_accelerate_that_is_not_stateful_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate")
     loader = accelerate.Accelerator(cpu=True).prepare_data_loader(DataLoader(SAMPLES))

@@ -142,6 +142,7 @@ def check_continuation(directory: Path, build: Build, schedule: Callable[..., An
     assert everything(resumed) == everything(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_continue(tmp_path: Path, name: str) -> None:
     check_continuation(tmp_path / "run", OPTIMIZERS[name], None)

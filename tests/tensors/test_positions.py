@@ -61,6 +61,7 @@ def saved_at(run: Path, loader: Any, at: int) -> list[list[float]]:
     return [batch.tolist() for batch in iterator]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("at", [1, 5, BATCHES])
 @pytest.mark.parametrize(("before", "after"), [(2, 0), (0, 2), (2, 1), (1, 2)])
@@ -126,6 +127,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", OTHER)
 def test_what_a_loader_cannot_take_is_refused_with_its_name(tmp_path: Path, case: str) -> None:
     before, after = OTHER[case]

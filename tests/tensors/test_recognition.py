@@ -173,6 +173,7 @@ def batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(captured_module, "TOLD_BYTES_MIN", 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("batches")
 @pytest.mark.parametrize("are_on_device", [False, True])
 def test_a_capture_with_memory_is_the_same(
@@ -183,6 +184,7 @@ def test_a_capture_with_memory_is_the_same(
     assert first_difference(range(STATES), mesh) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("defect", "batch"),
     [(each, 0) for each in ONE_BY_ONE]

@@ -66,6 +66,7 @@ def test_names_are_those_of_the_optimizer_inside(wrap: Callable[[Any], Any]) -> 
     assert not eager({"m": part, "o": optimizer})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", PASSING_ON.values(), ids=PASSING_ON)
 @pytest.mark.parametrize("saved_bare", [True, False])
 @pytest.mark.parametrize("fresh", [True, False])

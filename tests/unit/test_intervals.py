@@ -168,6 +168,7 @@ def simulated_waste(
     return 1 - done * steps[0] * step_s / spent_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "levels",
     [

@@ -12,6 +12,7 @@ from support import scripts
 from support.faults import must
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "status"),
     [

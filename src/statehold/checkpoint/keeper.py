@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from statehold.checkpoint.save.gate import Gate
 from statehold.observe.background_log import BackgroundLog
 from statehold.process.ending import forget, remember
+from statehold.process.worker import Thread
 from statehold.ranks.preemption import Preemption
 
 # -- the keeper ------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class Keeper(Generic[K]):
         self._pid = os.getpid()
         self._error: BaseException | None = None
         self._asked: SimpleQueue[Callable[[K], None]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="statehold-keeper", daemon=True)
+        self._thread = Thread(self._serve, "statehold-keeper")
         _keepers.append(self)
         try:
             self._thread.start()

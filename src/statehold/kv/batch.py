@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from statehold.process.worker import Flag
+
 
 class PageVerdict(enum.Enum):
     """What became of a page."""
@@ -43,14 +45,14 @@ class PageBatch:
         self._verdicts: list[PageVerdict | None] = [None] * count
         self._left = count
         self._guard = threading.Lock()
-        self._done = threading.Event()
+        self._done = Flag()
         if not count:
             self._done.set()
 
     @property
     def is_done(self) -> bool:
         """Whether every page has its verdict."""
-        return self._done.is_set()
+        return self._done.is_set
 
     @property
     def seconds_left(self) -> float | None:

@@ -402,7 +402,7 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
     inside = tuple(f"{name}." for name, _ in _layers_of(model))
     is_split, is_tied = way == "bottleneck", bool(_tied(model))
     # One weight for both is split one way: by features, which the last norm then leaves split.
-    head = ColwiseParallel(output_layouts=Replicate())
+    head: ParallelStyle = ColwiseParallel(output_layouts=Replicate())
     if is_split and is_tied:
         head = RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
     whole = RowwiseParallel(input_layouts=Replicate()) if is_tied else _Whole()

@@ -25,7 +25,6 @@ import logging
 import resource
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, MAGIC, PROOF_BYTES, REPLY_BYTES, Secret, new_nonce
 from statehold.net.wire import FRAME_MAX, Bell, Wire, check_own
 from statehold.process.forks import forget_in_children
+from statehold.process.worker import Thread
 
 logger = logging.getLogger("statehold")
 
@@ -87,7 +87,7 @@ class Reception:
         self._rests_until: float | None = None
         self._lost: Lost = lambda guest, error: None
         self._is_over = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         for each in listeners:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
@@ -99,7 +99,7 @@ class Reception:
 
     def start(self, name: str, hear: Hear, lost: Lost | None = None) -> None:
         """Serve in a thread of that name."""
-        self._thread = threading.Thread(None, self.serve, name, (hear, lost), daemon=True)
+        self._thread = Thread(self.serve, name, hear, lost)
         self._thread.start()
 
     def serve(

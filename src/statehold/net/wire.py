@@ -21,12 +21,12 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 
 from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, GREETING_BYTES, PROOF_BYTES, Secret, is_same
+from statehold.process.worker import Flag
 
 FRAME_MAX = 64 << 20
 UNSENT_MAX = 64 << 20
@@ -48,7 +48,7 @@ class Wire:
         self,
         connected: socket.socket,
         frame_max: int = FRAME_MAX,
-        revoked: threading.Event | None = None,
+        revoked: Flag | None = None,
     ) -> None:
         self.socket = connected
         self.frame_max = frame_max
@@ -189,7 +189,7 @@ class Wire:
 
     def _check(self, until: float) -> float:
         """How much time is left, in seconds. Raises TimeoutError."""
-        if self._revoked is not None and self._revoked.is_set():
+        if self._revoked is not None and self._revoked.is_set:
             raise TimeoutError(errno.ETIMEDOUT, "nobody waits for it any more")
         left_s = until - time.monotonic()
         if left_s <= 0:
@@ -212,7 +212,7 @@ def connect(
     door: str,
     secret: Secret,
     until: float,
-    revoked: threading.Event | None = None,
+    revoked: Flag | None = None,
 ) -> Wire:
     """A wire to a door of another process of the job. Raises OSError, and SecretError."""
     left_s = max(0.001, until - time.monotonic())
@@ -224,7 +224,7 @@ def entered(
     door: str,
     secret: Secret,
     until: float,
-    revoked: threading.Event | None = None,
+    revoked: Flag | None = None,
 ) -> Wire:
     """A wire on a socket that is connected to a door. The socket is closed if that fails."""
     wire = Wire(connected, revoked=revoked)

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
+from statehold.process.worker import Thread
+
 logger = logging.getLogger("statehold")
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -37,7 +39,7 @@ class BackgroundLog:
     def __init__(self) -> None:
         self._guard = threading.RLock()  # a signal's handler may log inside it
         self._waiting: deque[Line] = deque(maxlen=LINES_MAX)
-        self._writer: threading.Thread | None = None
+        self._writer: Thread | None = None
         self._warned: set[tuple[object, ...]] = set()
 
     def info(self, text: str, *values: object) -> None:
@@ -77,7 +79,7 @@ class BackgroundLog:
         with self._guard:
             self._waiting.append((level, text, values, extra))
             if self._writer is None:
-                writer = threading.Thread(target=self._write, name="statehold-log")
+                writer = Thread(self._write, "statehold-log", daemon=False)
                 with contextlib.suppress(RuntimeError):  # no threads left: a later line starts one
                     writer.start()
                     self._writer = writer

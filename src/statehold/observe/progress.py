@@ -40,7 +40,8 @@ class Progress:
         self._what = what
         self._counts = counts
         self._report = report
-        self._ended = threading.Event()
+        self._lasts = threading.Lock()  # until it ends; in C, for whoever is interrupted
+        self._lasts.acquire()
         self._begin_s = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)
 
@@ -49,13 +50,13 @@ class Progress:
             self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._lasts.release()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         pause_s, before = FIRST_S, -1
-        while not self._ended.wait(pause_s):
+        while not self._lasts.acquire(timeout=pause_s):
             elapsed_s = time.perf_counter() - self._begin_s
             done, total = self._counts()
             self._say(min(done, total), total, elapsed_s)

@@ -18,7 +18,6 @@ Not here: the state as a whole (state), the subgroups on their way (pipeline).
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +36,7 @@ from statehold.offload.tiers import Host, Path, Tier
 from statehold.options.keywords import answering
 from statehold.process.ending import forget, remember
 from statehold.process.reentry import enter, refuse
+from statehold.process.worker import Thread
 from statehold.tensors.stored import Fill, SavedParameter, StoredState
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class OptimizerKeeper:
     def __init__(self, owner: object, end: Callable[[], None]) -> None:
         self._end_state = end
         self._asked: SimpleQueue[bool] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="statehold-keeper", daemon=True)
+        self._thread = Thread(self._serve, "statehold-keeper")
         self._thread.start()
         self._finalizer = weakref.finalize(owner, self._drop)
         self._finalizer.atexit = False

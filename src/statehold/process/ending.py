@@ -8,6 +8,7 @@ the end could not be copied to its other levels.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Protocol
@@ -39,6 +40,10 @@ def forget(one: Ends) -> None:
 
 
 def end_all() -> None:
-    """End all that was remembered and not forgotten, as the end of the program does."""
-    for one in list(_open):
-        one._end()
+    """End all that was remembered and not forgotten, as the end of the program does.
+
+    An exception, such as that of Ctrl-C, comes out once all have ended.
+    """
+    with contextlib.ExitStack() as ends:
+        for one in list(_open):
+            ends.callback(one._end)

@@ -2,9 +2,12 @@
 
     Worker    one thread, and its calls in order
     Crew      several threads, and a Task for each call, which waits for its end
+    Flag      what one thread sets and others wait for
+    Thread    what others wait for the end of
 
 An exception from a signal's handler can come between two instructions of a caller. An executor
-takes a threading.Condition in submit(): its lock stays taken then, and its thread waits for ever.
+takes a threading.Condition in submit(), and a threading.Event in wait() and set(): the lock stays
+taken then, and other threads wait for ever.
 A SimpleQueue is written in C: a handler runs before or after put(), never inside it. The same holds
 for `with` and a Lock.
 
@@ -15,6 +18,7 @@ never return: so its thread is a daemon.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -30,6 +34,57 @@ T = TypeVar("T")
 Action = Callable[[], object]
 _Actions = queue.SimpleQueue[Action | None]
 Woken = queue.SimpleQueue[None]
+
+
+class Flag:
+    """A threading.Event that a signal's handler may set, and whose waiters may be interrupted."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()  # one at least once it is set
+
+    def set(self) -> None:
+        """From any thread, and any number of times."""
+        try:
+            self.is_set = True
+        finally:
+            self._tokens.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set, after at most `timeout` seconds (None: no limit)."""
+        if not self.is_set:
+            try:
+                self._tokens.get(timeout=None if timeout is None else max(0.0, timeout))
+            except queue.Empty:
+                pass
+            finally:
+                if self.is_set:
+                    self._tokens.put(None)
+        return self.is_set
+
+
+class Thread(threading.Thread):
+    """A thread whose end can be waited for again after Ctrl-C. After an interrupted join(), that of
+    threading takes a thread that runs for one that has ended (CPython 3.10 to 3.12)."""
+
+    def __init__(
+        self, target: Callable[..., object], name: str, *args: object, daemon: bool = True
+    ) -> None:
+        super().__init__(None, target, name, args, daemon=daemon)
+        self._over, self._pid = Flag(), os.getpid()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._over.set()
+
+    def is_alive(self) -> bool:
+        return self.ident is not None and not self._over.is_set and self._pid == os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        if not self.is_alive() or self._over.wait(timeout):
+            super().join(timeout)
 
 
 class _Threads:
@@ -56,20 +111,16 @@ class _Threads:
 class Worker(_Threads):
     """One thread."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        (self._thread,) = self._threads
-
     def submit(self, action: Action) -> None:
         """Make the call after those that were submitted before. Raises RuntimeError after close."""
         if self._is_closed:
-            raise RuntimeError(f"the thread {self._thread.name} has ended")
+            raise RuntimeError(f"the thread {self._threads[0].name} has ended")
         self._actions.put(action)
 
     def passed(self, until: float | None) -> bool:
         """Whether all calls so far are made. Waits, at most until then on the monotonic clock, and
         not for a worker that was left."""
-        if self._thread not in _awaited:
+        if self._threads[0] not in _awaited:
             return True
         latch = threading.Lock()  # of this call alone: nobody waits for it if it stays taken
         latch.acquire()
@@ -79,12 +130,7 @@ class Worker(_Threads):
     def leave(self) -> None:
         """Have nobody wait for the thread any more, not even the end of the program."""
         self._is_closed = True
-        _awaited.pop(self._thread, None)
-
-    def close(self) -> None:
-        """Return once all calls are made and the thread has ended, or the worker is left."""
-        self._is_closed = True
-        _end(self._thread, self._actions)
+        _awaited.pop(self._threads[0], None)
 
 
 class Task(Generic[T]):
@@ -142,7 +188,7 @@ _LOOK_S = 1.0
 
 def _started(name: str, actions: _Actions, begin: Action = int) -> threading.Thread:
     """The thread does not hold what owns it, and ends if that is dropped."""
-    thread = threading.Thread(target=_work, args=(actions, begin), name=name, daemon=True)
+    thread = Thread(_work, name, actions, begin)
     thread.start()
     _awaited[thread] = actions
     return thread

@@ -35,6 +35,7 @@ from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import FRAME_MAX, Bell, SecretError, Wire, connect
 from statehold.process import forks
+from statehold.process.worker import Thread
 from statehold.resilience.protocol.coordinator import RETURN_S, Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
@@ -240,7 +241,7 @@ class Link:
         self._bell = Bell()
         self._ends = False
         forks.forget_in_children(self)
-        self._thread = threading.Thread(target=self._run, name="statehold-link", daemon=True)
+        self._thread = Thread(self._run, "statehold-link")
         self._thread.start()
 
     def send(self, message: Message) -> None:

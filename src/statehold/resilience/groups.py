@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statehold.process.worker import Flag, Thread
 from statehold.resilience import gloo, nccl
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import MeetingPlace
@@ -96,7 +97,7 @@ class Groups:
         self._where = where
         self._revoked = where.revoked
         self._device = device or torch.device("cpu")
-        self._built = threading.Event()
+        self._built = Flag()
         self._failure = ""  # a text: an exception would keep the frames that hold the groups
         self._line: gloo.Line | None = None
         self._column: Any = None  # the groups; None where one rank is alone
@@ -105,11 +106,11 @@ class Groups:
         self._lock = threading.Lock()
         self._running: set[PendingOperation] = set()
         self._kept: list[object] = []
-        self._thread = threading.Thread(target=self._live, name="statehold-groups", daemon=True)
+        self._thread = Thread(self._live, "statehold-groups")
         _alive.add(self)
         self._thread.start()
         while not self._built.wait(_POLL_S):
-            if self._revoked.is_set():
+            if self._revoked.is_set:
                 self._hang_up()
                 raise self.lost("the building of its groups", _ENDED)
         if self._failure:
@@ -151,7 +152,7 @@ class Groups:
         """
         pause, deadline = _POLL_LEAST_S, math.inf
         while not work.is_completed():
-            if self._revoked.is_set():
+            if self._revoked.is_set:
                 deadline = min(deadline, time.monotonic() + _GIVE_UP_S)
                 if time.monotonic() > deadline:
                     return False
@@ -178,7 +179,7 @@ class Groups:
             facts={
                 "epoch": self._where.epoch,
                 "rank": f"{self._where.place[1]} of replica {self._where.place[0]}",
-                "reason": _ENDED if self._revoked.is_set() else reason,
+                "reason": _ENDED if self._revoked.is_set else reason,
             },
         )
 
@@ -211,7 +212,7 @@ class Groups:
         return pending
 
     def _check(self) -> None:
-        if self._revoked.is_set():
+        if self._revoked.is_set:
             raise self.lost("an operation", _ENDED)
 
     def _held(self, group: Any) -> Any:

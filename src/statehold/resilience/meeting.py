@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import threading
 import time
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import connect
+from statehold.process.worker import Flag
 from statehold.resilience.lost import GroupLostError
 
 # For a connection.
@@ -35,9 +35,7 @@ _SENTENCE_MAX = 1 << 16
 _RANKS_MAX = 1 << 20
 
 
-def meet(
-    desk: str, group: str, rank: int, size: int, says: str, revoked: threading.Event
-) -> list[str]:
+def meet(desk: str, group: str, rank: int, size: int, says: str, revoked: Flag) -> list[str]:
     """What the ranks of a group say, by rank. Raises GroupLostError."""
     sentence = json.dumps([group, rank, size, says]).encode()
     until = time.monotonic() + CONNECT_S
@@ -48,7 +46,7 @@ def meet(
             wire.send(sentence, until)
             return _sayings(strictjson.message(wire.receive(math.inf)), size)
     except (OSError, ValueError) as error:
-        if revoked.is_set():
+        if revoked.is_set:
             raise GroupLostError("the epoch has ended while its ranks met") from None
         raise GroupLostError(f"the desk {desk} does not answer: {error}") from error
 
@@ -84,7 +82,7 @@ class MeetingPlace(NamedTuple):
     place: tuple[int, int]
     size: tuple[int, int]
     host: str
-    revoked: threading.Event
+    revoked: Flag
 
     def meet(self, group: str, rank: int, size: int, says: str) -> list[str]:
         """What the ranks of a group of this epoch say, by rank. Raises GroupLostError."""

@@ -11,7 +11,6 @@ Not here: the order of actions (protocol/actions), what is done with them (drive
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from statehold.errors import ReplicaRefusedError, WaitTimeout
 from statehold.net import addresses
+from statehold.process.worker import Flag
 from statehold.resilience.control import Link
 from statehold.resilience.groups import Groups
 from statehold.resilience.lost import GroupLostError
@@ -71,7 +71,7 @@ class Seat:
         self._groups: Groups | None = None
         self._groups_epoch = 0
         self._epoch = 0  # of `_revoked`
-        self._revoked = threading.Event()
+        self._revoked = Flag()
         self.link = Link(
             around.address,
             self.member,
@@ -84,7 +84,7 @@ class Seat:
     def _changed(self) -> None:
         if self.member.epoch != self._epoch:
             self._revoked.set()
-            self._epoch, self._revoked = self.member.epoch, threading.Event()
+            self._epoch, self._revoked = self.member.epoch, Flag()
         if self.member.fenced is not None or self.member.promised > self._epoch:
             self._revoked.set()
 
@@ -156,7 +156,7 @@ class Seat:
         return (
             self._groups is not None
             and self._groups_epoch == self._epoch
-            and not self._revoked.is_set()
+            and not self._revoked.is_set
         )
 
     @property

@@ -143,13 +143,13 @@ class Step:
     def losses(self) -> list[float]:
         """The losses of the step's microbatches on all replicas, by index."""
         self.check()
-        return [] if self.is_over else list(self._work.sums.losses)
+        return [] if self.is_over else list(self._work.sums.finished.losses)
 
     @property
     def loss(self) -> float:
         """Their mean: the same bits on every replica. NaN if there is no such step."""
         self.check()
-        return math.nan if self.is_over else self._work.sums.mean_loss
+        return math.nan if self.is_over else self._work.sums.finished.mean_loss
 
     @property
     def share(self) -> list[int]:

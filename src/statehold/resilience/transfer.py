@@ -39,6 +39,7 @@ from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import Wire, check_own, connect, entered
+from statehold.process.worker import Flag
 from statehold.resilience.identity import among
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, MeetingPlace
@@ -254,7 +255,7 @@ def _checksum(piece: Tensor) -> bytes:
 class _Fetching:
     """One transfer to this rank: a thread for each holder."""
 
-    def __init__(self, epoch: int, holders: list[str], revoked: threading.Event) -> None:
+    def __init__(self, epoch: int, holders: list[str], revoked: Flag) -> None:
         self._epoch = epoch
         self._holders = holders
         self._revoked = revoked
@@ -337,7 +338,7 @@ class _Fetching:
                         self._missing -= until - at
             except (OSError, RuntimeError, GroupLostError) as error:  # of a device, too
                 self._left.append((begin, end))
-                if not self._revoked.is_set():
+                if not self._revoked.is_set:
                     logger.warning("statehold: state from %s has failed: %s", holder, error)
                 return
 
@@ -347,7 +348,7 @@ class _Fetching:
         run.write(begin, piece)
 
     def _lost(self, why: str) -> GroupLostError:
-        if self._revoked.is_set():
+        if self._revoked.is_set:
             why = "the epoch has ended"
         return GroupLostError(
             "the transfer of the state has failed", facts={"epoch": self._epoch, "reason": why}
@@ -359,9 +360,7 @@ class _Fetching:
             wire.close()
 
 
-def join(
-    address: str, epoch: int, until: float, revoked: threading.Event
-) -> tuple[Wire, Tensor | None]:
+def join(address: str, epoch: int, until: float, revoked: Flag) -> tuple[Wire, Tensor | None]:
     """A line to a holder, and the memory that both share. Raises OSError."""
     far, _, name = address.partition("/")
     wire = _near(name, until, revoked) or connect(
@@ -375,7 +374,7 @@ def join(
         raise
 
 
-def _near(name: str, until: float, revoked: threading.Event) -> Wire | None:
+def _near(name: str, until: float, revoked: Flag) -> Wire | None:
     """None: there is no such name on this host, or this process may not use it."""
     near = socket.socket(socket.AF_UNIX)
     near.settimeout(max(0.001, until - time.monotonic()))

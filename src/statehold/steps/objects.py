@@ -85,7 +85,7 @@ class Neighbour:
         self._client = client
         self._url = url
         self._both = client.around(url)
-        self._failed = threading.Event()
+        self._failed = False
 
     def bring(self, files: Mapping[str, int], before: Callable[[int], None]) -> set[str]:
         """Copy these shared objects (name -> size), and return the names of those that are copied.
@@ -102,7 +102,7 @@ class Neighbour:
         return found
 
     def _bring(self, name: str, size: int) -> bool:
-        if self._both is None or self._failed.is_set():
+        if self._both is None or self._failed:
             return False
         both, theirs, ours = self._both
         source, target = f"{theirs}{SHARED}/{name}", f"{ours}{SHARED}/{name}"
@@ -119,8 +119,8 @@ class Neighbour:
 
     def _give_up(self, error: StorageError) -> None:
         """Ask no more: each request would wait as long for its failure."""
-        if not self._failed.is_set():
-            self._failed.set()
+        if not self._failed:
+            self._failed = True
             logger.info("files that the run at %s has are uploaded again: %s", self._url, error)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
 from statehold.io.memory_room import free_bytes, open_file
+from statehold.process.worker import Flag
 from statehold.steps.directories import unless
 
 if TYPE_CHECKING:
@@ -53,16 +54,16 @@ class Ready:
         self._ranks = ranks
         self._name = ""
         self._file: File | None = None
-        self._done = threading.Event()
+        self._done = Flag()
         self._done.set()
         self._is_wanted = False
 
     def begin(self, name: str, file_bytes: int) -> None:
         """Make a file for the next save, which will call it `name`, unless there is one."""
-        if self._file is not None or not self._done.is_set():
+        if self._file is not None or not self._done.is_set:
             return
         self._name, self._is_wanted = name, False
-        self._done.clear()
+        self._done = Flag()
         try:
             threading.Thread(target=self._run, args=(file_bytes,), name="statehold-ready").start()
         except RuntimeError:  # no more threads, or the interpreter ends
@@ -75,7 +76,7 @@ class Ready:
 
     def file(self, name: str) -> File | None:
         """The file of this name, if it is ready."""
-        return self._file if self._done.is_set() and self._name == name else None
+        return self._file if self._done.is_set and self._name == name else None
 
     def path(self, name: str) -> str:
         return f"{self._folder}/{name}"

@@ -207,12 +207,11 @@ class Flat:
         members = list(chain.from_iterable(map(dict.values, dicts)))
         if are_tensors(members):
             return cls(keys, members, [])
-        others = [
-            (index, key, value)
-            for index, each in enumerate(dicts)
-            for key, value in each.items()
-            if type(value) in _PLAIN and all(map(values.is_plain_key, each))
-        ]
+        others: list[tuple[int, str, Any]] = []
+        for index, each in enumerate(dicts):
+            plain = [(index, key, value) for key, value in each.items() if type(value) in _PLAIN]
+            if plain and all(map(values.is_plain_key, each)):
+                others += plain
         tensors = [value for value in members if isinstance(value, torch.Tensor)]
         if not tensors or len(tensors) + len(others) < len(members):
             return None
@@ -239,11 +238,11 @@ class Flat:
 
     def with_others(self, nodes: list[Any], paths: Sequence[str]) -> list[Any]:
         """The nodes of these dicts, by those of dicts with other plain values."""
-        nodes = list(nodes)
+        more: dict[int, dict[str, Any]] = {}
         for index, key, value in self.others:
             node = values.encode(value, values.join(paths[index], key))
-            nodes[index] = {**nodes[index], key: node}
-        return nodes
+            more.setdefault(index, {})[key] = node
+        return [{**node, **more[at]} if at in more else node for at, node in enumerate(nodes)]
 
 
 def are_tensors(members: Sequence[Any]) -> bool:

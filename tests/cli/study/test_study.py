@@ -35,6 +35,7 @@ def pattern() -> MappedMemory:
     return kept(4 * MiB)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", SWEEP, ids=lambda strategy: strategy.name)
 def test_every_strategy_saves_and_restores(
     tmp_path: Path, pattern: MappedMemory, strategy: Strategy
@@ -57,6 +58,7 @@ def test_every_strategy_saves_and_restores(
     assert all(seconds > 0 for seconds in took)
 
 
+@pytest.mark.thorough
 def test_a_bench_runs_whole_cases_and_leaves_nothing(tmp_path: Path) -> None:
     bench = Bench(str(tmp_path), STATE)
     for case in cases_of(FIGURES):
@@ -106,6 +108,7 @@ def studied(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> d
     return found
 
 
+@pytest.mark.thorough
 def test_a_study_writes_a_profile_and_records(studied: dict[str, Any], tmp_path: Path) -> None:
     here = tmp_path / "here"
     assert os.listdir(here) == []

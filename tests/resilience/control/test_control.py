@@ -286,6 +286,7 @@ def test_a_member_outlives_a_coordinator_of_another_secret(
 # The server
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_full", [False, True], ids=["patience", "room"])
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
     monkeypatch.setattr(reception, "SILENT_MAX" if is_full else "FIRST_S", 4 if is_full else 0.5)

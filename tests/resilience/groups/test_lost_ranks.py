@@ -68,6 +68,7 @@ def gang() -> Iterator[Gang]:
         each.kill()
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_holds_nobody_and_cannot_come_back(gang: Gang) -> None:
     """R9, R10."""
     gang.fill(4)

@@ -67,7 +67,7 @@ class Member:
     def bits(self) -> list[Any]:
         grads = [bits_of(param.grad) for param in self.params.values()]
         bases = self.sums.state_dict()["bases"].tolist()
-        return [grads, bases, self.sums.losses, self.sums.mean_loss]
+        return [grads, bases, self.sums.finished.losses, self.sums.finished.mean_loss]
 
 
 def train(shares_of: Callable[[int], Sequence[Sequence[int]]], of: Gradient, **given: Any) -> list:
@@ -103,6 +103,7 @@ def dealt(members: int, seed: int) -> Callable[[int], list[list[int]]]:
     return shares
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("octaves", [0, 40])
 def test_bits_do_not_depend_on_the_members(dtype: torch.dtype, octaves: int) -> None:
@@ -330,7 +331,7 @@ def test_layouts_of_memory() -> None:
         assert torch.equal(param.grad, given)
         assert param.grad.stride() == param.stride()
         assert torch.equal(complex_param.grad, complex_given)
-    assert math.isnan(sums.mean_loss)
+    assert math.isnan(sums.finished.mean_loss)
 
 
 def test_the_mean_loss_has_one_rounding() -> None:

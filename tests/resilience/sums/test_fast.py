@@ -81,7 +81,7 @@ def check(members: Sequence[Member]) -> None:
     """All members have the mean, and the same bits."""
     expected, loss = plain()
     for member in members:
-        assert member.sums.mean_loss == loss
+        assert member.sums.finished.mean_loss == loss
         assert list(map(bits_of, member.grads())) == list(map(bits_of, members[0].grads()))
         for grad, wanted in zip(member.grads(), expected, strict=True):
             assert (grad is None) == (wanted is None)

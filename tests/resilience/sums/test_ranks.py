@@ -65,7 +65,9 @@ def train(
         sums.reduce(start)
         sums.finish()
         norm = clip_by_norm(model.parameters(), 3.0, gather)
-        found.append([sums.losses, sums.mean_loss, norm, *map(bits_of, locals_of(model))])
+        found.append(
+            [sums.finished.losses, sums.finished.mean_loss, norm, *map(bits_of, locals_of(model))]
+        )
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     return found
 

@@ -41,6 +41,7 @@ from statehold.errors import (
     StepOrderError,
 )
 from statehold.observe.background_log import BackgroundLog
+from statehold.process.worker import Flag
 from statehold.steps.lock import TAKE_OVER_S
 from statehold.steps.target import DirectoryPlace, Target
 
@@ -195,7 +196,7 @@ class Persisting:
         self._source = places[0]
         self._targets: list[Aim] = list(zip(orders.levels[1:], places[1:], strict=True))
         self._near = [place for place in places if isinstance(place, DirectoryPlace)]
-        self._stopped = threading.Event()
+        self._stopped = Flag()
         self._copying: Promoter | None = None
         self._copies = 0
         self._lost: list[str] = []  # levels that do not get the step
@@ -219,7 +220,7 @@ class Persisting:
         self._source.prepare(None)
         until = time.monotonic() + self._orders.give_up_s
         targets = self._lacking(self._targets)
-        while targets and not self._stopped.is_set():
+        while targets and not self._stopped.is_set:
             if time.monotonic() + self._orders.retry_s > until:
                 self._lost += [place.name for _, place in targets]
                 break
@@ -227,7 +228,7 @@ class Persisting:
             targets = self._lacking(targets)
         if self._lost:
             self._log.error("ended; the newest step did not reach: %s", ", ".join(self._lost))
-        elif not self._stopped.is_set():
+        elif not self._stopped.is_set:
             self._log.info("done")
 
     def stop(self) -> None:
@@ -243,7 +244,7 @@ class Persisting:
 
     def _bring(self, level: Level, place: Target) -> bool:
         """Copy the newest intact step to a level; False: try again."""
-        if self._stopped.is_set():
+        if self._stopped.is_set:
             return True
         self._moved_s = time.monotonic()
         error: StateholdError | None = None
@@ -263,7 +264,7 @@ class Persisting:
                 error = promoter.status.error
                 if not isinstance(error, CorruptionError):
                     break
-        if isinstance(error, _FINAL) and not self._stopped.is_set():
+        if isinstance(error, _FINAL) and not self._stopped.is_set:
             self._lost.append(place.name)
             return True
         return error is None
@@ -271,5 +272,5 @@ class Persisting:
     def _go_on(self) -> None:
         """Before each block."""
         self._moved_s = time.monotonic()
-        if self._stopped.is_set():
+        if self._stopped.is_set:
             raise ClosedError("the agent was stopped")

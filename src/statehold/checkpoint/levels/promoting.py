@@ -49,7 +49,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.options.keep import kept_of
 from statehold.process.warn import let_go
-from statehold.process.worker import Worker
+from statehold.process.worker import Flag, Worker
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 from statehold.steps.copying import Copy, part_of
@@ -694,7 +694,7 @@ class Throttle:
         self._bytes_per_s = bytes_per_s
         self.give_way = give_way
         self._clock = clock
-        self._stopped = threading.Event()
+        self._stopped = Flag()
         self._free_s = 0.0  # when the bytes that have passed so far are paid for
 
     def begin(self) -> None:
@@ -709,7 +709,7 @@ class Throttle:
             self._free_s += nbytes / self._bytes_per_s
             if delay_s > 0:
                 self._stopped.wait(delay_s)
-        if self._stopped.is_set():
+        if self._stopped.is_set:
             raise ClosedError("a copy to another level was stopped")
 
     def stop(self) -> None:

@@ -32,6 +32,7 @@ from statehold.errors import ClosedError, PeerFailedError, StateholdError, Usage
 from statehold.format.entries import NOTHING, About
 from statehold.layout.stored import StoredPart
 from statehold.process.reentry import refuse
+from statehold.process.worker import Thread
 from statehold.units import check_timeout
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ class Callbacks:
         # Written in C: no exception in close(), as after Ctrl-C, leaves a lock of it taken.
         self._committed: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._at: int | None = None  # the step whose callbacks run
-        self._thread = threading.Thread(target=self._serve, name="statehold-callbacks", daemon=True)
+        self._thread = Thread(self._serve, "statehold-callbacks")
         if self._callbacks:
             self._thread.start()
 

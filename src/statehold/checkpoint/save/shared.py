@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from threading import Event
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
@@ -138,7 +138,7 @@ class SharedFiles:
     links: list[FileLink] = field(default_factory=list)
     fresh: list[Fresh] = field(default_factory=list)
     written: list[SharedFile] = field(default_factory=list)
-    _proven: Event = field(default_factory=lambda: Event())
+    _proven: SimpleQueue[None] = field(default_factory=SimpleQueue)
     _replacing: list[Fresh] = field(default_factory=list)
     _first: list[Fresh | FileLink] = field(
         default_factory=list
@@ -200,7 +200,7 @@ class SharedFiles:
             if links:
                 self._compare(links)
         finally:
-            self._proven.set()
+            self._proven.put(None)
 
     def _compare(self, links: Sequence[FileLink]) -> None:
         found = refuted([_claim(link) for link in links], self._register.runtime)
@@ -254,7 +254,7 @@ class SharedFiles:
     def finish(self) -> None:
         """D2 of the others, once the stage thread has compared those that are compared in place."""
         self._finish_all(self._later)
-        self._proven.wait()
+        self._proven.get()
         for each in self._replacing:
             if not each.is_durable:
                 self._open(each)
@@ -303,7 +303,7 @@ class SharedFiles:
 
     def cancel(self) -> None:
         """Stop the jobs."""
-        self._proven.set()
+        self._proven.put(None)
         for each in (*self._planned, *self._replacing):
             if each.job is not None:
                 each.job.cancel()

@@ -15,9 +15,10 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,6 +53,7 @@ from statehold.format.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_s
 from statehold.format.trees import Differs, tensors_of
 from statehold.integrations.dcp.machine import Machine, StepEndpoint, rank_and_world, traced
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
+from statehold.integrations.formats.streamed import grouped
 from statehold.layout.layout import Box
 from statehold.options import Options
 from statehold.options.io import Io
@@ -468,21 +470,8 @@ def read(
         nbytes = sum(each.nbytes for each in wanted)
         engine = opened.enter_context(machine.engine(fs, nbytes))
         devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
-        for wave in _waves(wanted):
+        for wave in grouped(wanted, attrgetter("extra_bytes"), WAVE_BYTES):
             _read_wave(engine, devices, directory, saved, wave, watch)
-
-
-def _waves(wanted: Iterable[WantedBox]) -> Iterator[list[WantedBox]]:
-    wave: list[WantedBox] = []
-    extra = 0
-    for each in wanted:
-        if wave and extra + each.extra_bytes > WAVE_BYTES:
-            yield wave
-            wave, extra = [], 0
-        wave.append(each)
-        extra += each.extra_bytes
-    if wave:
-        yield wave
 
 
 def _read_wave(

@@ -41,6 +41,7 @@ from statehold.integrations.formats.streamed import (
     StreamedChunk,
     StreamedValue,
     assembled,
+    grouped,
     is_entered,
     nbytes_of,
     nested,
@@ -191,7 +192,9 @@ def _write(
     work: PartialExport, entries: Mapping[str, tuple[_Path, Any]]
 ) -> dict[str, _StorageInfo]:
     places: dict[str, _StorageInfo] = {}
-    for number, batch in enumerate(_batches(entries)):
+    values = [(name, value) for name, (_, value) in entries.items()]
+    groups = grouped(values, lambda each: nbytes_of({"": each[1]}), archives.SMALL_BYTES)
+    for number, batch in enumerate(map(dict, groups)):
         file = f"__0_{number}.distcp"
         known = work.journal.get(f"{file}:all")
         if known is None:
@@ -203,21 +206,6 @@ def _write(
         for name, (begin, end) in zip(batch, json.loads(known), strict=True):
             places[name] = _StorageInfo(file, begin, end - begin)
     return places
-
-
-def _batches(entries: Mapping[str, tuple[_Path, Any]]) -> Iterator[dict[str, Any]]:
-    """Entries that share a file: a large one is alone."""
-    batch: dict[str, Any] = {}
-    size = 0
-    for name, (_, value) in entries.items():
-        nbytes = nbytes_of({"": value})
-        if batch and size + nbytes > archives.SMALL_BYTES:
-            yield batch
-            batch, size = {}, 0
-        batch[name] = value
-        size += nbytes
-    if batch:
-        yield batch
 
 
 def _write_batch(work: PartialExport, file: str, batch: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from operator import add
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from statehold.encoding import header
@@ -27,6 +27,7 @@ from statehold.integrations.formats.streamed import (
     MappedFile,
     Streamed,
     assembled,
+    grouped,
     leaves,
     memory_of,
 )
@@ -57,7 +58,7 @@ def export(tree: Any, work: PartialExport) -> list[str]:
         hint = "export another part with --name, or all with --to torch"
         facts = {"expected": "tensors", "got": f"only {', '.join(left_out[:3]) or 'nothing'}"}
         raise UsageError("hf holds only tensors, and this has none", facts=facts, hint=hint)
-    shards = list(_shards(names))
+    shards = list(grouped(names, attrgetter("nbytes"), SHARD_BYTES))
     files = [_shard_name(number, len(shards)) for number in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
         _write(work, file, {tensor: names[tensor] for tensor in shard})
@@ -88,18 +89,6 @@ def _shard_name(number: int, count: int) -> str:
     if count == 1:
         return "model.safetensors"
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _shards(tensors: Mapping[Streamed, Any]) -> Iterator[list[Streamed]]:
-    shard: list[Streamed] = []
-    size = 0
-    for tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(tensor)
-        size += tensor.nbytes
-    yield shard
 
 
 def _write(work: PartialExport, file: str, shard: Mapping[Streamed, Sequence[str]]) -> None:

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from statehold.units import MiB
 
 
 PART_BYTES = 16 * MiB
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,20 @@ class Streamed:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in their order, together up to `most` bytes: a larger one is alone."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        if group and size + nbytes(item) > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,6 +51,7 @@ from statehold.integrations.lightning.moments import (
     shown,
 )
 from statehold.integrations.trained import persistent_buffers
+from statehold.process.worker import Thread
 from statehold.reading.load import load
 from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import Rng
@@ -622,12 +623,12 @@ class Finisher:
         self._unwritten: dict[str, Checkpoint] = {}
         self._rested_at = 0.0
         self._has_failed = self._is_ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def hold(self, save: Save | None, checkpoint: Checkpoint) -> None:
         """Give the path its step once it is committed."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statehold-ckpt", daemon=True)
+            self._thread = Thread(self._run, "statehold-ckpt")
             self._thread.start()
         done = threading.Lock()
         done.acquire()

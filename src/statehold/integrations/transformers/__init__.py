@@ -40,6 +40,7 @@ from statehold.format.entries import NAMES_MAX, is_name
 from statehold.integrations.second_names import step_name
 from statehold.integrations.trained import trained_part
 from statehold.integrations.transformers.folders import Beside, Folders, step_named
+from statehold.process.worker import Thread
 from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.kinds.rng import Rng
@@ -625,13 +626,13 @@ class Exporter:
         self._export = export
         self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
         self._is_ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def offer(self, save: Save, surplus: list[int]) -> None:
         """Export this step once it is committed, instead of one that was offered before; remove the
         folders of the steps in `surplus`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="statehold-weights", daemon=True)
+            self._thread = Thread(self._run, "statehold-weights")
             self._thread.start()
         self._offers.put((save, surplus))
 

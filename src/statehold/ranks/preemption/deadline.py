@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from statehold.errors import UsageError, shown
+from statehold.process.worker import Thread
 from statehold.units import WAIT_S_MAX
 
 LEFT, LATE = 75, 76
@@ -68,7 +69,7 @@ class Deadline:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._watcher = threading.Thread(target=self._watch, name="statehold-leave", daemon=True)
+        self._watcher = Thread(self._watch, "statehold-leave")
 
     def install(self, *signals: signal.Signals) -> None:
         """Begin to watch. Only in the main thread, as Python requires."""

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from statehold.errors import StateholdError, StorageError
+from statehold.process.worker import Thread
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 
@@ -68,7 +69,7 @@ class Hearing:
         self._has_answered = self._has_decided = False
         self.is_deaf = False
         # Not a daemon: a thread inside a call of the store must not exist when the process ends.
-        self._thread = threading.Thread(target=self._run, name="statehold-hear")
+        self._thread = Thread(self._run, "statehold-hear", daemon=False)
 
     def start(self) -> None:
         self._thread.start()
@@ -81,8 +82,7 @@ class Hearing:
         """Post the step of this rank, and end."""
         self._is_over = True
         self.wake()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     def part(self, until_s: float) -> None:
         """All is done here. Rank 0 stays until all ranks are done, because its end may be the end

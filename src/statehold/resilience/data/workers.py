@@ -38,6 +38,7 @@ import torch.multiprocessing  # what is sent has its tensors in shared memory fr
 
 from statehold.errors import ClosedError, WorkerLostError
 from statehold.process.forks import forget_in_children
+from statehold.process.worker import Thread
 from statehold.resilience.data.draws import Draw, Drawn
 
 
@@ -138,16 +139,14 @@ class _Worker:
         self._process.start()
         theirs.close()
         ending.close()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def forget(self) -> None:
         self._ours.close()
         self._alive.close()
 
     def serve(self, calls: _Calls, lost: list[WorkerLostError]) -> None:
-        self._thread = threading.Thread(
-            target=self._serve, args=(calls, lost), name=self._process.name, daemon=True
-        )
+        self._thread = Thread(self._serve, self._process.name, calls, lost)
         self._thread.start()
 
     def _serve(self, calls: _Calls, lost: list[WorkerLostError]) -> None:

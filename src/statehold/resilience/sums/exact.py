@@ -52,7 +52,7 @@ class ExactSum:
         self._bases = [LEAST] * len(self._sites)
         self._report = self._empty_report()
         self._reduced: _Reduced | None = None
-        self._finished = self._report
+        self.finished = self._report
 
     def _empty_report(self) -> Report:
         return Report(self._grid.microbatches, len(self._sites))
@@ -147,17 +147,9 @@ class ExactSum:
         for number, mark in enumerate(self._reduced.largest):
             if mark > _NOT_FINITE:
                 self._bases[number] = self._grid.base_after(mark - _ZERO)
-        self._finished = self._reduced.report
+        self.finished = self._reduced.report
         self._reduced = None
         self._integers.clear()
-
-    @property
-    def losses(self) -> Sequence[float]:
-        return self._finished.losses
-
-    @property
-    def mean_loss(self) -> float:
-        return self._finished.mean_loss
 
     @property
     def announced_bytes(self) -> int:

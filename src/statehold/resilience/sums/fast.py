@@ -59,7 +59,7 @@ class FastSum:
         self._start: Start | None = None
         self._error: Exception | None = None
         self._reduced: Report | None = None
-        self._report = self._finished = Report(microbatches, 0)
+        self._report = self.finished = Report(microbatches, 0)
         self._copies: dict[int, _GradientCopy] = {}
         self._most_copies = 0
         self._copy: _GradientCopy | None = None
@@ -210,7 +210,7 @@ class FastSum:
                     site.put(mean)
                 else:
                     site.give(None)
-        self._finished = self._reduced
+        self.finished = self._reduced
         self._forget()
 
     def _forget(self) -> None:
@@ -225,14 +225,6 @@ class FastSum:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    @property
-    def losses(self) -> Sequence[float]:
-        return self._finished.losses
-
-    @property
-    def mean_loss(self) -> float:
-        return self._finished.mean_loss
 
     @property
     def announced_bytes(self) -> int:

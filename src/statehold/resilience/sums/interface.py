@@ -42,8 +42,26 @@ class Pending(Protocol):
 Start = Callable[[Tensor], Pending]
 
 
+class Reported(Protocol):
+    """What all members have reported of a step."""
+
+    @property
+    def losses(self) -> Sequence[float]:
+        """By microbatch; NaN for one that was given none."""
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean of `losses`, from their exact sum."""
+
+
 class Sum(Protocol):
-    """The sum of one step's gradients and losses."""
+    """The sum of one step's gradients and losses.
+
+    finished: the reports on the step that was finished last.
+    """
+
+    @property
+    def finished(self) -> Reported: ...
 
     def begin(self) -> None:
         """Begin a step: nothing is counted, and p.grad of every parameter is None."""
@@ -80,14 +98,6 @@ class Sum(Protocol):
 
         Commits the newest `reduce`. What was counted is dropped.
         """
-
-    @property
-    def losses(self) -> Sequence[float]:
-        """The losses of the finished step, by microbatch; NaN for one that was given none."""
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of `losses`, from their exact sum."""
 
     @property
     def announced_bytes(self) -> int:

@@ -14,13 +14,13 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import chain, compress
 
 import torch
 
 from statehold.errors import StateholdError
+from statehold.process.worker import Flag
 from statehold.tensors.captured import Capture
 from statehold.tensors.columns import CapturedTensor
 from statehold.tensors.devices.backends import Event
@@ -51,7 +51,7 @@ class DeviceCopies:
             eager = [index for index in structure.eager if structure.external[index]]
             self._eager.update(first + index for index in eager)
             self._eager_bytes_left += sum(tensors.live[index].nbytes for index in eager)
-        self._eager_under_way = threading.Event()
+        self._eager_under_way = Flag()
         self._after_eager: list[Event] = []
         self._compared = compared
         if not self._eager_bytes_left and not any(each.eager for each in compared):
@@ -60,7 +60,7 @@ class DeviceCopies:
         self._fingerprinting = Fingerprinting(mover)
         self.fingerprints: dict[str, int] = {}  # of what is compared, by name; after run()
         self._mover = mover
-        self._enqueued = threading.Event()
+        self._enqueued = Flag()
         self._streams_suffice = not captured.structure.has_lazy_on_host
 
     def run(self) -> None:
@@ -138,7 +138,7 @@ class DeviceCopies:
 
     def _note_eager(self, lent: Sequence[Lent], compared: Sequence[CapturedTensor]) -> None:
         """Let save() go on if this was the last of eager tensors."""
-        if self._eager_under_way.is_set():
+        if self._eager_under_way.is_set:
             return
         pieces = chain.from_iterable(buffer.pieces for buffer in lent)
         moved = (nbytes for segment, _, _, nbytes in pieces if segment in self._eager)
