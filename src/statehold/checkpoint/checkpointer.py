@@ -20,7 +20,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from statehold.checkpoint.keeper import Keeper, wait_for_dropped
@@ -403,12 +402,7 @@ class Checkpointer:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
         enter("the end of a with block")
         self._close(error)
         if kind is None:

@@ -41,18 +41,15 @@ class PageBatch:
         told: Callable[[PageVerdict, int], None],
     ) -> None:
         self.count, self.until, self.identity = count, until, identity
-        self._told = told
+        self._told, self._left = told, count
         self._verdicts: list[PageVerdict | None] = [None] * count
-        self._left = count
         self._guard = threading.Lock()
         self._done = Flag()
-        if not count:
-            self._done.set()
 
     @property
     def is_done(self) -> bool:
         """Whether every page has its verdict."""
-        return self._done.is_set
+        return not self._left
 
     @property
     def seconds_left(self) -> float | None:
@@ -61,7 +58,8 @@ class PageBatch:
 
     def wait(self) -> list[PageVerdict]:
         """The verdicts, as soon as all are known, or when the time has passed."""
-        self._done.wait(self.seconds_left)
+        if self._left:
+            self._done.wait(self.seconds_left)
         self.settle(range(self.count), PageVerdict.LATE)
         return [verdict for verdict in self._verdicts if verdict is not None]
 

@@ -18,7 +18,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -284,12 +283,7 @@ class Replicas:
     def __enter__(self) -> Replicas:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- joining ---------------------------------------------------------------------------
