@@ -405,7 +405,7 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
     head: ParallelStyle = ColwiseParallel(output_layouts=Replicate())
     if is_split and is_tied:
         head = RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
-    whole = RowwiseParallel(input_layouts=Replicate()) if is_tied else _Whole()
+    whole: ParallelStyle = RowwiseParallel(input_layouts=Replicate()) if is_tied else _Whole()
     for name, module in model.named_modules():
         own = name.rpartition(".")[2]
         if name.startswith(inside):
