@@ -582,3 +582,23 @@ def test_a_storage_that_hangs_keeps_neither_flush_nor_close_waiting(
     for job in held:
         job.may_end.set()
     kv_store.hanging.clear()
+
+
+def test_a_load_waits_for_memory_that_is_to_be_written(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with made(tmp_path, memory=0) as store:
+        put(store, 100)
+    held = request.getfixturevalue("held")
+    with made(tmp_path, memory=0) as store:
+        numbers = range(SLOTS_MIN)
+        full = store.put([key(n) for n in numbers], [page(n) for n in numbers]).wait()
+        must(full == [PageVerdict.STORED] * SLOTS_MIN)  # and none is in a file yet
+        into = bytearray(PAGE)
+        batch = store.get([key(100)], [into])
+        while not batch.is_done:
+            for job in [*held]:
+                job.may_end.set()
+            store.contains([key(100)])
+        assert batch.wait() == [PageVerdict.HIT]
+        assert into == page(100)
