@@ -1,6 +1,7 @@
 """Pages of a KV cache: what a PageStore stores and loads, beside the raw disk of the same run.
 
-    python -m bench.pages PATH [--total 1GiB] [--repeat 5]     by page size: store, load, lookup
+    python -m bench.pages PATH [--total 1GiB] [--repeat 5] [--page 1MiB ...]
+                                                               by page size: store, load, lookup
     python -m bench.pages PATH --pages 1000000                 the tables of very many pages
 
 A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
@@ -206,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__)
     parser.add_argument("path", type=Path, help="a directory on the disk")
     parser.add_argument("--total", type=parse_bytes, default=1 << 30, help="bytes of all pages")
+    parser.add_argument("--page", action="append", default=[], help="only this size; any number")
     parser.add_argument("--repeat", type=int, default=5, help="rounds; medians are shown")
     parser.add_argument("--pages", type=int, help="measure the tables of so many pages instead")
     given = parser.parse_args(arguments)
@@ -215,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
     print("    page    store  limit  files     load  limit  files  lookup of 1024, ms")
-    for page in PAGE_BYTES:
+    for page in given.page or PAGE_BYTES:
         print(compare(given.path, page, given.total, given.repeat), flush=True)
     return 0
 

@@ -210,7 +210,8 @@ def _without_room(world: World, _: str) -> None:
 
     class Tier(FileTier):
         def __init__(self, fs: Any, root: str, geometry: Any) -> None:
-            super().__init__(_Small(fs, room, world.counts), root, geometry)  # type: ignore[arg-type]
+            small: Any = _Small(fs, room, world.counts)
+            super().__init__(small, root, geometry)
 
     with mock.patch.object(opened, "FileTier", Tier), world.open() as store:
         world.work(store, 10)

@@ -287,8 +287,9 @@ def test_a_second_process_finds_and_adds_pages(store: PageStore) -> None:
 def test_a_senseless_argument_is_refused(
     tmp_path: Path, options: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as refused:
         made(tmp_path / "pages", **options)
+    assert refused.value.hint
     shutil.rmtree(tmp_path / "pages", ignore_errors=True)
     made(tmp_path / "pages").close()
 
@@ -305,8 +306,11 @@ def test_a_store_of_another_version_or_size_is_refused(tmp_path: Path) -> None:
         made(tmp_path, page_bytes=2 * PAGE)
     about = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**about, "format": 2}))
-    with pytest.raises(FormatVersionError):
+    with pytest.raises(FormatVersionError, match="another version") as refused:
         made(tmp_path)
+    assert refused.value.hint
+    with pytest.raises(FormatVersionError):
+        look(tmp_path)
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -578,3 +582,23 @@ def test_a_storage_that_hangs_keeps_neither_flush_nor_close_waiting(
     for job in held:
         job.may_end.set()
     kv_store.hanging.clear()
+
+
+def test_a_load_waits_for_memory_that_is_to_be_written(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with made(tmp_path, memory=0) as store:
+        put(store, 100)
+    held = request.getfixturevalue("held")
+    with made(tmp_path, memory=0) as store:
+        numbers = range(SLOTS_MIN)
+        full = store.put([key(n) for n in numbers], [page(n) for n in numbers]).wait()
+        must(full == [PageVerdict.STORED] * SLOTS_MIN)  # and none is in a file yet
+        into = bytearray(PAGE)
+        batch = store.get([key(100)], [into])
+        while not batch.is_done:
+            for job in [*held]:
+                job.may_end.set()
+            store.contains([key(100)])
+        assert batch.wait() == [PageVerdict.HIT]
+        assert into == page(100)

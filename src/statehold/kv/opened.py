@@ -252,7 +252,7 @@ def _geometry(path: str, capacity: int, size: int) -> Geometry:
         if capacity > most:
             summary = "the capacity of a store of pages is larger than its disk"
             expected, got = f"at most {format_bytes(most)}", format_bytes(capacity)
-            raise refused(summary, expected, got, path=path) from None
+            raise refused(summary, expected, got, "give less", path=path) from None
         wanted.write(path)
         return wanted
     if made != wanted:

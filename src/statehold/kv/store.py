@@ -275,7 +275,7 @@ class PageStore:
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
         for _ in range(len(self._leftover)):  # loads that were late may be done by now
             self._finish(self._leftover.popleft())
-        waiting, under_way = deque(self._absent(batch, pages)), deque[LoadGroup]()
+        waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
         while waiting or under_way:
             while waiting and len(under_way) < GROUPS:
                 chosen = self._next(batch, waiting)
@@ -283,9 +283,12 @@ class PageStore:
                     under_way.append(self._group(batch, chosen))
                 elif waiting:
                     break
-            if not under_way:
+            if under_way:
+                self._finish(under_way.popleft())
+            elif may_wait and self._write.passed(batch.until):
+                may_wait = False  # memory was full of pages that were to be written
+            else:
                 break
-            self._finish(under_way.popleft())
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
 
@@ -383,9 +386,8 @@ class PageStore:
                     else:  # the slot was given to another page while it was read
                         page.verdict = PageVerdict.MISS
         for page in group.pages:
-            verdict = page.verdict
-            verdict = self._hit(group.batch) if verdict is PageVerdict.HIT else verdict
-            group.batch.settle([page.place], verdict)
+            is_hit = page.verdict is PageVerdict.HIT
+            group.batch.settle([page.place], self._hit(group.batch) if is_hit else page.verdict)
 
     # -- writing ---------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ The PP stages work on as many parts of the batch at the same time, so each token
 
 Invariants: what a device reaches of its data sheet is the same for every model and layout. A load
 and a prefill are two straight lines in two terms, whether they come from a data sheet or from
-measurements (bench/serving), so one comparison decides between them.
+measurements, so one comparison decides between them. The benchmark bench.serving fits these.
 Not here: counts of a model (shapes), requests over time (the package).
 """
 

@@ -570,9 +570,8 @@ class Connector:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The tensors of the KV cache, by layer."""
-        caches = {name: kv_caches[name] for name in self._group.layer_names}
+        self._caches = caches = {name: kv_caches[name] for name in self._group.layer_names}
         rank = self._config.parallel_config.rank % self._ranks
-        self._caches = caches
         identity = self._identity()
         nbytes = sum(each.shape[1] for each in map(rows_of, caches.values()))
         store, buffers = self._options.opened(nbytes, identity), parse_bytes(self._options.buffers)
