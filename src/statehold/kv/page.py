@@ -49,7 +49,7 @@ def index_of(identity: bytes, key: bytes) -> int:
 
 
 def indices_of(identity: bytes, keys: Iterable[bytes]) -> list[int]:
-    """The same for many. Raises UsageError for what is no key."""
+    """The same for many. Raises UsageError for anything but a key."""
     hashed, most = _core.xxh3_64, KEY_BYTES_MAX  # a scheduler asks for a thousand at a time
     return [
         hashed(identity + (key if type(key) is bytes and 0 < len(key) <= most else check_key(key)))

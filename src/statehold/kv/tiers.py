@@ -149,7 +149,7 @@ class Geometry:
 
     @classmethod
     def read(cls, path: str) -> Geometry:
-        """That of the store in a directory.
+        """The geometry of the store in a directory.
 
         Raises FileNotFoundError without a store, UsageError if it cannot be read, and
         FormatVersionError.

@@ -40,7 +40,7 @@ class Progress:
         self._what = what
         self._counts = counts
         self._report = report
-        self._lasts = threading.Lock()  # until it ends; in C, for whoever is interrupted
+        self._lasts = threading.Lock()  # until it ends; a Lock, as Ctrl-C may come
         self._lasts.acquire()
         self._begin_s = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="statehold-progress", daemon=True)

@@ -103,7 +103,7 @@ class SharedWords:
 
     @classmethod
     def opened(cls, path: str, *more: int) -> Self:
-        """That of another process."""
+        """What another process has made."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(fd, *more)
