@@ -235,8 +235,8 @@ def address_of(view: memoryview) -> int:
 
 def name_of(path: str) -> str:
     """Of the memory of the store in a directory, by whatever name the directory is known."""
-    found = os.stat(path)
-    return hashlib.sha256(f"{found.st_dev} {found.st_ino}".encode()).hexdigest()[:16]
+    made = os.stat(f"{path}/store.json")  # a later one may have the number of a deleted one
+    return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
 
 
 def _geometry(path: str, capacity: int, size: int) -> Geometry:
