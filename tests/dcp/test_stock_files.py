@@ -268,3 +268,26 @@ def test_a_prefix_that_matches_nothing(tmp_path: Path, rename: Any, given: str, 
     with pytest.raises(UsageError, match="matches nothing") as caught:
         restore_stock(tmp_path / "c.pt", live, rename=rename, strict=False)
     assert near in caught.value.facts[given]
+
+
+def test_the_names_of_a_tied_tensor_are_one(tmp_path: Path) -> None:
+    net, file = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path / "c.safetensors"
+    net[1].weight = nn.Parameter(net[0].weight.data)  # another parameter, of the same memory
+    saved = {name: torch.randn_like(each) for name, each in net.state_dict().items()}
+    save_file(saved, file)
+    with pytest.raises(StateMismatchError) as caught:
+        restore_stock(file, {"model": net})
+    assert caught.value.facts["model.1.weight"] == (
+        "expected one tensor, as it is tied, got other values than model.0.weight"
+    )
+    for left_out, kept in (("0.weight", "1.weight"), ("1.weight", "0.weight")):
+        save_file({name: each for name, each in saved.items() if name != left_out}, file)
+        report = restore_stock(file, {"model": net[0], "head": net[1]}, rename=RENAMED)
+        assert not report.missing
+        assert torch.equal(net[0].weight, saved[kept])
+    save_file({**saved, "0.weight": saved["1.weight"].clone()}, file)
+    restore_stock(file, {"model": net})
+    assert torch.equal(net[0].weight, saved["1.weight"])
+
+
+RENAMED = {"0": "model", "1": "head"}

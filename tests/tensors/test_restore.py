@@ -12,6 +12,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import StateMismatchError
+from statehold.format.selection import Selection
 from support.faults import DEADLINE_S, SMALL
 from support.matching import MemoryStep
 from support.training import Training, bits
@@ -80,6 +81,17 @@ def test_saved_untied_restored_into_tied_needs_equal_values() -> None:
         saved.head.weight.copy_(saved.embed.weight)
     MemoryStep({"m": saved}).restore({"m": live})
     assert same(live, saved)
+
+
+@pytest.mark.parametrize("kept", ["a", "b"])
+def test_a_tied_tensor_that_the_step_has_by_one_name_is_there_by_all(kept: str) -> None:
+    one, two, saved = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), torch.randn(2, 2)
+    two.weight = one.weight
+    parts: dict[str, dict[str, torch.Tensor]] = {"a": {"bias": torch.ones(2)}, "b": {}}
+    parts[kept]["weight"] = saved
+    state = {"a": one, "b": two, "c": one.weight}
+    MemoryStep(parts).restore(state, selection=Selection(only=["a", "c"]))
+    assert torch.equal(one.weight, saved)
 
 
 def test_wrapped_and_bare_models_take_each_other() -> None:

@@ -14,15 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Set,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from operator import is_
 from pathlib import PurePath
@@ -55,6 +47,7 @@ from statehold.tensors.storable import (
     device_of,
     is_stateful,
     local_of,
+    memory_of,
     name_of,
     overlaps_itself,
 )
@@ -277,6 +270,12 @@ def below(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def tie_of(tensor: torch.Tensor) -> Any:
+    """Equal for the names of one tensor: its memory, or its id where that says nothing."""
+    is_seen = type(tensor) in _PLAIN and tensor.numel() and tensor.device.type != "meta"
+    return memory_of(tensor) if is_seen else id(tensor)
+
+
 def bare(value: Any) -> Any:
     """What is inside of marks."""
     while isinstance(value, Mark):
@@ -317,6 +316,8 @@ class Matching:
         self.problems: list[tuple[str, str]] = []
         self.walk = Walk(kind_of, selection, names)
         self.selection, self.modules, self.names = selection, modules, names
+        # The nodes of live tensors, by tie_of(). Only a state that lacks a name asks.
+        self.tied: Callable[[], Mapping[Any, Any]] = dict
         self.other_ranks = world is not None and world != saved.world_size
         self._saved, self._kind_of, self._alone = saved, kind_of, alone
         self._casts = Casts(names) if selection.cast else None
@@ -341,6 +342,10 @@ class Matching:
         self.restoration.missing.append(path)
         if self.selection.strict:
             self.problem(path, expected, got)
+
+    def of_another_name(self, live: Any) -> Any:
+        """The node of a live tensor that the step has by another name of the state, or ABSENT."""
+        return self.tied().get(tie_of(live), ABSENT) if isinstance(live, torch.Tensor) else ABSENT
 
     def unexpected(self, path: str, got: str) -> None:
         """The step has what this process has no place for."""
@@ -416,7 +421,9 @@ class Matching:
         for key in missing_of(live, saved):
             where = below(path, key)
             names = self.walk.names(live[key], ABSENT, where)
-            if any(map(self.selection.takes, names)):
+            if (node := self.of_another_name(live[key])) is not ABSENT:
+                self.tensor(live[key], node, where)
+            elif any(map(self.selection.takes, names)):
                 self.missing(where, "an entry of the step", "nothing")
                 self.note_plain(where, holds_state(live[key]))
                 if type(key) is int and {*map(type, saved)} == {str}:
@@ -544,11 +551,7 @@ class Matching:
     # -- values without a live counterpart of their own --------------------------------------
 
     def rebuild(
-        self,
-        live: Any,
-        node: Any,
-        device: torch.device = HOST,
-        beside: torch.Tensor | None = None,
+        self, live: Any, node: Any, device: torch.device = HOST, beside: torch.Tensor | None = None
     ) -> Any:
         """The saved value; tensors that `live` has in the same place are filled and used.
 

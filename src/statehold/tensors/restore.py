@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from statehold.tensors.matching import (
     mismatch,
     missing_of,
     saved_names,
+    tie_of,
 )
 
 
@@ -56,11 +58,11 @@ def prepare(
     """
     with unchanged():  # state_dict() of live objects may draw
         found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
-        _, names = modules.look_into(found)
+        entries, names = modules.look_into(found)
         replicas = modules.replicas_in(found, rank)
         paths = [path for path, _ in found]
         to = Matching(saved, selection, kind_of, paths, names, replicas, rank, alone, world)
-        _match(to, state, saved.state, selection)
+        _match(to, state, saved.state, selection, entries)
         to.take_casts()
     restoration = to.restoration
     if rank is None:
@@ -101,12 +103,18 @@ def check_takes_values(state: object) -> MutableMapping[Any, Any]:
     return state
 
 
-def _match(to: Matching, state: Mapping[str, Any], node: Any, selection: Selection) -> None:
+Entries = Mapping[int, Mapping[str, Any]]  # of modules, by their ids
+
+
+def _match(
+    to: Matching, state: Mapping[str, Any], node: Any, selection: Selection, entries: Entries
+) -> None:
     """The state itself: its names are the step's, no more and no fewer."""
     members = nodes.members(node)
     if members is None:
         raise ManifestError("the state of the manifest is not an object")
     saved = nodes.renamed(members, state, selection)
+    to.tied = cache(lambda: dict(_ties(state, saved, entries)))
     for key in missing_of(saved, state):
         if any(map(selection.takes, saved_names(saved[key], str(key)))):
             to.unexpected(str(key), "an entry of the step")
@@ -123,6 +131,17 @@ def _match(to: Matching, state: Mapping[str, Any], node: Any, selection: Selecti
             open=[path for path in _dicts(state, "") if path],
         )
         to.restoration.patterns = selection.answers(names)
+
+
+def _ties(live: Any, saved: Mapping[Any, Any], entries: Entries) -> Iterator[tuple[Any, Any]]:
+    """tie_of() and the node of each live tensor that the step has, once for each of its names."""
+    known = entries.get(id(live), live if isinstance(live, Mapping) else {})
+    for key in (key for key in known if key in saved):
+        part, node = bare(known[key]), saved[key]
+        if isinstance(part, torch.Tensor) and type(node) is dict:
+            yield tie_of(part), node
+        else:
+            yield from _ties(part, nodes.members(node) or {}, entries)
 
 
 def _dicts(live: Any, path: str) -> Iterator[str]:

@@ -62,10 +62,7 @@ Choose: TypeAlias = Callable[[SavedStep], Selection]
 
 
 def set_aside(
-    levels: Levels,
-    failed: Mapping[int, CorruptionError],
-    confirmed: Collection[int],
-    restored: int,
+    levels: Levels, failed: Mapping[int, CorruptionError], confirmed: Collection[int], restored: int
 ) -> None:
     """Rename the damaged steps that the restore has skipped; all ranks, before any continues.
 
@@ -214,14 +211,7 @@ class RestoreCalls:
         runtime = self.runtime
         with self.watch.restore() as watch:
             restorer = Restorer(
-                nearest,
-                runtime.engine,
-                runtime.devices,
-                self.peers,
-                state,
-                choose,
-                watch,
-                claim,
+                nearest, runtime.engine, runtime.devices, self.peers, state, choose, watch, claim
             )
             self.report, failed = restorer.chosen(choice)
             watch.end(self.report, failed)

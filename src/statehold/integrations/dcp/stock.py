@@ -57,7 +57,7 @@ from statehold.integrations.formats.streamed import (
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.tensors.kinds import modules, optimizers
-from statehold.tensors.matching import holds_state, places
+from statehold.tensors.matching import holds_state, places, tie_of
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.storable import empty_on, is_stateful
 
@@ -110,7 +110,7 @@ def restore_stock(
     """
     check_takes_values(state)
     reader = _ForeignReader(check_path(path, "the checkpoint"))
-    matcher = _StockMatcher(reader.read_metadata(), rename)
+    matcher = _StockMatcher(reader, rename)
     for key, part in state.items():
         matcher.match(state, key, part, str(key))
     matcher.check(os.fspath(path), strict)
@@ -146,9 +146,10 @@ class _StockMatcher:
     """Where the parts of a state are in a checkpoint."""
 
     def __init__(
-        self, metadata: Metadata, rename: Mapping[str, str] | Callable[[str], str] | None
+        self, reader: _ForeignReader, rename: Mapping[str, str] | Callable[[str], str] | None
     ) -> None:
-        self._saved = metadata.state_dict_metadata
+        self._saved = reader.read_metadata().state_dict_metadata
+        self._are_equal = reader.are_equal
         self._selection = Selection(rename=None if callable(rename) else rename)
         renamed = rename if callable(rename) else self._selection.renamed
         self._names = {renamed(name): name for name in self._saved}
@@ -159,6 +160,7 @@ class _StockMatcher:
         self._found = _Found({})
         self._asked: dict[str, None] = {}
         self._parameters: dict[int, str] = {}
+        self._tensors: dict[str, Any] = {}  # live name -> tie_of() the tensor
         self.targets: dict[str, Any] = {}
         self.acts: list[Act] = []
 
@@ -169,9 +171,9 @@ class _StockMatcher:
 
     def check(self, path: str, strict: bool) -> None:
         self._check_prefixes()
-        problems = dict(self._found.problems)
-        if strict:
-            problems |= dict.fromkeys(self._found.missing, "not in the checkpoint")
+        self._take_ties()
+        missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
+        problems = self._found.problems | (missing if strict else {})
         if problems:
             self._fail(
                 path,
@@ -181,13 +183,25 @@ class _StockMatcher:
                 "rename= maps names; strict=False leaves missing entries unchanged",
             )
         if not self._found.names:
-            missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
             self._fail(
                 path,
                 "nothing of the state is in the checkpoint; nothing was changed",
                 missing,
                 "rename= maps names of the checkpoint to those of the state",
             )
+
+    def _take_ties(self) -> None:
+        """A live tensor with several names is loaded by those that the checkpoint has."""
+        found, held = self._found, dict[Any, str]()
+        for path, tie in self._tensors.items():
+            if path in found.names and path not in found.problems:
+                first = held.setdefault(tie, path)
+                if not self._are_equal(found.names[path], found.names[first]):
+                    got = f"got other values than {first}"
+                    found.problems[path] = f"expected one tensor, as it is tied, {got}"
+        tied = {path: held[tie] for path, tie in self._tensors.items() if tie in held}
+        found.missing = [path for path in found.missing if path not in tied]
+        found.names |= {path: found.names[first] for path, first in tied.items()}
 
     def _fail(self, path: str, summary: str, problems: dict[str, str], hint: str) -> NoReturn:
         facts = {"checkpoint": path, **dict(list(problems.items())[:_SHOWN])}
@@ -235,6 +249,7 @@ class _StockMatcher:
 
     def _tensor(self, live: torch.Tensor, path: str, candidates: list[str]) -> None:
         name = self._name(path, candidates)
+        self._tensors[path] = tie_of(live)
         if name is None:
             return
         saved = self._saved[name]
@@ -401,6 +416,13 @@ class _ForeignReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same bytes."""
+        one, two = self._entries[name], self._entries[other]
+        if one is two or (one.dtype, one.shape) != (two.dtype, two.shape):
+            return one is two
+        return all(map(torch.equal, one.parts(), two.parts()))
 
     def _value(self, name: str, entry: Any) -> Any:
         value = read_now(entry)

@@ -161,21 +161,22 @@ def match(to: Matching, live: nn.Module, node: Any, path: str) -> None:
     for name, value in here.items():
         where = f"{path}.{name}"
         takes = to.selection.takes(where)
-        if name not in saved:
+        node = saved[name] if name in saved else to.of_another_name(value)
+        if node is ABSENT:
             if takes:
                 to.missing(where, described(value))
             else:
                 to.restoration.kept.append(where)
             continue
-        if isinstance(value, nn.Parameter) and takes:
+        if isinstance(value, nn.Parameter) and takes and name in saved:
             to.restoration.parameters[where] = value.requires_grad
-        if takes and _resizes(to, live, name, value, saved):
+        if takes and name in saved and _resizes(to, live, name, value, saved):
             to.restoration.loaded.append(where)
-            handed[name] = to.rebuild(ABSENT, saved[name])
+            handed[name] = to.rebuild(ABSENT, node)
         elif id(value) in own:
-            to.tensor(value, saved[name], where)
-        elif to.takes(where) and not to.differs(saved[name], where):
-            handed[name] = to.rebuild(ABSENT, saved[name])
+            to.tensor(value, node, where)
+        elif to.takes(where) and not to.differs(node, where):
+            handed[name] = to.rebuild(ABSENT, node)
     takes_any = any(to.selection.takes(f"{path}.{name}") for name in here)
     if handed or (takes_any and acts_when_loaded(live)):
         to.restoration.objects.append(partial(load_object, load, live, handed, path))
