@@ -34,7 +34,7 @@ import statehold  # noqa: E402
 from statehold import _core  # noqa: E402
 from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
 from statehold.integrations.lightning import StateholdCallback  # noqa: E402
-from statehold.integrations.lightning.checkpoints import Checkpoint  # noqa: E402
+from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
 from statehold.integrations.lightning.strategy import Finisher  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
 from support.interrupts import interrupt_everywhere  # noqa: E402
@@ -410,6 +410,40 @@ def test_policies_mean_the_same(tmp_path: Path, policy: str) -> None:
     assert found[0] == found[1]
     held = {path.name.removesuffix(".steps") for path in (tmp_path / "ours").glob("*.steps")}
     assert held == {name for name in files if not (tmp_path / "ours" / name).is_symlink()}
+
+
+def test_what_a_kill_has_left_undone_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, far = tmp_path / "run", tmp_path / "far"
+
+    def more() -> list[Any]:
+        return [ModelCheckpoint(far, every_n_train_steps=2)]
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Checkpoint, "remove", lambda _: None)  # the kill came before it
+        stopped(out, 5, more)
+    assert len([*out.glob("*.ckpt")]) == 6
+    assert len([*far.glob("*.ckpt")]) == 2
+    for path in (out / "epoch=1-step=6.ckpt", far / "epoch=1-step=6.ckpt"):
+        Checkpoint(path).announce(str(out), 6)  # a save that was not committed
+    fit(out, "last", more=more)
+    found = [sorted(os.listdir(folder)) for folder in (out, far)]
+    assert [name for name in found[0] if "ckpt" in name] == [
+        "epoch=1-step=8.ckpt", "epoch=1-step=8.ckpt.steps", "last.ckpt", "last.ckpt.steps",
+    ]  # fmt: skip
+    assert found[1] == ["epoch=1-step=8.ckpt", "epoch=1-step=8.ckpt.steps"]
+
+
+def test_a_path_that_was_removed_after_the_resumed_step_stays(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"saves": {"every_n_train_steps": 1, "filename": "{step}"}}
+    stopped(tmp_path, 3, **options)
+    path = tmp_path / "step=3.ckpt"
+    Checkpoint(path).removed_after(4)  # the kill came before step 4 was committed
+    settle(str(tmp_path), 3)
+    assert path.exists()
+    settle(str(tmp_path), 4)
+    assert path.exists(), "the note is of a training that has not happened"
 
 
 def test_a_removed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:

@@ -157,13 +157,7 @@ class Saver:
                 raise
 
     def _begin_with(
-        self,
-        captured: Capture,
-        held: HeldSave,
-        number: int,
-        about: About,
-        *,
-        is_last: bool,
+        self, captured: Capture, held: HeldSave, number: int, about: About, *, is_last: bool
     ) -> Work:
         """Plan the save of what was captured, and hand it over."""
         save = held.save

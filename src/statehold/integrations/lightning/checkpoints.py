@@ -4,6 +4,7 @@
     OUT/last.ckpt                            weights and values, as load_from_checkpoint() opens it
     OUT/last.ckpt.steps/step-000000000100/   the files of the step once more
     OUT/last.ckpt.steps/step-...100.json     a note: the run whose step the path stands for
+    OUT/last.ckpt.steps/step-...200.removed  a note: the path goes when this step is committed
 
 Owns: these files. The folder `.steps` is a run of its own with one step, so the path keeps it when
 the run retires it, and gives its space back when Lightning removes the path.
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from statehold.integrations.formats.archives import torch_save
 from statehold.integrations.second_names import give_second_names, step_name
 
-STEPS, MANIFEST = ".steps", "manifest.json"
+STEPS, MANIFEST, REMOVED = ".steps", "manifest.json", ".removed"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.
 WEIGHTS_FOLLOW = (
     b"statehold: the weights of this checkpoint follow; its step is beside it, in .steps\n"
@@ -61,6 +62,8 @@ class Checkpoint:
     def announce(self, run: str, step: int, last_of: str | None = None) -> None:
         """The path stands for this step of the run, once it is committed."""
         self.steps.mkdir(parents=True, exist_ok=True)
+        for removal in self.removals():
+            removal.unlink()
         note = {"run": os.path.relpath(run, self.steps), "last_of": last_of}
         _write(self._note(step), json.dumps(note).encode())
         if self.path.is_dir() and not self.path.is_symlink():
@@ -104,6 +107,13 @@ class Checkpoint:
                 os.unlink(new)
             raise
 
+    def removed_after(self, step: int) -> None:
+        """Note that the path goes once this step is committed, which a kill may prevent."""
+        _write(self.steps / f"{step_name(step)}{REMOVED}", b"")
+
+    def removals(self) -> list[Path]:
+        return [*self.steps.glob(f"step-*{REMOVED}")]
+
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
@@ -138,16 +148,20 @@ class Checkpoint:
                 path.unlink()
 
 
-def settle(folder: str) -> None:
-    """Give the paths in a folder what was committed before a kill, and forget what was not.
+def settle(folder: str, resumed: int) -> None:
+    """Do what a kill has left undone, before a training goes on from the step `resumed`.
 
-    No save is under way.
+    Paths get what was committed. A path without a step goes: its first save was not committed, so
+    no state of a callback says that it is there. A path that Lightning had removed by then goes.
     """
     for steps in sorted(Path(folder).glob(f"*{STEPS}")):
         checkpoint = Checkpoint(str(steps).removesuffix(STEPS))
-        checkpoint.found()
-        for note in steps.glob("step-*.json"):
-            if not checkpoint.holds(int(note.stem[5:])):
+        is_gone = any(int(each.stem[5:]) <= resumed for each in checkpoint.removals())
+        if is_gone or (checkpoint.found() is None and not checkpoint.has_weights()):
+            checkpoint.remove()
+            continue
+        for note in (*steps.glob("step-*.json"), *checkpoint.removals()):
+            if note.suffix == REMOVED or not checkpoint.holds(int(note.stem[5:])):
                 note.unlink()
 
 

@@ -139,7 +139,8 @@ class StrategyLayer:
         self._run, step = _local(run), self._trainer.global_step
         if self._trainer.is_global_zero:
             self._warn()
-            settle(run)
+            for folder in {run, *(str(each.dirpath) for each in self._callbacks())}:
+                settle(folder, step)
         self.ckpt = self._opener(run)
         newer = [each for each in self.ckpt.steps() if each > step]
         if newer and not self._trainer.ckpt_path:
@@ -254,6 +255,7 @@ class StrategyLayer:
         if self.ckpt is None or checkpoint.path.is_symlink() or not checkpoint.is_ours:
             self._stock["remove_checkpoint"](filepath)
         elif self._trainer.is_global_zero:
+            checkpoint.removed_after(self._saved.step if self._saved else 0)
             self._finisher.remove(checkpoint)
 
 
