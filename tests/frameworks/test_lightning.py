@@ -339,6 +339,29 @@ def test_averaged_weights_that_a_callback_saves_go_on(tmp_path: Path) -> None:
     check_goes_on(whole, again)
 
 
+class Averaged(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+
+
+class Average(Callback):  # type: ignore[misc]
+    """Updates a buffer of the module, before ModelCheckpoint saves the batch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.average.lerp_(module.net[3].bias.detach(), 0.1)
+
+
+def test_an_average_that_a_callback_updates_after_each_batch_goes_on(tmp_path: Path) -> None:
+    def more() -> list[Any]:
+        return [Average()]
+
+    whole, _, _ = fit(tmp_path / "whole", more=more, make=Averaged)
+    stopped(tmp_path / "cut", 3, more, make=Averaged)
+    again, _, _ = fit(tmp_path / "cut", "last", more=more, make=Averaged, seed=99)
+    check_goes_on(whole, again)
+
+
 def test_callbacks_go_on(tmp_path: Path) -> None:
     saves = {"monitor": "val", "save_top_k": 2, "save_last": True, "filename": "{step}"}
     options = {"saves": saves, "val_check_interval": 2, "more": lambda: [EarlyStopping("val")]}
