@@ -105,8 +105,7 @@ class Checkpoint:
             raise
 
     def remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
         shutil.rmtree(self.steps, ignore_errors=True)
 
     # -- a restore -------------------------------------------------------------------------
