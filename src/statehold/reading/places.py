@@ -22,13 +22,7 @@ from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.errors import (
-    MissingFileError,
-    StepNotFoundError,
-    StorageError,
-    UsageError,
-    shown,
-)
+from statehold.errors import MissingFileError, StepNotFoundError, StorageError, UsageError, shown
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
@@ -38,12 +32,7 @@ from statehold.steps import owners
 from statehold.steps.directories import misnamed
 from statehold.steps.lock import LOCK_NAME
 from statehold.steps.pool import POOL_NAME
-from statehold.steps.publish import (
-    ask_server,
-    directory_id,
-    is_directory,
-    look_beside_a_writer,
-)
+from statehold.steps.publish import ask_server, directory_id, is_directory, look_beside_a_writer
 from statehold.steps.shelf import DirectoryShelf
 from statehold.steps.whole import newest_whole
 

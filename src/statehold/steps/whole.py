@@ -19,11 +19,7 @@ from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, committed_record
 from statehold.layout.plan import file_name
 from statehold.observe.background_log import log_once
-from statehold.steps.publish import (
-    look_beside_a_writer,
-    missing_path,
-    read_standing,
-)
+from statehold.steps.publish import look_beside_a_writer, missing_path, read_standing
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -14,15 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Set,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from operator import is_
 from pathlib import PurePath

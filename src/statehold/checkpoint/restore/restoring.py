@@ -37,13 +37,7 @@ from statehold.errors import (
     storage_error,
 )
 from statehold.format.entries import About
-from statehold.format.selection import (
-    EVERYTHING,
-    Answer,
-    RestoreReport,
-    Selection,
-    check_answers,
-)
+from statehold.format.selection import EVERYTHING, Answer, RestoreReport, Selection, check_answers
 from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.steps.nearest import Next, StepChanged

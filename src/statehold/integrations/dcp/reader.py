@@ -59,11 +59,7 @@ from statehold.options import Options
 from statehold.options.io import Io
 from statehold.options.keywords import answering
 from statehold.steps.directories import REPLACED
-from statehold.steps.publish import (
-    look_beside_a_writer,
-    missing_path,
-    read_standing,
-)
+from statehold.steps.publish import look_beside_a_writer, missing_path, read_standing
 from statehold.tensors import dtypes
 from statehold.tensors.composed import value_of
 from statehold.tensors.devices import Devices

@@ -37,13 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
-from statehold.errors import (
-    PeerFailedError,
-    StateholdError,
-    StorageError,
-    UsageError,
-    named,
-)
+from statehold.errors import PeerFailedError, StateholdError, StorageError, UsageError, named
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import RecordEntry
 from statehold.format.saved import MANIFEST_NAME
