@@ -412,6 +412,16 @@ def storage_error(operation: str, errno: int, path: str, offset: int | None = No
     )
 
 
+@contextlib.contextmanager
+def storing(operation: str, path: str = "") -> Iterator[None]:
+    """Raise the error for a failed storage operation in place of an OSError. No path: its own."""
+    try:
+        yield
+    except OSError as error:
+        where = path or str(error.filename or "")
+        raise storage_error(operation, error.errno or 0, where) from error
+
+
 def from_native(
     code: str, operation: str, errno: int, path: str, offset: int | None
 ) -> StateholdError:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import statehold
+from statehold.observe import background_log
 from statehold.reading.places import file_system
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
@@ -58,6 +59,44 @@ def test_the_steps_that_count(run_of: Path, ask: Asked, loss: str, kind: str) ->
     assert code == 0
     code, told = ask("show", run_of)
     assert (code, told["step"]) == (0, 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["safetensors", "json", "manifest"])
+def test_verify_lists_the_damage_of_the_newest_step(
+    run_of: Path, ask: Asked, loss: str, kind: str
+) -> None:
+    file = run_of / "step-000000000004" / "manifest.json"
+    LOSSES[loss](file if kind == "manifest" else files_of(run_of, 4, kind)[-1])
+    for asked in (run_of, f"{run_of}@newest"):
+        code, told = ask("verify", asked)
+        assert (code, [each["step"] for each in told["steps"]]) == (1, [4])
+        assert told["steps"][0]["damage"] == ask("verify", f"{run_of}@4")[1]["steps"][0]["damage"]
+        assert told["steps"][0]["damage"] != []
+
+
+def test_who_passes_over_a_newer_step_says_so(
+    run_of: Path, ask: Asked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files_of(run_of, 4, "safetensors")[-1].unlink()
+    (run_of / "step-000000000004").rename(run_of / "step-000000000005")
+    child = run_of.parent / "child"
+    passing: list[Callable[[], Any]] = [
+        lambda: ask("show", run_of),
+        lambda: ask("diff", run_of, f"{run_of}@1"),
+        lambda: ask("export", run_of, run_of.parent / "out", "--to", "torch"),
+        lambda: ask("fork", run_of, child),
+        lambda: ask("copy", run_of, run_of.parent / "copy"),
+        lambda: statehold.load(run_of, rank=0),
+        lambda: statehold.open(run_of).newest(),
+        lambda: statehold.open(run_of).steps(),
+    ]
+    for call in passing:
+        caplog.clear()
+        monkeypatch.setattr(background_log, "_logged", set())
+        call()
+        assert f"step 5 of {run_of} has lost a file" in caplog.text
+        assert f"statehold verify {run_of}@5" in caplog.text
 
 
 def test_a_copy_that_has_lost_a_file_is_made_again(run_of: Path, ask: Asked) -> None:

@@ -67,8 +67,11 @@ def test_a_rank_that_saved_nothing(run: Path, say: Say) -> None:
 def test_a_file_that_cannot_be_written_has_the_name_that_was_asked_for(run: Path, say: Say) -> None:
     (run.parent / "page").mkdir()
     code, text = say("report", run, "-o", run.parent / "page")
+    assert code == 2
+    assert "cannot take a file\n  path      TMP/page\n" in text
+    code, text = say("report", run, "-o", run.parent / ("x" * 250))
     assert code == 4
-    assert text.rstrip() == "statehold: TMP/page: Is a directory"
+    assert text.rstrip() == f"statehold: TMP/{'x' * 250}: File name too long"
 
 
 @pytest.mark.parametrize("words", ["ls", "du", "report --json", "prune --keep 1"])

@@ -20,7 +20,7 @@ from torch import nn
 
 import statehold
 from statehold.cli import main
-from statehold.errors import StepNotFoundError, UsageError
+from statehold.errors import StepNotFoundError, StorageError, UsageError
 from statehold.lineage import Catalog, Graph, Relative, catalog, nearest, relatives
 from statehold.process.file_locks import LockFile
 from support.faults import DEADLINE_S, SMALL
@@ -312,12 +312,102 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["catalog", str(tmp_path / "nowhere")]) == 3
 
 
-def test_a_catalogue_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_catalogue_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such directory"):
         Catalog(tmp_path / "nowhere")
-    (tmp_path / "file").mkdir()
-    with pytest.raises(OSError, match="cannot use the catalogue"):
-        Catalog(tmp_path, tmp_path / "file").scan()
+    for file, kind in ((tmp_path, UsageError), (tmp_path / "nowhere" / "file", StorageError)):
+        known = Catalog(tmp_path, file)
+        for call in (known.scan, known.rebuild, lambda known=known: nearest(mlp(8, 16), known)):
+            with pytest.raises(kind) as caught:
+                call()
+            assert str(file) in str(caught.value.facts)
+
+
+def test_a_catalogue_that_sqlite_cannot_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(sqlite3, "connect", refused)
+    with pytest.raises(StorageError, match="cannot use the catalogue") as caught:
+        Catalog(tmp_path).scan()
+    assert caught.value.facts["cause"] == "disk I/O error"
+
+
+# What a name that is given for the catalogue may mean already.
+OF_OTHERS = {
+    "database": lambda path: sqlite3.connect(path).executescript(
+        "CREATE TABLE results (name TEXT); CREATE TABLE steps (run TEXT)"
+    ),
+    "text": lambda path: path.write_bytes(b"damaged" * 1000),
+    "short": lambda path: path.write_bytes(b"S"),
+    "cut database": lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(84)),
+    "FIFO": os.mkfifo,
+    "directory": Path.mkdir,
+    "link": lambda path: (path.symlink_to(path.with_name("its file")),
+                          path.with_name("its file").write_bytes(b"mine")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OF_OTHERS)
+def test_a_file_that_is_no_catalogue_is_refused_and_untouched(tmp_path: Path, what: str) -> None:
+    save(tmp_path / "runs" / "a", 1, mlp(8, 16))
+    file = tmp_path / "file"
+    OF_OTHERS[what](file)
+
+    def state() -> object:
+        is_file = file.is_file()
+        return sorted(os.listdir(tmp_path)), file.lstat(), file.read_bytes() if is_file else None
+
+    before = state()
+    for call in (Catalog(tmp_path / "runs", file).scan, Catalog(tmp_path / "runs", file).rebuild):
+        with pytest.raises(UsageError, match="no catalogue") as caught:
+            call()
+        assert "file" in caught.value.facts
+    assert main(["catalog", str(tmp_path / "runs"), "--file", str(file), "--rebuild"]) == 2
+    assert state() == before
+
+
+def test_the_manifest_of_a_step_is_no_catalogue(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, mlp(8, 16))
+    step = tmp_path / "a" / "step-000000000001"
+    before = (step / "manifest.json").read_bytes()
+    with pytest.raises(UsageError, match="no catalogue"):
+        Catalog(tmp_path, step / "manifest.json").scan()
+    assert (step / "manifest.json").read_bytes() == before
+    assert not (step / "manifest.json.lock").exists()
+
+
+@pytest.mark.parametrize(
+    "how", ["torn", "zeros", "empty", "PRAGMA user_version = 99", "DROP TABLE layers"]
+)
+def test_a_catalogue_elsewhere_is_known_however_damaged(tmp_path: Path, how: str) -> None:
+    save(tmp_path / "runs" / "a", 1, mlp(8, 16))
+    known = Catalog(tmp_path / "runs", tmp_path / "mine")
+    known.scan()
+    spoiled(Path(known.file), how)
+    assert known.scan().steps == 1
+
+
+def test_a_catalogue_that_an_older_version_has_made_elsewhere(tmp_path: Path) -> None:
+    """It has no application_id, but the tables."""
+    save(tmp_path / "runs" / "a", 1, mlp(8, 16))
+    known = Catalog(tmp_path / "runs", tmp_path / "mine")
+    known.scan()
+    spoiled(Path(known.file), "PRAGMA application_id = 0")
+    assert known.scan().read == 0
+    assert known.rebuild().read == 1
+
+
+def test_a_link_to_a_catalogue_is_followed(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "a", 1, mlp(8, 16))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mine")
+    for act in ("scan", "rebuild"):
+        assert getattr(Catalog(tmp_path / "runs", link), act)().read == 1
+        assert link.is_symlink()
+        assert Catalog(tmp_path / "runs", tmp_path / "mine").scan().read == 0
 
 
 def test_it_needs_no_torch() -> None:

@@ -176,7 +176,7 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
         where.parent.rmdir()
         log = inside(ckpt).watch._log
     log.flush()
-    assert "could not write the trace" in caplog.text
+    assert "cannot write the trace" in caplog.text
     assert str(where) in caplog.text
 
 

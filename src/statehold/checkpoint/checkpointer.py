@@ -32,10 +32,7 @@ from statehold.checkpoint.save.call import labels
 from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.save.handle import Save
 from statehold.checkpoint.session import Session
-from statehold.errors import (
-    ClosedError,
-    UsageError,
-)
+from statehold.errors import ClosedError, UsageError
 from statehold.format.selection import RestoreReport, Selection
 from statehold.layout.plan import step_of
 from statehold.options import Coordination, Options

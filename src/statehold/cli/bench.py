@@ -29,7 +29,7 @@ from statehold.cli.study.measure import Bench
 from statehold.cli.study.strategies import Operation, Strategy, llama
 from statehold.cli.study.sweep import JUDGED, Contrast
 from statehold.cli.tables import Table
-from statehold.errors import NoSpaceError, refused, storage_error
+from statehold.errors import NoSpaceError, refused, storing
 from statehold.io import profile
 from statehold.io.mounts import mount_of
 from statehold.options.io import DEFAULTS
@@ -98,16 +98,13 @@ def _checked(path: str, args: argparse.Namespace) -> int:
 
 def _check_outputs(file: Path | None, out: str | None) -> None:
     """Raises StorageError if the profile or the records cannot be written."""
-    try:
+    with storing("write the results of the study"):
         if out is not None:
             try_folder(out)
         if file is not None:
             try_folder(file.parent)
             if file.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    except OSError as error:
-        code, where = error.errno or errno.EIO, str(error.filename or file)
-        raise storage_error("write the results of the study", code, where) from error
 
 
 def _whose(file: Path | None, path: str) -> str:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         replace_file(args.output, page.encode("utf-8", "backslashreplace"))
     if args.json:
         emit(document)
-    else:
+    elif os.path.isfile(args.output):  # /dev/stdout has the page
         say(args.output)
     is_damaged = any(step["state"] == "damaged" for step in document["steps"])
     states = [level["state"] for level in document["levels"]]

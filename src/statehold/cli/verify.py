@@ -76,7 +76,7 @@ def _checked(
 ) -> Iterator[tuple[dict[str, Any], CheckReport, float]]:
     """(output for --json, findings, seconds) of each step, or copy. looked: gets the levels."""
     if not args.levels:
-        places = _all(fs, args.step) if args.all else [find(fs, args.step)]
+        places = _all(fs, args.step) if args.all else [find(fs, args.step, damaged=True)]
         for report, seconds in verified(fs, places):
             yield document_of(report, seconds), report, seconds
         return

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storage_error
+from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
 from statehold.kv.table import SEATS_MAX
@@ -103,10 +103,8 @@ class OpenStore:
 
     def flush(self) -> None:
         """Make durable what was written. Raises StorageError."""
-        try:
+        with storing("flush pages", self.path):
             self.files.flush()
-        except OSError as error:
-            raise storage_error("flush pages", error.errno or 0, self.path) from error
 
     def warn(self, action: str, error: Exception) -> None:
         """Log what the storage refuses, once for each kind of action."""

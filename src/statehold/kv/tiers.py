@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storage_error
+from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.kv.table import SlotTable
@@ -51,7 +51,7 @@ class MappedTable:
     def __init__(self, path: str, slots: int, more: int = 0) -> None:
         self.path, self.begin = path, whole_blocks(SlotTable.nbytes(slots))
         nbytes = self.begin + more
-        try:
+        with storing("map a table of pages", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
             try:
                 if os.fstat(fd).st_size != nbytes:
@@ -60,8 +60,6 @@ class MappedTable:
                 self.map = mmap.mmap(fd, nbytes)
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise storage_error("map a table of pages", error.errno or 0, path) from error
         self.view = memoryview(self.map)
         self.table = SlotTable(self.view[: SlotTable.nbytes(slots)], slots)
 

@@ -5,7 +5,9 @@ A manifest is read once. It is read again if its inode, its size or its time of 
 Owns: the tables, and how they are brought up to date.
 Invariants: manifests are the truth, and the file is a cache of them: who takes a step from it looks
 at the manifest of the step, too (relatives). A file that is damaged, or of another version, is made
-again, with a line in the log. One process at a time has the file open, under a lock that the kernel
+again, with a line in the log. A file that is no catalogue is left alone: the application_id of
+SQLite tells, or the tables in a catalogue of an older version, or the name that a catalogue has by
+itself. One process at a time has the file open, under a lock that the kernel
 drops when its holder dies, so SQLite never meets another writer. Jobs are not disturbed: runs are
 only read, and a step that cannot be read now is left to the next scan.
 Not here: which step is the nearest relative (relatives), graphs (format/graphs).
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.errors import StateholdError, UsageError
+from statehold.errors import StateholdError, StorageError, UsageError, storing
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import LayerGraph, SavedModel, models_in
 from statehold.format.manifest import Manifest
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 NAME = ".statehold-catalog"
 _VERSION = 1
+_APPLICATION = 0x53744843  # "StHC": which program has made a file of SQLite
 _TABLES = [
     "CREATE TABLE steps (run TEXT, step INTEGER, stamp TEXT, manifest TEXT, created TEXT, "
     "metrics TEXT, PRIMARY KEY (run, step))",
@@ -51,6 +54,7 @@ _TABLES = [
     "CREATE TABLE graphs (id INTEGER PRIMARY KEY, kind TEXT, digests TEXT UNIQUE)",
     "CREATE TABLE layers (digest TEXT, graph INTEGER, PRIMARY KEY (digest, graph)) WITHOUT ROWID",
     f"PRAGMA user_version = {_VERSION}",
+    f"PRAGMA application_id = {_APPLICATION}",
 ]
 # Of each step with a layer in common: how many, by the graph of the asked kind if it has one.
 _SHARED = """
@@ -105,8 +109,8 @@ class Catalog:
         file: where the catalogue is kept; it may be deleted at any time. None: in the directory.
 
     Raises:
-        UsageError: there is no such directory.
-        OSError: the file cannot be written.
+        UsageError: there is no such directory, or the file is no catalogue.
+        StorageError: the file cannot be written.
     """
 
     def __init__(
@@ -116,7 +120,8 @@ class Catalog:
         if not os.path.isdir(self.directory):
             raise UsageError("no such directory", facts={"directory": self.directory})
         default = os.path.join(self.directory, f"{NAME}.sqlite")
-        self.file = default if file is None else absolute(file, "the catalogue")
+        named = default if file is None else absolute(file, "the catalogue")
+        self.file = os.path.realpath(named) if os.path.islink(named) else named
 
     def scan(self) -> Scanned:
         """Bring the catalogue up to date with the manifests."""
@@ -154,14 +159,17 @@ class Catalog:
 
         The lock is held from the deletion to the end of the scan, so nobody sees it empty.
         """
-        with self._locked():
+        with storing("use the catalogue", self.file), self._locked():
             if anew:
                 self._delete()
             try:
                 return self._once(act)
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
-                    raise OSError(f"cannot use the catalogue {self.file}: {error}") from error
+                    facts = {"cause": str(error)}
+                    raise StorageError(
+                        "cannot use the catalogue", path=self.file, facts=facts
+                    ) from error
                 logger.warning(
                     "the catalogue %s is damaged or of another version (%s); making it again",
                     self.file, error,
@@ -192,14 +200,34 @@ class Catalog:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        if not _may_be_replaced(self.file):  # not even a lock is made beside it
+            facts = {"file": self.file, "expected": "a catalogue, an empty file, or none"}
+            hint = "give another name; a catalogue whose beginning is damaged can be deleted"
+            raise UsageError("this file is no catalogue", facts=facts, hint=hint)
         with contextlib.closing(LockFile(f"{self.file}.lock")) as lock:
             lock.take(0)
             yield
 
     def _delete(self) -> None:
         for suffix in ("", "-journal"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.file}{suffix}")
+            Path(f"{self.file}{suffix}").unlink(missing_ok=True)
+
+
+def _may_be_replaced(file: str) -> bool:
+    """Whether a file is not there, or is empty, or a catalogue of any version, damaged or not."""
+    if not os.path.isfile(file):
+        return not os.path.exists(file)
+    if not os.path.getsize(file) or os.path.basename(file) == f"{NAME}.sqlite":
+        return True
+    with open(file, "rb") as raw:
+        head = raw.read(72)
+    if head[:16] == b"SQLite format 3\0" and head[68:] == _APPLICATION.to_bytes(4, "big"):
+        return True
+    uri, damage = f"{Path(file).as_uri()}?mode=ro&immutable=1", sqlite3.DatabaseError
+    with contextlib.suppress(damage), contextlib.closing(sqlite3.connect(uri, uri=True)) as tables:
+        made = {sql for (sql,) in tables.execute("SELECT sql FROM sqlite_master")}
+        return made.issuperset(each for each in _TABLES if each.startswith("CREATE"))
+    return False
 
 
 def _is_damage(error: sqlite3.OperationalError) -> bool:

@@ -83,8 +83,8 @@ def nearest(
         lowest: whether a lower value of the metric is better.
 
     Raises:
-        UsageError: `model` is not a model.
-        OSError: the catalogue cannot be written.
+        UsageError: `model` is not a model, or the file of the catalogue is no catalogue.
+        StorageError: the catalogue cannot be written.
         StepNotFoundError: other jobs delete the steps as fast as they are found.
     """
     graph = model if isinstance(model, Graph) else Graph(model)

@@ -25,13 +25,7 @@ from statehold.offload.rules import Rule
 from statehold.offload.subgroups import Extent
 from statehold.tensors import placements
 from statehold.tensors.placements import Placed
-from statehold.tensors.storable import (
-    empty_on,
-    is_dtensor,
-    is_storable,
-    local_of,
-    version_of,
-)
+from statehold.tensors.storable import empty_on, is_dtensor, is_storable, local_of, version_of
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)

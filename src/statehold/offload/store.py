@@ -39,6 +39,7 @@ from statehold.errors import (
     StorageError,
     UsageError,
     storage_error,
+    storing,
 )
 from statehold.io.clients import Client, open_engine
 from statehold.io.memory_room import open_file
@@ -510,13 +511,11 @@ def _try_claim(fs: Fs, folder: str) -> FolderClaim | None:
     if not _is_usable(fs, folder):
         return None
     path = os.path.join(folder, LOCK_NAME)
-    try:
+    with storing("lock the folder of an optimizer", path):
         lock = LockFile(path, disk=id(fs) if fs.backend == "sim" else 0)
         if not lock.try_take(_OWNER):
             lock.close()
             return None
-    except OSError as error:
-        raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
     lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
     return FolderClaim(folder, lock)
 

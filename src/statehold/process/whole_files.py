@@ -1,20 +1,37 @@
-"""Files that are written whole or not at all: a reader sees the old content or the new one."""
+"""Files that are written whole or not at all: a reader sees the old content or the new one.
+
+Invariants: a name stays what it is. A link is followed to its file. A FIFO and a character device,
+such as /dev/stdout, get the bytes. Nothing else is ever replaced by a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import stat
 import tempfile
+
+from statehold.errors import UsageError
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Make or replace a file. Raises OSError."""
-    temporary = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
+    """Make or replace a file. Raises OSError, and UsageError where no file can be."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
+                file.write(content)
+            return
+        if not stat.S_ISREG(mode):
+            facts = {"path": os.fspath(path), "expected": "a file, a FIFO or a character device"}
+            raise UsageError("this path cannot take a file", facts=facts)
+    target = os.path.realpath(path)
+    temporary = f"{target}.{secrets.token_hex(8)}.partial"
     try:
         with open(temporary, "wb") as file:
             file.write(content)
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

@@ -17,12 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from statehold.errors import (
-    CorruptionError,
-    PeerFailedError,
-    StateholdError,
-    StateMismatchError,
-)
+from statehold.errors import CorruptionError, PeerFailedError, StateholdError, StateMismatchError
 from statehold.ranks.peers import Peers
 
 T = TypeVar("T")

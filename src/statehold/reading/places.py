@@ -103,16 +103,18 @@ def check_source(path: str) -> None:
         raise NotFoundError("no such checkpoint", facts={"path": path})
 
 
-def find(fs: Fs, asked: str | NamedStep) -> StepPlace:
+def find(fs: Fs, asked: str | NamedStep, *, damaged: bool = False) -> StepPlace:
     """The step that an argument means. A caller that knows the run and the step hands over both: as
-    one text, they could be the path of another run. Raises StepNotFoundError."""
+    one text, they could be the path of another run. damaged: the newest step may have lost files.
+    Raises StepNotFoundError."""
     text = str(asked)
     ask_server(asked if isinstance(asked, str) else asked.run)
     if isinstance(asked, str) and os.path.exists(f"{text}/{MANIFEST_NAME}"):
         return StepPlace(directory_of(text), _number_of(fs, text), text)
     run, wanted = asked_of(asked)
     store = DirectoryShelf(fs, run)
-    wanted = newest_whole(store) if wanted is None else wanted
+    if wanted is None:
+        wanted = max(store.steps(), default=None) if damaged else newest_whole(store)
     if wanted is None:
         hint = misnamed(fs, run_at(run)) or None
         raise StepNotFoundError("no step is committed in this run", facts={"run": run}, hint=hint)

@@ -49,12 +49,7 @@ from statehold.steps.directories import (
     unless,
 )
 from statehold.steps.pool import Pool, linked, sync_all
-from statehold.steps.publish import (
-    Replaced,
-    make_durable,
-    publish,
-    settle,
-)
+from statehold.steps.publish import Replaced, make_durable, publish, settle
 from statehold.steps.ready import READY_NAME, Mappings, Ready
 from statehold.steps.retention import Retention
 from statehold.steps.shelf import DirectoryShelf

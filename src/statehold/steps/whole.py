@@ -2,12 +2,13 @@
 
 A step that has lost a file, or the end of one, does not count as committed: no command may delete
 an intact step because of it. Only names and sizes are looked at, and the documents, never data.
+The log names each step that is passed over.
 Not here: the bytes of the files (cli/verify, restore), which steps there are (store).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,8 @@ from statehold.format.manifest import Commit, Manifest
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, committed_record
 from statehold.layout.plan import file_name
-from statehold.steps.publish import (
-    look_beside_a_writer,
-    missing_path,
-    read_standing,
-)
+from statehold.observe.background_log import log_once
+from statehold.steps.publish import look_beside_a_writer, missing_path, read_standing
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -30,15 +28,23 @@ if TYPE_CHECKING:
 
 def whole_steps(store: DirectoryShelf) -> list[int]:
     """The committed steps that have all their files, oldest first."""
-    return [step for step in store.steps() if is_whole(store, step)]
+    return list(_whole(store, store.steps()))
 
 
 def newest_whole(store: DirectoryShelf) -> int | None:
     """The newest step that has all its files; the newest one if none has."""
     steps = store.steps()
-    return next(
-        (step for step in reversed(steps) if is_whole(store, step)), max(steps, default=None)
-    )
+    return next(_whole(store, reversed(steps)), max(steps, default=None))
+
+
+def _whole(store: DirectoryShelf, steps: Iterable[int]) -> Iterator[int]:
+    for step in steps:
+        if is_whole(store, step):
+            yield step
+        else:
+            log_once(f"step {step} of {store.root} has lost a file, or a part of one, so reading "
+                     "takes another one where it can; all its damage: "
+                     f"statehold verify {store.root}@{step}")  # fmt: skip
 
 
 def is_whole(store: DirectoryShelf, step: int) -> bool:

@@ -89,7 +89,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
             hint="run `statehold fork` into a level that all hosts see, and restore from there",
         )
     base = DirectoryShelf(first.store.fs, run)
-    newest = newest_whole(base)
+    newest = newest_whole(base) if step is None else max(base.steps(), default=None)
     if newest is None:
         is_there = base.fs.is_dir(base.root)
         raise StepNotFoundError(

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from statehold.errors import ClosedError, StorageError, UsageError
+from statehold.errors import ClosedError, StateholdError, UsageError, storing
 from statehold.layout.share import Balance
 from statehold.observe.background_log import BackgroundLog, harmless
 from statehold.observe.counters import Figures, figures_of
@@ -178,12 +178,8 @@ class Watch:
                 hint='open it with trace="trace.json", or the name of another file',
             )
         target = self._path if path is None else os.path.abspath(self._named(path))
-        try:
+        with storing("write the trace", target):
             replace_file(target, self._trace.encode())
-        except OSError as error:
-            facts = {"cause": error.strerror}
-            raise StorageError("could not write the trace", errno=error.errno or 0, path=target,
-                               facts=facts) from error  # fmt: skip
         return target
 
     def close(self) -> None:
@@ -191,7 +187,7 @@ class Watch:
         if self._trace is not None:
             try:
                 self.write_trace()
-            except StorageError as error:
+            except StateholdError as error:
                 self._log.warning("%s", error)
 
     def _named(self, path: str | os.PathLike[str]) -> str:

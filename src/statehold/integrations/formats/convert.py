@@ -11,7 +11,6 @@ Not here: the formats (one module each), which format a path has, and the table 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -30,7 +29,7 @@ from statehold.errors import (
     StateMismatchError,
     UnsupportedValueError,
     UsageError,
-    storage_error,
+    storing,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
@@ -203,12 +202,12 @@ def import_step(
     for where, unknown in untrusted.foreign_in(tree):
         raise untrusted.untrusted(path, unknown, where, f'leave it out with skip=["{where}"]')
     identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
-    with counted(f"importing {path}", nbytes_of(tree), report) as done:
-        try:
-            check = partial(_check_unchanged, path, before)
-            return write_step(run, number, tree, identity, done, check)
-        except OSError as error:
-            raise storage_error("write a step", error.errno or errno.EIO, run) from error
+    check = partial(_check_unchanged, path, before)
+    with (
+        counted(f"importing {path}", nbytes_of(tree), report) as done,
+        storing("write a step", run),
+    ):
+        return write_step(run, number, tree, identity, done, check)
 
 
 def _stamps(path: str) -> list[list[Any]]:

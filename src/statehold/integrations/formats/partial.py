@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from statehold._version import __version__
-from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storage_error
+from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storing
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.units import MiB
@@ -214,7 +214,7 @@ def work_on(
 ) -> Iterator[PartialExport]:
     """Work that is committed when it is left without an error. A refusal removes it; after other
     errors it can be resumed."""
-    try:
+    with storing("write a checkpoint", destination):
         work = PartialExport(destination, identity, is_file=is_file, done=done)
         try:
             yield work
@@ -224,9 +224,6 @@ def work_on(
             raise
         finally:
             work.close()
-    except OSError as error:
-        number = error.errno or errno.EIO
-        raise storage_error("write a checkpoint", number, destination) from error
 
 
 def _sync(directory: str) -> None:

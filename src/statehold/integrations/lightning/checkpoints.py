@@ -115,8 +115,7 @@ class Checkpoint:
         return [*self.steps.glob(f"step-*{REMOVED}")]
 
     def remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
+        self.path.unlink(missing_ok=True)
         shutil.rmtree(self.steps, ignore_errors=True)
 
     # -- a restore -------------------------------------------------------------------------

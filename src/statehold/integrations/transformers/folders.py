@@ -32,6 +32,7 @@ from statehold.errors import UsageError
 from statehold.integrations.second_names import give_second_names, step_name
 from statehold.integrations.trained import persistent_buffers
 from statehold.options.paths import NamedStep
+from statehold.process.whole_files import replace_file
 from statehold.reading.places import file_system, find
 from statehold.tensors.marks import Volatile
 
@@ -98,10 +99,7 @@ class Folders:
         """A folder with the trainer's state, written as a whole."""
         folder = self.path(step)
         os.makedirs(folder, exist_ok=True)
-        new = f"{folder}/.{STATE}.{os.getpid()}"  # several ranks of a host may write it
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(state)
-        os.replace(new, f"{folder}/{STATE}")
+        replace_file(f"{folder}/{STATE}", state.encode())  # several ranks of a host may write it
 
     def has_weights(self, step: int) -> bool:
         folder = Path(self.path(step))

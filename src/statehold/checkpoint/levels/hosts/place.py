@@ -52,14 +52,7 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
 from statehold.steps.store import check_newest
-from statehold.steps.target import (
-    Carriers,
-    CopyEngine,
-    DirectoryPlace,
-    Share,
-    StoreSite,
-    Target,
-)
+from statehold.steps.target import Carriers, CopyEngine, DirectoryPlace, Share, StoreSite, Target
 
 if TYPE_CHECKING:
     from statehold._core import File
