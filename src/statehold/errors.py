@@ -412,6 +412,15 @@ def storage_error(operation: str, errno: int, path: str, offset: int | None = No
     )
 
 
+@contextlib.contextmanager
+def as_storage_error(operation: str, path: str) -> Iterator[None]:
+    """An OSError inside becomes that error."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(operation, error.errno or _errno.EIO, path) from error
+
+
 def from_native(
     code: str, operation: str, errno: int, path: str, offset: int | None
 ) -> StateholdError:

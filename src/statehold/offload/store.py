@@ -38,7 +38,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
     UsageError,
-    storage_error,
+    as_storage_error,
 )
 from statehold.io.clients import Client, open_engine
 from statehold.io.memory_room import open_file
@@ -510,13 +510,11 @@ def _try_claim(fs: Fs, folder: str) -> FolderClaim | None:
     if not _is_usable(fs, folder):
         return None
     path = os.path.join(folder, LOCK_NAME)
-    try:
+    with as_storage_error("lock the folder of an optimizer", path):
         lock = LockFile(path, disk=id(fs) if fs.backend == "sim" else 0)
         if not lock.try_take(_OWNER):
             lock.close()
             return None
-    except OSError as error:
-        raise storage_error("lock the folder of an optimizer", error.errno or 0, path) from error
     lock.note(f"process {os.getpid()} on {socket.gethostname()}\n")
     return FolderClaim(folder, lock)
 
@@ -527,12 +525,11 @@ def _is_usable(fs: Fs, folder: str) -> bool:
         if not fs.is_dir(folder):
             fs.mkdir(folder)
         return True
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        return os.path.isdir(folder) and is_own(folder)
-    except OSError as error:
-        raise storage_error("make the folder of an optimizer", error.errno or 0, folder) from error
+    with as_storage_error("make the folder of an optimizer", folder):
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            return os.path.isdir(folder) and is_own(folder)
     return True
 
 

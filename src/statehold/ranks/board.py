@@ -37,7 +37,7 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from statehold.errors import PeerLostError, StateholdError, storage_error
+from statehold.errors import PeerLostError, StateholdError, as_storage_error, storage_error
 
 T = TypeVar("T")
 
@@ -429,10 +429,8 @@ class DirectoryBoard:
     @contextlib.contextmanager
     def _doing(self, operation: str, path: str) -> Iterator[None]:
         self.operations += 1
-        try:
+        with as_storage_error(operation, path):
             yield
-        except OSError as error:
-            raise storage_error(operation, error.errno or 0, path) from error
 
 
 def _waited(store: Any, keys: list[str], timeout_s: float) -> bool:

@@ -26,6 +26,7 @@ from statehold.errors import (
     StateMismatchError,
     TruncatedFileError,
     UsageError,
+    as_storage_error,
     shown,
     storage_error,
 )
@@ -231,10 +232,8 @@ def _counts(job: ReadJob) -> tuple[int, int]:
 
 def _mapped(path: str, nbytes: int) -> torch.Tensor:
     """The bytes of a file. Torch knows no error but RuntimeError, so it opens nothing by name."""
-    try:
+    with as_storage_error("map a file", path):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise storage_error("map a file", error.errno or 0, path) from error
     try:
         opened = f"/proc/self/fd/{fd}"
         return torch.from_file(opened, shared=False, size=nbytes, dtype=torch.uint8)

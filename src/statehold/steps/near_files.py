@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from statehold.errors import NoSpaceError, storage_error
+from statehold.errors import NoSpaceError, as_storage_error
 from statehold.io.memory_room import free_bytes
 from statehold.io.objects.parallel import Extent
 
@@ -129,7 +129,7 @@ def coalesced(ranges: Sequence[Range], gap_bytes: int = GAP_BYTES) -> list[Range
 
 def _allocated(path: str, nbytes: int, ranges: Sequence[Range]) -> memoryview:
     """A new file as memory, with storage for `ranges`; mapped as long as it is used."""
-    try:
+    with as_storage_error("fetch a file", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, nbytes)
@@ -138,5 +138,3 @@ def _allocated(path: str, nbytes: int, ranges: Sequence[Range]) -> memoryview:
             return memoryview(mmap.mmap(fd, nbytes) if nbytes else b"")
         finally:
             os.close(fd)
-    except OSError as error:
-        raise storage_error("fetch a file", error.errno or 0, path) from error

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from statehold.errors import UsageError, storage_error
+from statehold.errors import UsageError, as_storage_error
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.formats import archives, dcp_folders, deepspeed, hf, untrusted
 from statehold.integrations.formats.partial import PartialExport
@@ -103,14 +103,12 @@ def recognised(path: str) -> tuple[Format, str]:
     UsageError if it is not a checkpoint."""
     if not os.path.lexists(path):
         raise NotFoundError("no such checkpoint", facts={"path": path, "expected": _EXPECTED})
-    try:
+    with as_storage_error("read a checkpoint", path):
         seen = _seen(path)
         if MANIFEST_NAME not in seen.names:
             for format_ in FORMATS.values():
                 if found := format_.find(seen):
                     return format_, found
-    except OSError as error:
-        raise storage_error("read a checkpoint", error.errno or 0, path) from error
     raise _no_checkpoint(seen)
 
 
