@@ -11,7 +11,6 @@ Not here: the formats (one module each), which format a path has, and the table 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -27,10 +26,11 @@ from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     InvariantError,
+    NoSpaceError,
     StateMismatchError,
     UnsupportedValueError,
     UsageError,
-    storage_error,
+    as_storage_error,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
@@ -204,11 +204,8 @@ def import_step(
         raise untrusted.untrusted(path, unknown, where, f'leave it out with skip=["{where}"]')
     identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
     with counted(f"importing {path}", nbytes_of(tree), report) as done:
-        try:
-            check = partial(_check_unchanged, path, before)
-            return write_step(run, number, tree, identity, done, check)
-        except OSError as error:
-            raise storage_error("write a step", error.errno or errno.EIO, run) from error
+        check = partial(_check_unchanged, path, before)
+        return write_step(run, number, tree, identity, done, check)
 
 
 def _stamps(path: str) -> list[list[Any]]:
@@ -369,14 +366,15 @@ def write_step(
                 facts = {"run": run, "step": step}
                 raise UsageError("the run has this step already", facts=facts)
             partial = store.partial(step)
-            journal = _begun(store, step, identity)
-            try:
-                sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
-            finally:
-                journal.close()
-            check()
+            with as_storage_error("write a step", run):
+                with contextlib.closing(_begun(store, step, identity)) as journal:
+                    sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
+                check()
             fs.unlink(f"{partial}/{JOURNAL}")
             store.commit(build_manifest(plan, node, sums))
+        except NoSpaceError:  # others need the room; after other errors the work is resumed
+            store.abandon(step)
+            raise
         finally:
             lock.release()
         return store.path(step)
@@ -434,8 +432,8 @@ def _write(
     path: str, plan: SavePlan, tensors: Mapping[str, Streamed], journal: Journal, done: Done
 ) -> bytes:
     """Write the data file; returns the checksums of its pieces."""
-    out, sums = OutFile(path, journal), []
-    try:
+    sums = []
+    with contextlib.closing(OutFile(path, journal)) as out:
         out.size(plan.file_bytes)
         out.write(plan.header, 0)
         of_header = _Sums(0)
@@ -450,8 +448,6 @@ def _write(
                 done(spec.nbytes)
             sums.append(bytes.fromhex(known))
         out.sync()
-    finally:
-        out.close()
     return b"".join(sums)
 
 
