@@ -419,7 +419,7 @@ def storing(operation: str, path: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         where = path or str(error.filename or "")
-        raise storage_error(operation, error.errno or 0, where) from error
+        raise storage_error(operation, error.errno or _errno.EIO, where) from error
 
 
 def from_native(

@@ -23,7 +23,9 @@ from statehold.errors import (
 )
 from statehold.integrations.formats import convert
 from statehold.integrations.formats.partial import OutFile
+from statehold.io.memory_room import free_bytes
 from support.disks import no_file_larger_than
+from support.mounts import tmpfs, why_no_tmpfs
 from support.records import example
 from support.steps import true_sums
 from support.transfers import check_equal, saved
@@ -100,6 +102,24 @@ def test_a_full_disk_is_told_of_and_the_work_goes_on(
     statehold.export_step(step, tmp_path / "again", "hf")
     statehold.import_step(tmp_path / "again", f"{tmp_path / 'new'}@1")
     check_equal(statehold.load(tmp_path / "new", "model"), state["model"])
+
+
+@pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
+@pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
+def test_what_does_not_fit_gives_its_room_back_at_once(tmp_path: Path, to: str) -> None:
+    state = {"model": {f"w{index}": torch.full((1 << 18,), index + 0.5) for index in range(8)}}
+    step = saved(tmp_path / "run", 1, state)
+    statehold.export_step(step, tmp_path / "whole", to)
+    with tmpfs(tmp_path, 4 << 20) as memory:
+        before = free_bytes(str(memory))
+        with pytest.raises(NoSpaceError):
+            statehold.export_step(step, memory / "new", to)
+        assert list(memory.iterdir()) == []
+        with pytest.raises(NoSpaceError):
+            statehold.import_step(tmp_path / "whole", f"{memory / 'in'}@1")
+        with pytest.raises(NoSpaceError):
+            statehold.copy_step(step, memory / "copy")
+        assert before - free_bytes(str(memory)) < 64 << 10
 
 
 @pytest.mark.parametrize("nbytes", [600, 800, 1000, 2000, 4000])

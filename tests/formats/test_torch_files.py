@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import zipfile
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statehold
 from statehold.errors import CorruptionError, UnsupportedValueError, UsageError
-from statehold.integrations.formats import archives
+from statehold.integrations.formats import archives, untrusted
 from statehold.process.host_memory import Room
+from support.interrupts import Interrupts
 from support.transfers import check_equal, saved, tensors
 
 
@@ -184,3 +188,24 @@ def test_what_is_no_data_is_left_out_by_its_name(tmp_path: Path, name: str, is_z
     found = statehold.load(statehold.import_step(tmp_path / "x.pt", run, skip=["*.args"]))
     assert found["extra"] == {"epoch": 3}
     assert found["best"] == 0.5
+
+
+def test_ctrl_c_anywhere_in_an_export_and_an_import_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    step = saved(tmp_path / "run", 1, {"w": torch.ones(5)})
+    statehold.export_step(step, tmp_path / "first.pt", "torch")
+    functions = [vars(archives)["_skeleton"], untrusted.load]
+    for kind in (FakeTensorMode, torch.serialization.skip_data, torch.serialization.safe_globals):
+        functions += [kind.__enter__, kind.__exit__]
+    known, places = {*torch.serialization.get_safe_globals()}, set()
+    for at in itertools.count():
+        interrupts = Interrupts(functions, at, only_signals=True)
+        with interrupts.armed(), contextlib.suppress(KeyboardInterrupt):
+            statehold.export_step(step, tmp_path / f"{at}.pt", "torch")
+            statehold.import_step(tmp_path / f"{at}.pt", f"{tmp_path / 'new'}@{at}")
+        torch.save(torch.ones(5), tmp_path / "mine.pt")
+        check_equal(torch.load(tmp_path / "mine.pt"), torch.ones(5))
+        assert {*torch.serialization.get_safe_globals()} == known, interrupts.fired
+        if interrupts.fired is None:
+            break
+        places.add(interrupts.fired.partition(",")[0])
+    assert {"_skeleton", "load"} <= places

@@ -19,6 +19,7 @@ from statehold.cli import main
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
+    NoSpaceError,
     RunBusyError,
     StepNotFoundError,
     StorageError,
@@ -116,6 +117,18 @@ def test_an_interrupted_copy_is_continued(fs: SimFs, monkeypatch: pytest.MonkeyP
     assert len(taken) == 1  # into the new attempt, which verifies it
     check(fs, OTHER, 1)
     assert not [name for name, _ in fs.listdir(OTHER) if "partial" in name]
+
+
+@pytest.mark.parametrize("operation", ["write", "write_file", "rename"])
+def test_a_copy_without_room_keeps_nothing(fs: SimFs, operation: str) -> None:
+    save(fs, BASE, 1)
+    fs.fail_next(operation, errno.ENOSPC)
+    with pytest.raises(NoSpaceError):
+        copy_into(fs, step_path(BASE, 1), OTHER, link=False)
+    assert fs.fired[f"injected {operation}"] == 1
+    assert [name for name, is_dir in fs.listdir(OTHER) if is_dir] == []
+    copy_into(fs, step_path(BASE, 1), OTHER, link=False)
+    check(fs, OTHER, 1)
 
 
 def test_what_cannot_be_is_refused(fs: SimFs) -> None:

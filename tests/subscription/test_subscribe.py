@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
 import logging
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from statehold.subscription import copying, subscribe
 from statehold.subscription import levels as watching
 from statehold.subscription.spare import Spare
 from support.faults import DEADLINE_S, SMALL
+from support.interrupts import Interrupts
 from support.published import PIECE, applied, brought, content, data_files, flip, save, whole
 
 DOCUMENTS_BYTES_MAX = 64 << 10
@@ -101,6 +106,44 @@ def test_the_newest_step_counts(
     assert applied(updates).step == 5
     assert updates.wait(0) is None
     assert whole(live) == 5
+
+
+def test_ctrl_c_anywhere_in_wait_and_apply_leaves_a_subscription_that_goes_on(run: Path) -> None:
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(5)}).wait()
+    functions: list[Any] = [
+        inspect.unwrap(each)
+        for kind in (statehold.Subscription, statehold.Update)
+        for each in vars(kind).values()
+        if isinstance(each, FunctionType)
+    ]
+    places = set()
+    for at in itertools.count():
+        live, update = {"w": torch.zeros(5)}, None
+        with statehold.subscribe(run, live) as updates:
+            interrupts = Interrupts(functions, at, only_signals=True)
+            with interrupts.armed(), contextlib.suppress(KeyboardInterrupt):
+                update = updates.wait(DEADLINE_S)
+                assert update is not None
+                update.apply()
+            if updates.step is None:
+                if update is not None and not update.is_over:
+                    update.skip()
+                applied(updates)
+            assert (updates.step, live["w"].sum()) == (1, 5), interrupts.fired
+        if interrupts.fired is None:
+            break
+        places.add(interrupts.fired.partition(",")[0])
+    assert {"wait", "apply", "_put"} <= places
+
+
+def test_an_update_that_nobody_has_is_offered_again(
+    ckpt: statehold.Checkpointer, updates: statehold.Subscription
+) -> None:
+    save(ckpt, 1)
+    for _ in range(2):
+        assert updates.wait(DEADLINE_S) is not None
+    assert applied(updates).step == 1
 
 
 def test_a_skipped_update_is_in_the_next_one(

@@ -139,11 +139,8 @@ def hide() -> None:
 @contextlib.contextmanager
 def busy(label: str) -> Iterator[None]:
     """Show that work goes on, until other progress is shown."""
-    progress = ProgressBar(label)
-    try:
+    with contextlib.closing(ProgressBar(label)):
         yield
-    finally:
-        progress.close()
 
 
 def _set_current(progress: ProgressBar) -> None:

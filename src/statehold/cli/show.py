@@ -7,6 +7,7 @@ several ranks it reads one record for each group with equal records.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 from collections.abc import Mapping
@@ -223,15 +224,12 @@ def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | No
     statistics = numbers.Statistics()
     if known:
         numbers.numpy()  # before anything is read
-    progress = ProgressBar(name, nbytes)
-    try:
+    with contextlib.closing(ProgressBar(name, nbytes)) as progress:
         for chunk in content.chunks(name):
             for raw in content.chunk_parts(name, chunk):
                 if known:
                     statistics.add(numbers.numbers_of(dtype, numbers.bits_of(dtype, raw)))
                 progress.advance(len(raw))
-    finally:
-        progress.close()
     return statistics.document() if known else None
 
 

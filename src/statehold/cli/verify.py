@@ -150,11 +150,9 @@ def _moved(fs: Fs, place: StepPlace) -> StepPlace:
 
 
 def _read_all(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport:
-    progress = ProgressBar(f"step {place.step}", tree_bytes(place.directory)[0])
-    try:
+    nbytes = tree_bytes(place.directory)[0]
+    with contextlib.closing(ProgressBar(f"step {place.step}", nbytes)) as progress:
         return check_step(fs, place, reader, progress.advance)
-    finally:
-        progress.close()
 
 
 def document_of(report: CheckReport, seconds: float) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from statehold.errors import (
     StateholdError,
     StorageError,
     UsageError,
-    storage_error,
     storing,
 )
 from statehold.io.clients import Client, open_engine
@@ -526,12 +525,11 @@ def _is_usable(fs: Fs, folder: str) -> bool:
         if not fs.is_dir(folder):
             fs.mkdir(folder)
         return True
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        return os.path.isdir(folder) and is_own(folder)
-    except OSError as error:
-        raise storage_error("make the folder of an optimizer", error.errno or 0, folder) from error
+    with storing("make the folder of an optimizer", folder):
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            return os.path.isdir(folder) and is_own(folder)
     return True
 
 

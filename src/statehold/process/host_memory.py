@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 
-from statehold.errors import StorageError, storage_error
+from statehold.errors import StorageError, storing
 
 # -- the memory of the host ------------------------------------------------------------------------
 # Facts about Linux:
@@ -182,12 +182,11 @@ def home_path(base: str = SHARED_MEMORY) -> str:
 def home(base: str = SHARED_MEMORY) -> str:
     """The directory, which exists on return. Raises StorageError."""
     path = home_path(base)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        check_home(base)
-    except OSError as error:
-        raise storage_error("create a memory level", error.errno or 0, path) from error
+    with storing("create a memory level", path):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            check_home(base)
     return path
 
 

@@ -4,6 +4,7 @@
     Crew      several threads, and a Task for each call, which waits for its end
     Flag      what one thread sets and others wait for
     Thread    what others wait for the end of
+    apart     one call, on a thread that ends with it
 
 An exception from a signal's handler can come between two instructions of a caller. An executor
 takes a threading.Condition in submit(), and a threading.Event in wait() and set(): the lock stays
@@ -178,6 +179,20 @@ class Crew(_Threads):
         task = Task[T](partial(call, *args), woken)
         self._actions.put(task.make)
         return task
+
+
+def apart(call: Callable[..., T], *args: Any) -> T:
+    """What a call returns that changes state of its thread, or of the process, for a while.
+
+    A signal's handler runs on the main thread only. There it may come before such a change is
+    undone: inside the `__enter__` of a context, or on the way into its `__exit__`. Here it never
+    comes. A caller that is interrupted waits for the end of the call.
+    """
+    crew = Crew("statehold-torch")
+    try:
+        return crew.submit(call, *args).result()
+    finally:
+        crew.close()
 
 
 # By thread: the queue of each that was not left. A thread that runs keeps itself in here.

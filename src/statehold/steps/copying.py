@@ -125,12 +125,11 @@ class Copy:
     @contextlib.contextmanager
     def opened(self, file: DataFile) -> Iterator[ShelfFile]:
         """A data file of the part, at its source, while it is copied."""
-        found = self.source.open_file(self.step, file.name)
-        try:
-            with self.watch.file(file.name, file.bytes):
-                yield _Watched(found, self.watch)
-        finally:
-            found.close()
+        with (
+            contextlib.closing(self.source.open_file(self.step, file.name)) as found,
+            self.watch.file(file.name, file.bytes),
+        ):
+            yield _Watched(found, self.watch)
 
 
 @dataclass(frozen=True, slots=True)

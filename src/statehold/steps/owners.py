@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from statehold.encoding.strictjson import Checker
-from statehold.errors import CorruptionError, RunBusyError, storage_error
+from statehold.errors import CorruptionError, RunBusyError, storing
 
 logger = logging.getLogger("statehold")
 
@@ -177,11 +177,8 @@ class DirectoryNotes:
         return read_note(os.path.join(self.where, name), _SUMMARY, _HINT)
 
     def put_note(self, name: str, content: bytes) -> None:
-        try:
+        with storing("write", os.path.join(self.where, name)):
             write_note(self.where, name, content)
-        except OSError as error:
-            path = os.path.join(self.where, name)
-            raise storage_error("write", error.errno or 0, path) from error
 
 
 class OwnedSteps:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statehold.errors import StateholdError, StorageError
+from statehold.errors import NoSpaceError, StateholdError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
@@ -480,12 +480,15 @@ class DirectoryPlace(Target):
 @contextlib.contextmanager
 def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[DirectoryPlace]:
     """A directory that copies are put into, locked. After an error it keeps what the next copy can
-    use."""
+    use, unless the storage has no room."""
     engine = CopyEngine(store.fs, buffer_bytes)
     place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False))
     try:
         place.prepare(None)
         yield place
+    except NoSpaceError:  # others need what there was
+        place.drop(None)
+        raise
     finally:
         place.close()
 

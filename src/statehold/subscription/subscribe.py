@@ -22,10 +22,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from statehold.format.saved import SavedStep
 
 logger = logging.getLogger("statehold")
+
+T = TypeVar("T")
 
 # -- the subscription ------------------------------------------------------------------------------
 
@@ -96,11 +99,12 @@ class Subscription:
         self._run = run
         self._state = state
         self._in_place: _InPlace | None = None
-        self._pending: Update | None = None
+        self._pending: weakref.ref[Update] | None = None
         self._damaged: dict[int, Hashable] = {}  # step -> the stamps of the save that is damaged
         self._fails = False
         self._guard = threading.RLock()
-        self._is_busy = self._is_closing = False
+        self._caller: object = None  # what is inside _alone(), if anything is
+        self._is_closing = False
         self._pid = os.getpid()
         self._changes = Changes()
         with contextlib.ExitStack() as owned:
@@ -130,6 +134,8 @@ class Subscription:
             timeout: seconds to wait for a step; None waits for ever. An update that is being read
                 is finished. Returns None if there was none in time, or if close() was called.
 
+        An update that nobody has, because a wait was interrupted, is offered again.
+
         Raises:
             StateMismatchError: a new step does not fit the tensors, which stay as they are.
             FormatVersionError: a new step needs a newer statehold.
@@ -138,18 +144,23 @@ class Subscription:
         """
         timeout = check_timeout(timeout)
         until_s = None if timeout is None else time.monotonic() + timeout
-        with self._busy():
-            self._check_no_update_waits()
-            while not self._is_closing:
-                levels = levels_of(self._run)
-                self._watching.watch([self._run, *(each.where for each in levels)])
-                self._pending = self._look(Places(self._fs, levels))
-                left_s = None if until_s is None else until_s - time.monotonic()
-                if self._pending is not None or (left_s is not None and left_s <= 0):
-                    return self._pending
-                if self._fails:
-                    left_s = AGAIN_S if left_s is None else min(left_s, AGAIN_S)
-                self._watching.wait(left_s)
+        update = self._alone(partial(self._waited, until_s))
+        # Now, and not before: no signal's handler comes between this line and the caller.
+        self._pending = None if update is None else weakref.ref(update)
+        return update
+
+    def _waited(self, until_s: float | None) -> Update | None:
+        self._check_no_update_waits()
+        while not self._is_closing:
+            levels = levels_of(self._run)
+            self._watching.watch([self._run, *(each.where for each in levels)])
+            update = self._look(Places(self._fs, levels))
+            left_s = None if until_s is None else until_s - time.monotonic()
+            if update is not None or (left_s is not None and left_s <= 0):
+                return update
+            if self._fails:
+                left_s = AGAIN_S if left_s is None else min(left_s, AGAIN_S)
+            self._watching.wait(left_s)
         return None
 
     def __iter__(self) -> Subscription:
@@ -181,42 +192,48 @@ class Subscription:
         if os.getpid() != self._pid:
             return  # a thread of the parent may have the guard
         with self._guard:
-            if self._is_closing:
-                return
             self._is_closing = True
-            if self._is_busy:
+            if self._caller is not None:
                 self._watching.wake()  # the busy thread releases everything
             else:
-                self._owned.close()
+                self._owned.close()  # once
 
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Inside, close() releases nothing. Raises ClosedError after it, and in a fork."""
+    def _alone(self, call: Callable[[], T]) -> T:
+        """Make a call, during which close() releases nothing. Raises ClosedError after it, and in a
+        fork.
+
+        No context: an exception from a signal's handler may come inside its `__enter__`, or on the
+        way into its `__exit__`, and the subscription would be in use for ever.
+        """
         if os.getpid() != self._pid:
             raise ClosedError(
                 "this subscription belongs to the process that was forked",
                 facts={"run": self._run, "begun by": f"process {self._pid}"},
                 hint="call subscribe() in this process, too; the parent's subscription continues",
             )
-        with self._guard:
-            if self._is_closing:
-                raise ClosedError("this subscription is closed", facts={"run": self._run})
-            if self._is_busy:
-                raise UsageError("a thread uses this subscription already")
-            self._is_busy = True
+        caller = object()
         try:
-            yield
-        finally:
             with self._guard:
-                self._is_busy = False
                 if self._is_closing:
+                    raise ClosedError("this subscription is closed", facts={"run": self._run})
+                if self._caller is not None:
+                    raise UsageError("a thread uses this subscription already")
+                self._caller = caller
+            made = call()
+        finally:
+            if self._caller is caller:
+                self._caller = None
+            with self._guard:
+                if self._is_closing and self._caller is None:
                     self._owned.close()
+        return made
 
     def _check_no_update_waits(self) -> None:
-        if self._pending is not None and not self._pending.is_over:
+        pending = None if self._pending is None else self._pending()
+        if pending is not None and not pending.is_over:
             raise UsageError(
                 "the last update was neither applied nor skipped",
-                facts={"step": self._pending.step},
+                facts={"step": pending.step},
                 hint="call update.apply() when nobody uses the tensors, or update.skip()",
             )
 
@@ -283,7 +300,8 @@ class Subscription:
         device = next(iter(devices_of(matched.moves)), None)
         at = self._spare.read(matched.moves, partial(nearest.find, step), device)
         read_bytes = matched.changed_bytes + places.read_bytes - before
-        put = partial(self._put, matched, at, partial(_InPlace, step, save, stamps))
+        in_place = partial(_InPlace, step, save, stamps)
+        put = partial(self._alone, partial(self._put, matched, at, in_place))
         read_s = time.perf_counter() - begun_s
         return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, put)
 
@@ -293,16 +311,15 @@ class Subscription:
             return match(self._state, saved, self._changes.without(filled))
 
     def _put(self, matched: Prepared, at: list[int], in_place: partial[_InPlace]) -> None:
-        with self._busy():
-            is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
-            self._changes.check(matched.relied)
-            copy_all(matched.moves, at, self._spare.memory)
-            # Only what modules get from set_extra_state() runs code of others.
-            finish(matched.restoration, draws=bool(matched.restoration.objects))
-            self._changes.forget()  # they are overwritten
-            self._in_place = in_place(matched.filled())
-            if is_first:  # it had everything, and most updates have less
-                self._spare.drop()
+        is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
+        self._changes.check(matched.relied)
+        copy_all(matched.moves, at, self._spare.memory)
+        # Only what modules get from set_extra_state() runs code of others.
+        finish(matched.restoration, draws=bool(matched.restoration.objects))
+        self._changes.forget()  # they are overwritten
+        self._in_place = in_place(matched.filled())
+        if is_first:  # it had everything, and most updates have less
+            self._spare.drop()
 
 
 # -- a newer step ----------------------------------------------------------------------------------

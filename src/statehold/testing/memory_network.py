@@ -6,6 +6,7 @@ with the faults of that. A host that is `cut` off answers nobody any more.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 from collections.abc import Callable, Sequence
@@ -84,12 +85,9 @@ class MemoryFiles:
         return self._network.find(*self._where).open_file(*_split(path))
 
     def fetch(self, path: str, targets: Sequence[tuple[int, memoryview]]) -> None:
-        file = self.open_read(path)
-        try:
+        with contextlib.closing(self.open_read(path)) as file:
             for begin, memory in targets:
                 file.read_into(memory, begin)
-        finally:
-            file.close()
 
 
 def _split(path: str) -> tuple[int, str]:

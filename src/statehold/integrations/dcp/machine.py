@@ -106,11 +106,8 @@ class Machine:
             yield self.borrowed_fs
             return
         moving = settled(self.options.io)
-        fs = _core.open_fs(moving.backend, moving.queue_depth)
-        try:
+        with contextlib.closing(_core.open_fs(moving.backend, moving.queue_depth)) as fs:
             yield fs
-        finally:
-            fs.close()
 
     @contextlib.contextmanager
     def engine(self, fs: Fs, nbytes: int) -> Iterator[Engine]:
@@ -121,11 +118,8 @@ class Machine:
         given = self.options.staging_size
         size = chosen(needed, available().nbytes, ranks_on_host(1)) if given is None else given
         staging = min(size, needed)
-        engine = open_engine(fs, staging, buffer, moving.copy_threads)
-        try:
+        with contextlib.closing(open_engine(fs, staging, buffer, moving.copy_threads)) as engine:
             yield engine
-        finally:
-            engine.close()
 
 
 # -- the ranks -------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from statehold.integrations.formats.streamed import (
     whole,
 )
 from statehold.process.host_memory import available
+from statehold.process.worker import apart
 from statehold.units import MiB
 
 # -- in ------------------------------------------------------------------------------------------
@@ -302,10 +303,13 @@ def _skeleton(path: str, tree: Any) -> None:
             made[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         return made[leaf]
 
-    with FakeTensorMode():
-        faked = replaced(tree, fake)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch_save(faked, path)
+    def save() -> None:
+        with FakeTensorMode():
+            faked = replaced(tree, fake)
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch_save(faked, path)
+
+    apart(save)  # what torch keeps of both belongs to the thread
 
 
 def torch_save(value: Any, path: str) -> None:

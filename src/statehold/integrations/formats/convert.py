@@ -26,6 +26,7 @@ from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     InvariantError,
+    NoSpaceError,
     StateMismatchError,
     UnsupportedValueError,
     UsageError,
@@ -202,11 +203,8 @@ def import_step(
     for where, unknown in untrusted.foreign_in(tree):
         raise untrusted.untrusted(path, unknown, where, f'leave it out with skip=["{where}"]')
     identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
-    check = partial(_check_unchanged, path, before)
-    with (
-        counted(f"importing {path}", nbytes_of(tree), report) as done,
-        storing("write a step", run),
-    ):
+    with counted(f"importing {path}", nbytes_of(tree), report) as done:
+        check = partial(_check_unchanged, path, before)
         return write_step(run, number, tree, identity, done, check)
 
 
@@ -368,14 +366,15 @@ def write_step(
                 facts = {"run": run, "step": step}
                 raise UsageError("the run has this step already", facts=facts)
             partial = store.partial(step)
-            journal = _begun(store, step, identity)
-            try:
-                sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
-            finally:
-                journal.close()
-            check()
+            with storing("write a step", run):
+                with contextlib.closing(_begun(store, step, identity)) as journal:
+                    sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
+                check()
             fs.unlink(f"{partial}/{JOURNAL}")
             store.commit(build_manifest(plan, node, sums))
+        except NoSpaceError:  # others need the room; after other errors the work is resumed
+            store.abandon(step)
+            raise
         finally:
             lock.release()
         return store.path(step)
@@ -433,8 +432,8 @@ def _write(
     path: str, plan: SavePlan, tensors: Mapping[str, Streamed], journal: Journal, done: Done
 ) -> bytes:
     """Write the data file; returns the checksums of its pieces."""
-    out, sums = OutFile(path, journal), []
-    try:
+    sums = []
+    with contextlib.closing(OutFile(path, journal)) as out:
         out.size(plan.file_bytes)
         out.write(plan.header, 0)
         of_header = _Sums(0)
@@ -449,8 +448,6 @@ def _write(
                 done(spec.nbytes)
             sums.append(bytes.fromhex(known))
         out.sync()
-    finally:
-        out.close()
     return b"".join(sums)
 
 

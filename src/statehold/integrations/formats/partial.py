@@ -21,10 +21,11 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from statehold._version import __version__
-from statehold.errors import RunBusyError, UnsupportedValueError, UsageError, storing
+from statehold.errors import NoSpaceError, RunBusyError, UnsupportedValueError, UsageError, storing
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.units import MiB
@@ -174,13 +175,9 @@ class PartialExport:
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[OutFile]:
         """A file in the destination, or the destination itself; synced when it is left."""
-        path = self.place(name)
-        out = OutFile(path, self.journal)
-        try:
+        with contextlib.closing(OutFile(self.place(name), self.journal)) as out:
             yield out
             out.sync()
-        finally:
-            out.close()
 
     def put(self, name: str, content: bytes, note: str = "") -> None:
         """A small file, as a whole; the journal notes it by its name."""
@@ -212,18 +209,23 @@ class PartialExport:
 def work_on(
     destination: str, identity: str, *, is_file: bool, done: Done
 ) -> Iterator[PartialExport]:
-    """Work that is committed when it is left without an error. A refusal removes it; after other
-    errors it can be resumed."""
-    with storing("write a checkpoint", destination):
+    """Work that is committed when it is left without an error.
+
+    A refusal removes it, and so does a storage without room, which others need. After other errors
+    it can be resumed.
+    """
+    opened = partial(storing, "write a checkpoint", destination)
+    with opened():
         work = PartialExport(destination, identity, is_file=is_file, done=done)
-        try:
+    try:
+        with opened():
             yield work
             work.commit()
-        except UsageError:  # the same call would be refused again
-            shutil.rmtree(work.directory, ignore_errors=True)
-            raise
-        finally:
-            work.close()
+    except (UsageError, NoSpaceError):  # a refusal would come again
+        shutil.rmtree(work.directory, ignore_errors=True)
+        raise
+    finally:
+        work.close()
 
 
 def _sync(directory: str) -> None:

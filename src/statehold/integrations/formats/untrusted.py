@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
+from statehold.process.worker import apart
 
 # What torch.load(weights_only=True) raises for a pickle that holds more than data.
 UnpicklingError = pickle.UnpicklingError
@@ -131,8 +132,7 @@ def load(source: Any, file: str, *, classes: Sequence[Any] = (), **options: Any)
     begin = source.tell() if hasattr(source, "tell") else None
     while True:
         try:
-            with torch.serialization.safe_globals(known):
-                return torch.load(source, weights_only=True, **options)
+            return apart(_loaded, source, known, options)
         except UnpicklingError as fault:
             unknown = _UNKNOWN.search(str(fault))
             if unknown is None or unknown[1] in found or len(found) == _FOREIGN_MAX:
@@ -143,6 +143,11 @@ def load(source: Any, file: str, *, classes: Sequence[Any] = (), **options: Any)
             raise refused(file, fault) from fault
         if begin is not None:
             source.seek(begin)
+
+
+def _loaded(source: Any, known: list[Any], options: Mapping[str, Any]) -> Any:
+    with torch.serialization.safe_globals(known):
+        return torch.load(source, weights_only=True, **options)
 
 
 def _stand_ins(name: str) -> list[tuple[Any, str]]:

@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from statehold.encoding import values
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import Layout
+from statehold.process.worker import apart
 from statehold.tensors import composed
 from statehold.tensors.captured import Capturing, in_batches
 from statehold.tensors.columns import BATCH
@@ -266,14 +267,12 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
     kind = type(module)
     if module._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
         return False
-    errors, metadata = list[str](), {"version": module._version}
+    errors = list[str]()
     try:
         stand_in = kind.__new__(kind)
         stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
         stand_in._modules = {}
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stand_in._load_from_state_dict(dict(saved), "", metadata, True, [], [], errors)
+        apart(_load, stand_in, dict(saved), {"version": module._version}, errors)
     except Exception:  # it needs more than shapes, so nothing is known
         return False
     got = {**stand_in._parameters, **stand_in._buffers}
@@ -282,6 +281,12 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
         and (own.shape == each.shape or (own.shape, each.shape) == ((), (1,)))
         for name, each in saved.items()
     )
+
+
+def _load(module: nn.Module, saved: dict[str, torch.Tensor], about: Any, errors: Any) -> None:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module._load_from_state_dict(saved, "", about, True, [], [], errors)
 
 
 def _apart(value: Any) -> Any:
