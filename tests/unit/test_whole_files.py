@@ -122,4 +122,7 @@ def test_a_trace_that_a_directory_takes_the_place_of_fails_no_run(
             ckpt.write_trace()
         with pytest.raises(StorageError, match="cannot write the trace"):
             ckpt.write_trace(tmp_path / "nowhere" / "trace")
+    for thread in threading.enumerate():
+        if thread.name == "statehold-log":
+            thread.join(DEADLINE_S)
     assert "cannot take a file" in caplog.text
