@@ -26,6 +26,7 @@ from statehold.net.secret import (
     of_job,
 )
 from statehold.net.wire import SecretError, Wire, connect, entered
+from statehold.process.worker import Flag
 
 SECRET = Secret("the secret of the job")
 LONG_S = 60.0
@@ -122,7 +123,7 @@ def test_every_call_ends_by_its_moment(wires: tuple[Wire, Wire]) -> None:
     ):
         with pytest.raises(TimeoutError):
             call()
-    stop = threading.Event()
+    stop = Flag()
 
     def drip() -> None:
         with contextlib.suppress(OSError):
@@ -139,7 +140,7 @@ def test_every_call_ends_by_its_moment(wires: tuple[Wire, Wire]) -> None:
 
 def test_who_is_revoked_waits_for_nobody() -> None:
     here, there = socket.socketpair()
-    revoked = threading.Event()
+    revoked = Flag()
     wire = Wire(here, revoked=revoked)
     threading.Timer(0.01, revoked.set).start()
     with pytest.raises(TimeoutError, match="nobody waits"):

@@ -11,6 +11,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from statehold.process.worker import Flag
 from support.faults import must
 from support.forked import forked
 
@@ -72,7 +73,7 @@ def _live(pipe: Connection) -> None:
             rank.revoked.set()
             continue
         if what in ("build", "serve", "fetch"):
-            rank.revoked = threading.Event()
+            rank.revoked = Flag()
         run = getattr(rank, what)
         threading.Thread(target=_tell, args=(pipe, run, args), daemon=True).start()
 
@@ -88,7 +89,7 @@ def _tell(pipe: Connection, run: Any, args: Any) -> None:
 
 class _Rank:
     def __init__(self) -> None:
-        self.revoked = threading.Event()
+        self.revoked = Flag()
         self.groups: Any = None
         self.transfer: Any = None
 

@@ -20,6 +20,7 @@ import torch
 from statehold.net import addresses
 from statehold.net.secret import Secret
 from statehold.net.wire import connect
+from statehold.process.worker import Flag
 from statehold.resilience import gloo
 from statehold.resilience.groups import GroupLostError, Groups
 from statehold.resilience.meeting import Desk, MeetingPlace, meet
@@ -43,7 +44,7 @@ def on_ranks(
     """run(groups, i, j) on each rank (i, j)."""
 
     def live(place: tuple[int, int]) -> Any:
-        groups = Groups(MeetingPlace(desk.address, epoch, place, size, HOST, threading.Event()))
+        groups = Groups(MeetingPlace(desk.address, epoch, place, size, HOST, Flag()))
         built.wait(30)
         try:
             result = run(groups, *place)
@@ -136,11 +137,11 @@ def test_hanging_up_leaves_other_connections_alone(desk: Desk) -> None:
     first = gloo.Line(HOST)
     second = gloo.Line(HOST)
     assert first.own != second.own
-    one = Groups(MeetingPlace(desk.address, 6, (0, 0), (1, 1), HOST, threading.Event()))
+    one = Groups(MeetingPlace(desk.address, 6, (0, 0), (1, 1), HOST, Flag()))
     first.hang_up()
     one.drop()
     with ThreadPoolExecutor(1) as pool:
-        nobody = threading.Event()
+        nobody = Flag()
         other = pool.submit(meet, desk.address, "hall", 1, 2, "b", nobody)
         first.hang_up()
         second.hang_up()
@@ -169,7 +170,7 @@ def test_a_line_knows_its_address_while_others_begin_to_listen(
 
 def test_a_host_that_is_not_here_is_told(desk: Desk) -> None:
     with pytest.raises(GroupLostError, match="has failed") as caught:
-        Groups(MeetingPlace(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", threading.Event()))
+        Groups(MeetingPlace(desk.address, 7, (0, 0), (2, 1), "192.0.2.254", Flag()))
     assert caught.value.facts["reason"]
 
 
@@ -177,7 +178,7 @@ def test_a_desk_that_has_gone_is_told() -> None:
     gone = Desk(HOST)
     gone.close()
     with pytest.raises(GroupLostError) as caught:
-        Groups(MeetingPlace(gone.address, 8, (0, 0), (2, 1), HOST, threading.Event()))
+        Groups(MeetingPlace(gone.address, 8, (0, 0), (2, 1), HOST, Flag()))
     assert gone.address in caught.value.facts["reason"]
 
 
@@ -194,7 +195,7 @@ def test_a_desk_closes_though_a_forked_child_has_copies_of_its_sockets() -> None
         assert child.is_alive()
         assert not closing.is_alive()
         with pytest.raises(GroupLostError, match="has failed"):
-            Groups(MeetingPlace(gone.address, 9, (0, 0), (2, 1), HOST, threading.Event()))
+            Groups(MeetingPlace(gone.address, 9, (0, 0), (2, 1), HOST, Flag()))
     finally:
         here.send(None)
         child.join()
@@ -213,7 +214,7 @@ def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
             if sentence in nonsense:
                 with pytest.raises(ConnectionResetError):
                     wire.receive(until)
-    ended = threading.Event()
+    ended = Flag()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda r: meet(desk.address, "g", r, 2, str(r), ended), [0, 1]))
     assert found == [["0", "1"]] * 2
@@ -248,7 +249,7 @@ def _groups_end() -> None:
 
 
 def _fail(desk: Desk, number: int) -> None:
-    revoked = threading.Event()
+    revoked = Flag()
     if number % 2:
         timer = threading.Timer(0.001, revoked.set)
         timer.start()
@@ -271,17 +272,17 @@ class Stuck:
     """An operation that never notices the end of its connections."""
 
     def __init__(self) -> None:
-        self.released = threading.Event()
+        self.released = Flag()
 
     def is_completed(self) -> bool:
-        return self.released.is_set()
+        return self.released.is_set
 
     def wait(self) -> None:
         self.released.wait()
 
 
 def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk: Desk) -> None:
-    revoked, stuck = threading.Event(), Stuck()
+    revoked, stuck = Flag(), Stuck()
     groups = Groups(MeetingPlace(desk.address, 1, (0, 0), (1, 1), HOST, revoked))
     pending = groups._run("a sum", lambda: stuck, None)
     groups.drop()
@@ -295,7 +296,7 @@ def test_an_operation_that_does_not_end_is_left_to_the_thread_of_the_groups(desk
 def test_groups_that_end_while_an_operation_begins_are_not_released_before_it(desk: Desk) -> None:
     """Their destruction waits for what runs in them: the trainer stood still for ever in it."""
     stuck, released = Stuck(), []
-    groups = Groups(MeetingPlace(desk.address, 1, (0, 0), (1, 1), HOST, threading.Event()))
+    groups = Groups(MeetingPlace(desk.address, 1, (0, 0), (1, 1), HOST, Flag()))
 
     def begin() -> Stuck:
         groups.drop()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from statehold.net.secret import ENVIRONMENT
 from statehold.net.wire import Wire
+from statehold.process.worker import Flag
 from statehold.resilience import transfer
 from statehold.resilience.state_bytes import Offer
 from statehold.resilience.transfer import OfferServer, join
@@ -33,7 +34,7 @@ def server() -> Iterator[OfferServer]:
 
 
 def joined(address: str, timeout_s: float = TIMEOUT_S) -> tuple[Wire, Tensor | None]:
-    return join(address, EPOCH, time.monotonic() + timeout_s, threading.Event())
+    return join(address, EPOCH, time.monotonic() + timeout_s, Flag())
 
 
 def first_piece(wire: Wire, shared: Tensor | None) -> bytes:
@@ -90,7 +91,7 @@ def test_a_holder_that_stands_still_is_no_other_host() -> None:
 
 def test_who_waits_for_a_holder_that_stands_still_goes_on_with_the_epoch() -> None:
     """It waited for as long as a connection may take, while the others waited for it."""
-    revoked = threading.Event()
+    revoked = Flag()
     revoked.set()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0{SILENT}")

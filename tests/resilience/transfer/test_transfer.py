@@ -21,6 +21,7 @@ from statehold.errors import StateMismatchError
 from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import SecretError, Wire, connect
+from statehold.process.worker import Flag
 from statehold.resilience import transfer
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk, MeetingPlace
@@ -95,7 +96,7 @@ class Job:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        self.revoked = threading.Event()
+        self.revoked = Flag()
         self.states = [state_of(seed=1, steps=3) for _ in range(HOLDERS)]
         self.holders = [StateTransfer(each, HOST) for each in self.states]
         self.joined = state_of(seed=2, steps=0)
@@ -140,7 +141,7 @@ def instead(server: Any, name: str, call: Callable[..., Any]) -> None:
 
 def only_first(job: Job, number: int, call: Callable[..., Any]) -> None:
     """Replace what this holder sends. The others send nothing before it has been called."""
-    called = threading.Event()
+    called = Flag()
 
     def calling(original: Any, *args: Any) -> None:
         try:
@@ -287,7 +288,7 @@ def test_a_range_that_cannot_be_placed_is_taken_again(
 
 
 def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
-    asked = threading.Event()
+    asked = Flag()
 
     def send(original: Any, *args: Any) -> None:
         asked.set()
@@ -382,7 +383,7 @@ def test_who_does_not_know_the_secret_gets_no_state(
     monkeypatch.setenv(ENVIRONMENT, "the secret of another job")
     for address in (server.address, f"{server.address}x"):
         with pytest.raises(SecretError):
-            transfer.join(address, 3, soon(), threading.Event())
+            transfer.join(address, 3, soon(), Flag())
 
 
 def test_it_closes_while_a_device_that_hangs_is_read(
@@ -391,7 +392,7 @@ def test_it_closes_while_a_device_that_hangs_is_read(
     """What the device gives later goes to nobody: the state may have changed by then."""
     offer = Offer(state_of(1, 1))
     server.offer(3, offer)
-    run, is_read, is_there = offer.run, threading.Event(), threading.Event()
+    run, is_read, is_there = offer.run, Flag(), Flag()
 
     def read(begin: int, into: torch.Tensor) -> None:
         is_read.set()
@@ -404,7 +405,7 @@ def test_it_closes_while_a_device_that_hangs_is_read(
         joiner.send(f"[0, {run.nbytes}]".encode(), soon())
         must(is_read.wait(60))
         server.close()
-        assert not is_there.is_set()
+        assert not is_there.is_set
         is_there.set()
         with pytest.raises(ConnectionResetError):
             joiner.read(1, soon())
