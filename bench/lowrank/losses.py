@@ -56,8 +56,10 @@ def _texts() -> tuple[Tensor, Tensor]:
 
 
 def _batch(text: Tensor, generator: torch.Generator) -> Tensor:
-    begins = torch.randint(len(text) - SIZE.length - 1, (SIZE.batch, 1), generator=generator)
-    return text[begins + torch.arange(SIZE.length + 1)].long()
+    begins = torch.randint(
+        len(text) - SIZE.length - 1, (SIZE.batch, 1), generator=generator, device="cpu"
+    )
+    return text[begins + torch.arange(SIZE.length + 1, device="cpu")].long()
 
 
 def _trained(way: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
     for way, label in (("full", "full rank"), ("bottleneck", "pairs, a quarter of the width")):
         each = found[way]
-        losses = torch.tensor(each["losses"])
+        losses = torch.tensor(each["losses"], device="cpu")
         means = losses[: len(losses) // SMOOTHED * SMOOTHED].view(-1, SMOOTHED).mean(1).tolist()
         steps = [SMOOTHED * (at + 1) for at in range(len(means))]
         name = f"{label}: {each['parameters'] / 1e6:.2f} million parameters"

@@ -97,7 +97,8 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-6)
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
         half = size.width // size.heads // 2
-        angles = torch.outer(torch.arange(size.length), 10_000.0 ** (-torch.arange(half) / half))
+        places, powers = (torch.arange(n, device="cpu") for n in (size.length, half))
+        angles = torch.outer(places, 10_000.0 ** (-powers / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for module in self.modules():

@@ -97,9 +97,9 @@ def rank_of(order: dict[str, int]) -> None:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),), mesh_dim_names=("tp",))
     width = order["width"]
     size = Size(width, -(-width * 8 // 96) * 32, order["layers"], batch=order["batch"])
-    tokens = torch.randint(
-        size.vocabulary, (size.batch, size.length + 1), generator=torch.Generator().manual_seed(1)
-    )
+    one = torch.Generator("cpu").manual_seed(1)
+    shape = size.batch, size.length + 1
+    tokens = torch.randint(size.vocabulary, shape, generator=one, device="cpu")
     models, reduced = {}, {}
     for way in WAYS:
         model = made(size, way)
@@ -115,7 +115,7 @@ def rank_of(order: dict[str, int]) -> None:
                 distributed.barrier()
                 begin = time.perf_counter()
                 _step(*models[way], tokens)
-                taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+                taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device="cpu")
                 distributed.all_reduce(taken, distributed.ReduceOp.MAX)
                 seconds[way].append(taken.item())
     found = {
