@@ -84,7 +84,8 @@ class Thread(threading.Thread):
         return self.ident is not None and not self._over.is_set and self._pid == os.getpid()
 
     def join(self, timeout: float | None = None) -> None:
-        if not self.is_alive() or self._over.wait(timeout):
+        is_own = self is threading.current_thread()  # which is an error
+        if is_own or not self.is_alive() or self._over.wait(timeout):
             super().join(timeout)
 
 
