@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from statehold.process.worker import Flag
 from statehold.resilience.groups import GroupLostError, Groups
 from statehold.resilience.meeting import Desk, MeetingPlace
 from support.cuda import Machine
@@ -91,7 +92,7 @@ def test_errors_are_left_to_poll_whatever_torchrun_has_set(
     monkeypatch.setenv(HANDLING, "1")
     monkeypatch.delenv(SETTINGS[1], raising=False)
     monkeypatch.setenv(SETTINGS[2], "1")
-    for each in on_two([threading.Event(), threading.Event()]):
+    for each in on_two([Flag(), Flag()]):
         each.drop()
         must(each.join(DEADLINE_S))
     assert nccl.seen == [dict.fromkeys(SETTINGS, "0")] * 2
@@ -101,7 +102,7 @@ def test_errors_are_left_to_poll_whatever_torchrun_has_set(
 def test_nobody_but_the_thread_of_the_groups_waits_for_a_connection(nccl: Nccl) -> None:
     """It is waited for where the groups are built, and that ends when they are given up."""
     nccl.connects.clear()
-    revoked = [threading.Event(), threading.Event()]
+    revoked = [Flag(), Flag()]
 
     def revoke() -> None:
         nccl.connecting.wait(DEADLINE_S)
@@ -119,7 +120,7 @@ def test_nobody_but_the_thread_of_the_groups_waits_for_a_connection(nccl: Nccl) 
 def test_a_tensor_is_kept_while_an_aborted_kernel_may_write_into_it(
     nccl: Nccl, machine: Machine
 ) -> None:
-    first, second = on_two([threading.Event(), threading.Event()])
+    first, second = on_two([Flag(), Flag()])
     nccl.ends.clear()
     tensor = machine.put(torch.ones(4))
     kept = weakref.ref(tensor)

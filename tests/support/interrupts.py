@@ -64,8 +64,10 @@ class Interrupts:
         return self._passed
 
     def _counts(self, frame: FrameType) -> bool:
-        before = self._before.get(frame, "")
-        self._before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        before, now = self._before.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        self._before[frame] = now
+        if now == "PUSH_EXC_INFO":  # another exception is on its way
+            return False
         return not self._only_signals or before.startswith(LOOKS)
 
 

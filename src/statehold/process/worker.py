@@ -69,9 +69,9 @@ class Thread(threading.Thread):
     threading takes a thread that runs for one that has ended (CPython 3.10 to 3.12)."""
 
     def __init__(
-        self, target: Callable[..., object], name: str, *args: object, daemon: bool = True
+        self, call: Callable[..., Any], name: str, *args: Any, daemon: bool = True
     ) -> None:
-        super().__init__(None, target, name, args, daemon=daemon)
+        super().__init__(None, call, name, args, daemon=daemon)
         self._over, self._pid = Flag(), os.getpid()
 
     def run(self) -> None:
@@ -84,8 +84,7 @@ class Thread(threading.Thread):
         return self.ident is not None and not self._over.is_set and self._pid == os.getpid()
 
     def join(self, timeout: float | None = None) -> None:
-        is_own = self is threading.current_thread()  # which is an error
-        if is_own or not self.is_alive() or self._over.wait(timeout):
+        if self is threading.current_thread() or not self.is_alive() or self._over.wait(timeout):
             super().join(timeout)
 
 

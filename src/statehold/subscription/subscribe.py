@@ -307,8 +307,7 @@ class Subscription:
 
     def _matched(self, saved: SavedStep) -> Prepared:
         filled = self._in_place.filled if self._in_place else {}
-        with torch.no_grad():
-            return match(self._state, saved, self._changes.without(filled))
+        return torch.no_grad()(match)(self._state, saved, self._changes.without(filled))
 
     def _put(self, matched: Prepared, at: list[int], in_place: partial[_InPlace]) -> None:
         is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
