@@ -67,7 +67,7 @@ def nccl(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
     nccl.connects.set(), nccl.ends.set()
 
 
-def on_two(revoked: list[threading.Event]) -> list[Any]:
+def on_two(revoked: list[Flag]) -> list[Any]:
     """The groups of two ranks, or why there are none."""
     desk = Desk(HOST)
 

@@ -129,7 +129,7 @@ def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     desk.close()
 
 
-def elsewhere(name: str, until: float, revoked: threading.Event) -> None:
+def elsewhere(name: str, until: float, revoked: Flag) -> None:
     """On another host, nobody has the name of a holder's Unix socket."""
 
 
