@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
