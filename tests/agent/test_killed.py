@@ -60,6 +60,7 @@ def test_kills_at_random_moments(trainers: Trainers) -> None:
     assert exits == [0]
 
 
+@pytest.mark.thorough
 def test_an_agent_is_told_when_it_is_not_needed(trainers: Trainers) -> None:
     exits = trainers.trained()
     assert exits == [0]

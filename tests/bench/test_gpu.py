@@ -60,6 +60,7 @@ def test_every_check_is_in_the_table(bench: Any, whole: dict[str, Any]) -> None:
         assert f"| {name} |" in whole["markdown"]
 
 
+@pytest.mark.thorough
 def test_what_needs_cuda_is_skipped_with_a_reason(whole: dict[str, Any]) -> None:
     skipped = {
         name

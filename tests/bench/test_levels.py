@@ -10,6 +10,8 @@ import pytest
 
 from support import benches
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("torch")
 if not Path("/dev/shm").is_dir():
     pytest.skip("there is no /dev/shm", allow_module_level=True)
@@ -34,7 +36,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.thorough
 def test_restarts_are_compared_with_the_disk(rows: dict[str, dict[str, Any]]) -> None:
     assert set(rows["restart"]) == {"memory", "disk", "warm"}
     assert rows["restart"]["disk"]["faster"]["median"] == 1

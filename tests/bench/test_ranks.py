@@ -15,6 +15,8 @@ import pytest
 from support import benches
 from support.benches import ROOT
 
+pytestmark = pytest.mark.thorough
+
 ALL = os.environ.get("STATEHOLD_BENCH") == "all"
 PEERS = {"statehold", "dcp-2"}
 PAIRS = {("fsdp-4", "fsdp-4"), ("fsdp-4", "fsdp-2")}
@@ -39,7 +41,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.thorough
 def test_saves_of_all_ranks_are_measured(results: dict[str, Any]) -> None:
     rows = {row["peer"]: row for row in results["summary"]["save"]}
     assert set(rows) >= PEERS

@@ -16,6 +16,8 @@ import torch
 from support import benches
 from support.benches import ROOT
 
+pytestmark = pytest.mark.thorough
+
 for _needed in ("torch", "safetensors"):
     pytest.importorskip(_needed)
 
@@ -67,7 +69,6 @@ PEERS = (
 READERS = ("statehold", "torch-save", "safetensors", "dcp-2", "torchsnapshot")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("peer", PEERS)
 def test_save_is_measured_and_restored(results: dict[str, Any], peer: str) -> None:
     result = _result(results, "save", peer)
@@ -113,7 +114,6 @@ def test_the_report_names_its_machine_and_its_denominators(results: dict[str, An
     assert all(row["every_1"]["median"] >= 1 for row in bounds)
 
 
-@pytest.mark.thorough
 def test_a_case_in_its_own_process_leaves_no_files(tmp_path: Path) -> None:
     from bench.run import main
 
@@ -147,7 +147,6 @@ def test_a_wrong_byte_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "optimizer.3.exp_avg" in str(state.difference(5, step))
 
 
-@pytest.mark.thorough
 def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     from bench.plan import main
@@ -163,7 +162,6 @@ def test_planning_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "plan.txt").read_text().count("hybrid") == 4
 
 
-@pytest.mark.thorough
 def test_what_a_save_costs_the_host_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

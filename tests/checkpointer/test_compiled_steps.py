@@ -96,6 +96,7 @@ def test_a_compiled_step_waits(run: Path, is_compiled_before: bool) -> None:
     assert not updates.hook.has_blind_steps
 
 
+@pytest.mark.thorough
 def test_no_step_is_compiled_anew_because_of_saves(run: Path) -> None:
     steps = [Compiled(), Compiled(torch.optim.SGD)]
     for number in (1, 2):

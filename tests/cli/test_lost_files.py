@@ -61,6 +61,7 @@ def test_the_steps_that_count(run_of: Path, ask: Asked, loss: str, kind: str) ->
     assert (code, told["step"]) == (0, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["safetensors", "json", "manifest"])
 def test_verify_lists_the_damage_of_the_newest_step(

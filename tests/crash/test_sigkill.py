@@ -88,6 +88,7 @@ def numbers(count: int) -> list[int]:
     return list(range(1, count + 1)) if ALL else sorted(everyday)
 
 
+@pytest.mark.thorough
 def test_kill_before_every_operation(victim: Victim) -> None:
     print(f"seed {SEED}")
     (counts,) = [e["operations"] for e in victim.request() if "operations" in e]

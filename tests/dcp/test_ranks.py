@@ -12,6 +12,8 @@ from statehold.cli import main
 from support import dcp_checks
 from support.gloo import run_ranks
 
+pytestmark = pytest.mark.thorough
+
 WORLD_SIZE = 4
 CHECKS = sorted(name for name in vars(dcp_checks) if name.startswith("check_"))
 
@@ -26,14 +28,12 @@ def outcomes(directory: Path) -> list[dict[str, str]]:
     return run_ranks(dcp_checks.outcomes, WORLD_SIZE, directory, str(directory))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(outcomes: list[dict[str, str]], check: str) -> None:
     failed = [f"rank {rank}: {found[check]}" for rank, found in enumerate(outcomes) if found[check]]
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.thorough
 def test_an_asynchronous_save_in_a_process_of_its_own(tmp_path: Path) -> None:
     run_ranks(dcp_checks.async_in_a_process, 2, tmp_path, str(tmp_path))
 

@@ -112,6 +112,7 @@ def test_a_device_that_comes_back_in_time_loses_no_save(
     assert committed(tmp_path / "run") == [2]
 
 
+@pytest.mark.thorough
 def test_a_save_of_host_memory_behind_it_is_committed(tmp_path: Path, hung: Machine) -> None:
     ckpt = statehold.Checkpointer(tmp_path / "run", **{**SOON, "peer_timeout_s": 3})
     hang_in_save(hung, ckpt)

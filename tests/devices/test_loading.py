@@ -87,6 +87,7 @@ def _destination(
     return Destination(name, machine.put(tensor), True, box, shared=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("saved", "live"),
     [
@@ -244,6 +245,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(bits[tensor.dtype.itemsize]).contiguous().view(torch.uint8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_every_dtype_goes_to_every_kind_of_memory(

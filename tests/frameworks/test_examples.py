@@ -19,6 +19,8 @@ import statehold
 from support.resumed import EXAMPLES, KILL, check, job, ran, three
 from support.resumed import FRAMEWORKS as HERE
 
+pytestmark = pytest.mark.thorough
+
 for needed in ("transformers", "accelerate", "peft", "torchdata"):
     pytest.importorskip(needed)
 
@@ -53,7 +55,6 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return folder, {name: codes[3 * at : 3 * at + 3] for at, name in enumerate(NAMES)}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ABOUT)
 def test_an_example_goes_on_bit_for_bit(examples: Ran, name: str) -> None:
     folder, codes = examples

@@ -36,6 +36,8 @@ from support.caches import (
 )
 from support.faults import must
 
+pytestmark = pytest.mark.thorough
+
 PAGE_TOKENS = 8
 PAGE_BYTES = PAGE_TOKENS * LAYERS * TOKEN_BYTES
 WEIGHTS = b"some weights 001"
@@ -148,7 +150,6 @@ with small_store(Path({path!r}), page_bytes={page_bytes}) as store:
 """
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("seed", "hits"), [(0, 40), (1, 0)])
 def test_a_second_process_has_the_same_tokens_and_other_weights_no_hits(
     llama: Any, tmp_path: Path, seed: int, hits: int

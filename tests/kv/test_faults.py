@@ -16,6 +16,7 @@ from support.seeds import SEED
 COUNT = int(os.environ.get("STATEHOLD_PAGE_FAULTS", "20"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", range(len(FAULTS)))
 def test_no_page_is_wrong_and_no_call_hangs(memory: Path, part: int) -> None:
     memory.mkdir()

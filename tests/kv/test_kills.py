@@ -60,6 +60,7 @@ kills.hang(path, deadline_s=0.1)
 """
 
 
+@pytest.mark.thorough
 def test_pages_that_are_back_once_stay_the_files_keep_their_budget_and_a_hang_delays_nobody(
     tmp_path: Path,
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_prompt_keeps_its_ends_and_the_best_tokens(llama: Any, name: str) -> N
             assert scores[kept[PAGE:-PAGE]].min() >= scores[gone].max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_full_page_takes_the_place_of_the_page_of_the_lowest_score(llama: Any, name: str) -> None:
     ids = sequence(70)
@@ -166,6 +167,7 @@ def test_layers_choose_for_themselves(llama: Any) -> None:
 # -- the budget and the memory ---------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", range(25))
 def test_the_budget_is_never_exceeded(case: int) -> None:
     dice = random.Random(f"{SEED} {case}")

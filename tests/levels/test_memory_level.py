@@ -173,6 +173,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_its_newest_step(memory: Path, run: Path) -> None:
     done = scripts.run(["-c", SCRIPT, memory, run])
     assert done.returncode == -signal.SIGKILL

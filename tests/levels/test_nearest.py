@@ -245,6 +245,7 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
             check(found[rank], rank, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize("kind", ["data", "manifest"])
 def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> None:

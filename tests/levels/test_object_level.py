@@ -81,6 +81,7 @@ def test_a_step_saved_again_replaces_the_one_in_the_store(tmp_path: Path) -> Non
     assert torch.equal(live["b"], torch.ones(5) * 2)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_rewind_gives_up_steps_in_the_store(tmp_path: Path) -> None:
     with statehold.Checkpointer(tmp_path / "run", levels=levels(tmp_path), **SMALL) as ckpt:
         for step in (1, 2, 3):

@@ -85,6 +85,7 @@ def newest_whole(disk: SimFs, run: str, bits: dict[tuple[str, int], Bits]) -> in
         return max(whole_steps(ckpt, mine), default=0)
 
 
+@pytest.mark.thorough
 def test_a_crash_anywhere_leaves_both_runs_whole(fs: SimFs) -> None:
     """Between link and commit, between commit and release, and everywhere else."""
     played, states = play(fs), 0

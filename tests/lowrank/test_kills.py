@@ -16,12 +16,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import statehold
 from support.faults import SMALL
 from support.forked import forked
 from support.gloo import started_ranks
 from support.pairs import PLACES, Place, train, values, whole
 from support.seeds import SEED
+
+pytestmark = pytest.mark.thorough
 
 KILLS = int(os.environ.get("STATEHOLD_LOWRANK_KILLS", "1"))
 LIFE_S = 0.3  # the longest from a restore to the kill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +16,8 @@ from statehold import lowrank
 from statehold.lowrank.parallel import parallelize
 from support.gloo import run_ranks
 from support.small_llama import Llama, loss_of, low_rank, next_token_loss, tokens_of
+
+pytestmark = pytest.mark.thorough
 
 LAYERS, MICROBATCHES = 4, 2
 

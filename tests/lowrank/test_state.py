@@ -26,6 +26,8 @@ from support.gloo import run_ranks
 from support.pairs import PLACES, Place, train, values, whole
 from support.small_llama import RANK, low_rank
 
+pytestmark = pytest.mark.thorough
+
 safetensors = pytest.importorskip("safetensors")
 
 ALL = bool(os.environ.get("STATEHOLD_LOWRANK_KILLS"))

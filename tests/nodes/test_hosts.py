@@ -301,6 +301,7 @@ def test_a_step_saved_again_on_some_hosts_only_is_none_and_an_older_one_is_whole
         assert restored(ranks, 3) == 2
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_lost_between_the_rounds_is_named_by_all(monkeypatch: Any) -> None:
     hosts = disks(3)
     with HostRanks(hosts, [local(copies=0)]) as ranks:

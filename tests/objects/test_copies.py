@@ -76,6 +76,7 @@ def test_copies_are_whole_and_belong_to_the_run(two: Two) -> None:
     assert two.content() == CONTENT
 
 
+@pytest.mark.thorough
 def test_only_objects_of_the_same_size_are_copied(two: Two) -> None:
     missing, cut, *rest = NAMES
     two.first._client.delete(f"shared/{missing}")

@@ -105,6 +105,7 @@ def test_a_failing_store_is_named_in_time(
     assert steps.steps() == []
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_not_there(s3_environment: None, s3_url: str) -> None:
     raised = failures(at(CLOSED_PORT, s3_url, HASTY_S))
     assert {type(error) for error in raised.values()} == {UnavailableError}

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PATH = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
@@ -140,7 +142,6 @@ def modules(package: Path) -> set[Path]:
     return {path.relative_to(package) for path in package.rglob("*.py")}
 
 
-@pytest.mark.thorough
 def test_installed_package_imports_alone(wheels: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     pip("install", "--target", target, *wheels.glob("*.whl"), cwd=tmp_path)
@@ -217,7 +218,6 @@ def bare(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.thorough
 def test_a_compiler_and_liburing_are_hidden(tmp_path: Path) -> None:
     done = without_compiler("c++", "--version", cwd=tmp_path)
     assert done.returncode != 0
@@ -226,7 +226,6 @@ def test_a_compiler_and_liburing_are_hidden(tmp_path: Path) -> None:
     assert "OSError" in without_compiler(sys.executable, "-c", load, cwd=tmp_path).stderr
 
 
-@pytest.mark.thorough
 def test_a_wheel_runs_the_demo_where_no_compiler_is(wheels: Path, tmp_path: Path) -> None:
     tiny = ["--dim=32", "--layers=1", "--heads=2", "--kv-heads=1", "--seq=16", "--batch=4"]
     words = ["--steps=4", "--data=examples", "--out", tmp_path / "demo", *tiny]
@@ -235,7 +234,6 @@ def test_a_wheel_runs_the_demo_where_no_compiler_is(wheels: Path, tmp_path: Path
     assert "equal the reference in every bit" in done.stdout
 
 
-@pytest.mark.thorough
 def test_without_a_compiler_a_build_says_so_in_one_sentence(source: Path, tmp_path: Path) -> None:
     settings = ["-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
     done = without_compiler("cmake", "-S", source / "native", *settings, cwd=tmp_path)

@@ -60,6 +60,7 @@ def test_dropped_notes_are_gone(make: Maker) -> None:
     assert missing == ["a/b"]
 
 
+@pytest.mark.thorough
 def test_waiting_ends_at_the_deadline_and_names_what_is_missing(make: Maker) -> None:
     board = make()
     board.post("k/1", b"1")

@@ -72,6 +72,7 @@ def test_a_killed_committer_is_named_by_the_others_in_time(job) -> None:
         assert said["ranks"] == (0,)
 
 
+@pytest.mark.thorough
 def test_ranks_do_not_hang_when_the_stores_server_dies(job) -> None:
     ranks, server = job
     if server is None:

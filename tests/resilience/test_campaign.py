@@ -25,6 +25,7 @@ def test_real_replicas_under_faults(tmp_path: Path) -> None:
     assert not many(tmp_path, FAULTS, SEED, size=REPLICAS, settle_s=5.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("size", "low"), SHAPES)
 def test_fewer_replicas_and_as_many_again_are_one_run(tmp_path: Path, size: int, low: int) -> None:
     print(f"STATEHOLD_SEED={SEED}")

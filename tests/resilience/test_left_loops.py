@@ -159,6 +159,7 @@ def test_who_is_alone_goes_on_with_what_it_has(tmp_path: Path, alone: Log, momen
     assert checksum_of(program.model) == alone.weights
 
 
+@pytest.mark.thorough
 def test_an_update_in_parts_is_replaced_by_the_newest_saved_step(
     tmp_path: Path, alone: Log
 ) -> None:

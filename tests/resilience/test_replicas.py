@@ -113,6 +113,7 @@ def test_a_microbatch_that_hangs_costs_its_replica_the_lease(tmp_path: Path, alo
         assert UNTIL in ckpt.steps()
 
 
+@pytest.mark.thorough
 def test_each_replica_that_is_asked_to_leave_leaves_after_its_step(
     tmp_path: Path, alone: Log
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_replica_of_two_ranks_is_lost_with_one_of_them(tmp_path: Path, shards:
     assert logs[6].shares[UNTIL - 1] == logs[7].shares[UNTIL - 1] != []
 
 
+@pytest.mark.thorough
 def test_a_replica_that_comes_later_takes_part_in_the_next_steps(tmp_path: Path) -> None:
     until = 1 << 30
     with coordinated(2) as meeting, Job(tmp_path, meeting, until, pause_s=0.01) as job:

@@ -113,6 +113,7 @@ def forked_before_the_first_use(folder: Path) -> None:
     check_restored(ckpt, 2)
 
 
+@pytest.mark.thorough
 def test_what_was_not_used_before_the_fork_is_the_childs_own(
     victims: Victims, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_cycles_through_objects_and_marks_are_refused() -> None:
         assert "holds itself" in refusal({"v": value}).summary
 
 
+@pytest.mark.thorough
 def test_dicts_of_dicts_are_saved_once_if_only_some_hold_tensors() -> None:
     many: dict[str, Any] = {str(i): {"t": torch.full((1,), float(i))} for i in range(3000)}
     many["deep"] = {"more": {"t": torch.ones(1)}}

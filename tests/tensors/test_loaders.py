@@ -483,6 +483,7 @@ class Fabrics:
         return iter(self._dataloader)
 
 
+@pytest.mark.thorough
 def test_a_loader_that_wraps_another_one_is_refused_with_the_one_to_save(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedValueError, match=r"data\._dataloader$"):
         MemoryStep({"data": Fabrics(loader_of())})

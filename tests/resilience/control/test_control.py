@@ -192,6 +192,7 @@ def test_a_server_for_one_job_ends_with_it_and_not_with_a_loss() -> None:
 # Strangers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "line",
     [

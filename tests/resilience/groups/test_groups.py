@@ -222,13 +222,14 @@ def test_a_desk_forgets_whoever_goes_or_talks_nonsense(desk: Desk) -> None:
 
 def test_epochs_that_fail_leave_nothing_behind(desk: Desk) -> None:
     """STATEHOLD_GROUP_FAILURES=1000 for more. Buildings and sums fail in turn."""
+    others = gloo_threads()
     _fail(desk, 0)
     _groups_end()  # those of other tests, too
     descriptors = len(os.listdir("/proc/self/fd"))
     for each in range(1, FAILURES + 1):
         _fail(desk, each)
         _groups_end()
-    assert not gloo_threads()
+    assert len(gloo_threads()) <= len(others)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 

@@ -565,6 +565,7 @@ def hostile(draw: random.Random) -> bytes:
     return encode(draw.choice(said[:1] * 3 + said))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(100))
 def test_no_messages_of_strangers_end_the_coordinator(seed: int) -> None:
     draw, now = random.Random(seed), 0.0

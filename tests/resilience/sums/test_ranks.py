@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from statehold.resilience.sums.norm import clip_by_norm
 from statehold.tensors.storable import local_of
 from support.columns import Column, bits_of
 from support.gloo import run_ranks
+
+pytestmark = pytest.mark.thorough
 
 M = 8
 RANKS = 4
