@@ -138,7 +138,7 @@ class SharedFiles:
     links: list[FileLink] = field(default_factory=list)
     fresh: list[Fresh] = field(default_factory=list)
     written: list[SharedFile] = field(default_factory=list)
-    _proven: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    _proven: SimpleQueue[None] = field(default_factory=lambda: SimpleQueue())  # a simulated one
     _replacing: list[Fresh] = field(default_factory=list)
     _first: list[Fresh | FileLink] = field(
         default_factory=list
@@ -254,7 +254,7 @@ class SharedFiles:
     def finish(self) -> None:
         """D2 of the others, once the stage thread has compared those that are compared in place."""
         self._finish_all(self._later)
-        self._proven.get()
+        self._proven.put(self._proven.get())  # for another try at another level, too
         for each in self._replacing:
             if not each.is_durable:
                 self._open(each)
