@@ -29,6 +29,7 @@ from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.net import addresses
 from statehold.net.secret import GREETING_BYTES, REPLY_BYTES, Secret, of_job
 from statehold.net.wire import Wire, entered
+from statehold.process.worker import Flag
 from statehold.resilience import transfer
 from statehold.resilience.meeting import Desk, meet
 from statehold.resilience.protocol.messages import (
@@ -118,7 +119,7 @@ def desk(folder: Path) -> Iterator[Endpoint]:
         "desk",
         of_job(),
         says,
-        lambda: meet(desk.address, "9/g", 0, 1, "alone", threading.Event()) == ["alone"],
+        lambda: meet(desk.address, "9/g", 0, 1, "alone", Flag()) == ["alone"],
     )
     desk.close()
 
@@ -129,7 +130,7 @@ def holder(folder: Path) -> Iterator[Endpoint]:
     server.offer(3, Offer({"model": torch.nn.Linear(4, 4)}))
 
     def serves() -> bool:
-        wire, _ = transfer.join(server.address, 3, soon(), threading.Event())
+        wire, _ = transfer.join(server.address, 3, soon(), Flag())
         with contextlib.closing(wire):
             return b"model" in wire.receive(soon())
 
