@@ -35,6 +35,7 @@ from statehold.kv.opened import OpenStore, name_of
 from statehold.kv.page import slot_bytes
 from statehold.process.host_memory import home
 from statehold.units import MiB
+from support.faults import must
 from support.pages import key, page
 
 NBYTES = 8000
@@ -216,7 +217,7 @@ def hang(folder: Path, deadline_s: float = 0.2) -> dict[str, float]:
             before = time.perf_counter()
             late = store.get(keys[20:28], into, deadline_s=deadline_s)
             beside = times(lambda: store.contains(keys), 500)
-            assert set(late.wait()) == {PageVerdict.LATE}
+            must(set(late.wait()) == {PageVerdict.LATE})
             late_ms = 1000 * (time.perf_counter() - before)
         after = times(load, 200)
     at = lambda found: found[int(len(found) * 0.99)]  # noqa: E731

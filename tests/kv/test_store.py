@@ -600,5 +600,5 @@ def test_a_load_waits_for_memory_that_is_to_be_written(
             for job in [*held]:
                 job.may_end.set()
             store.contains([key(100)])
-        assert batch.wait() == [PageVerdict.HIT]
+        must(batch.wait() == [PageVerdict.HIT])
         assert into == page(100)
