@@ -1,11 +1,11 @@
 """The process that crash tests kill: a fork server, so that torch is imported once.
 
 Reads one JSON request a line: {"run", "kill_at" ([operation, n], or null), "saves", "again",
-"shares"}. Forks a child that restores, checks what it restored, and saves on; with `kill_at` the
-child sends itself SIGKILL before its n-th storage operation of that name, counted from 1. Children
-report on stdout, one JSON line an event: {"restored": step or null, "steps": [...]},
-{"requested": step}, {"committed": step, "linked": bytes}, {"operation": name, "number": n} before
-dying, {"operations": {name: count}} at a normal end. The server ends every request with
+"shares", "waits"}. Forks a child that restores, checks what it restored, and saves on; with
+`kill_at` the child sends itself SIGKILL before its n-th storage operation of that name, counted
+from 1. Children report on stdout, one JSON line an event: {"restored": step or null, "steps":
+[...]}, {"requested": step}, {"committed": step, "linked": bytes}, {"operation": name, "number": n}
+before dying, {"operations": {name: count}} at a normal end. The server ends every request with
 {"exit": wait status}.
 """
 
@@ -74,9 +74,11 @@ def check(ckpt: statehold.Checkpointer, state: dict[str, Any], shares: bool) -> 
     return newest or 0
 
 
-def child(run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: bool) -> None:
+def child(
+    run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: bool, waits: bool
+) -> None:
     """again: save each step twice, where the kernel does not exchange two names. shares: steps
-    share files."""
+    share files. waits: each save begins after the commit of the one before."""
     torch.set_num_threads(1)
     if again:
         forbid(RENAMEAT2[platform.machine()], errno.EINVAL)
@@ -100,6 +102,8 @@ def child(run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: 
             state |= rarely(step) if shares else {}
             report(requested=step)
             for _ in range(1 + again):
+                if waits and previous is not None:
+                    previous.wait("committed", 60)
                 save = ckpt.save(step, state)
                 if previous is not None:
                     done = previous.wait("committed", 60)
