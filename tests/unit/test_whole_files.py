@@ -40,6 +40,17 @@ def test_a_link_is_followed(tmp_path: Path, is_there: bool) -> None:
     assert sorted(os.listdir(tmp_path)) == ["between", "folder", "link"]
 
 
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
+def test_an_open_file_of_this_process_keeps_what_it_has(tmp_path: Path, folder: str) -> None:
+    """As /dev/stdout does, after `>> file`."""
+    path = tmp_path / "file"
+    with open(path, "ab", buffering=0) as file:
+        file.write(b"before ")
+        assert not replace_file(f"{folder}/{file.fileno()}", b"page ")
+        file.write(b"after")
+    assert path.read_bytes() == b"before page after"
+
+
 def test_a_fifo_is_written_through(tmp_path: Path) -> None:
     fifo, got = tmp_path / "fifo", list[bytes]()
     os.mkfifo(fifo)

@@ -13,21 +13,21 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
+from statehold.cli.plan import check_limits, out_of_range
 from statehold.cli.tables import Table
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 from statehold.kv.planning.shapes import EXPERTS, ConfigFields, read_config
 from statehold.planners.lowrank import WAYS, DeviceRates, LlamaShape, LowRankCosts, TrainingJob
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-_MOST = {"tokens": 10**9, "length": 10**9, "tp": 4096, "pp": 4096, "microbatches": 10**6}
+_LIMITS = {"tokens": (1, 10**9), "length": (1, 10**9), "tp": (1, 4096), "pp": (1, 4096),
+           "microbatches": (1, 10**6)}  # fmt: skip
 _FORM = "flops=2.8e14,memory=900GB,link=280GB,host=1e-3"
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, most in _MOST.items():
-        if not 1 <= getattr(args, name) <= most:
-            raise _refused(name, f"a number from 1 to {most:,}", getattr(args, name))
+    check_limits(args, _LIMITS)
     shape = _shape(args.config)
     costs = LowRankCosts(shape, shape.width // 4 if args.rank is None else args.rank)
     job = TrainingJob(args.tokens, args.length, args.tp, args.pp, args.microbatches)
@@ -38,17 +38,13 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _refused(name: str, expected: str, got: object) -> UsageError:
-    return UsageError(f"--{name} is out of range", facts={"expected": expected, "got": shown(got)})
-
-
 def _shape(config: str) -> LlamaShape:
     document = read_config(config)
     get = ConfigFields(document)
     for name in ("kv_lora_rank", *EXPERTS):
         if get(name, 0, least=0):
-            facts = {"expected": "the layers of a Llama", "got": f"{name} {get(name)}"}
-            raise UsageError("the model has layers that pairs are not planned for", facts=facts)
+            summary = "the model has layers that pairs are not planned for"
+            raise refused(summary, "the layers of a Llama", f"{name} {get(name)}")
     heads, width = get("num_attention_heads"), get("hidden_size")
     head = get("head_dim", width // heads)
     return LlamaShape(
@@ -64,11 +60,11 @@ def _device(text: str) -> DeviceRates:
         key, _, value = field.partition("=")
         is_number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?(e-?[0-9]{1,2})?", value, re.ASCII)
         if key not in values or (key in ("flops", "host") and not is_number):
-            raise _refused("device", _FORM, text)
+            raise out_of_range("device", _FORM, text)
         values[key] = float(value) if key in ("flops", "host") else float(parse_bytes(value))
     flops, memory, link, host = values.values()
     if not flops or not memory or not link:
-        raise _refused("device", f"{_FORM}; only host may be left out", text)
+        raise out_of_range("device", f"{_FORM}; only host may be left out", text)
     return DeviceRates(flops, memory, link, host)
 
 

@@ -44,10 +44,8 @@ TENSORS_SHOWN = 25
 
 def run(args: argparse.Namespace) -> int:
     if args.output is None and not args.json:
-        raise UsageError(
-            "report needs a file for the page",
-            hint="pass -o report.html, or --json for the data alone",
-        )
+        hint = "pass -o report.html, or --json for the data alone"
+        raise UsageError("report needs a file for the page", hint=hint)
     path = run_at(args.run)
     folder = os.path.dirname(args.output or "") or "."
     if not os.path.isdir(folder):  # known before hours of --verify
@@ -58,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     document = _document(file_system(), path, traces, args)
     if args.output is not None:
         page = page_of(document, traces)
-        replace_file(args.output, page.encode("utf-8", "backslashreplace"))
+        is_file = replace_file(args.output, page.encode("utf-8", "backslashreplace"))
     if args.json:
         emit(document)
-    elif os.path.isfile(args.output):  # /dev/stdout has the page
+    elif is_file:  # and not /dev/stdout, which has the page
         say(args.output)
     is_damaged = any(step["state"] == "damaged" for step in document["steps"])
     states = [level["state"] for level in document["levels"]]

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from statehold.errors import UsageError, shown
+from statehold.errors import refused
 
 WAYS = ("full", "rank", "bottleneck")
 _FIELDS = 3  # a weight and its two moments, each of one dtype
@@ -31,12 +31,13 @@ _FIELDS = 3  # a weight and its two moments, each of one dtype
 def check_sizes(in_features: int, out_features: int, rank: int, **where: str) -> None:
     """Raises UsageError unless a pair of this rank is smaller than the layer."""
     if type(rank) is not int or rank < 1:
-        facts = {**where, "expected": "a whole number from 1 on", "got": shown(rank)}
-        raise UsageError("the rank of a pair makes no sense", facts=facts)
+        raise refused(
+            "the rank of a pair makes no sense", "a whole number from 1 on", rank, **where
+        )
     if min(in_features, out_features) < 2 * rank:
         expected = f"in and out of at least twice the rank: {2 * rank}"
-        facts = {**where, "expected": expected, "got": f"{in_features} and {out_features}"}
-        raise UsageError("a layer is too small for a pair of this rank", facts=facts)
+        got = f"{in_features} and {out_features}"
+        raise refused("a layer is too small for a pair of this rank", expected, got, **where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +189,8 @@ class LowRankCosts:
         sizes = {"of pairs": (self.rank,)} if way == "rank" else self.shape.linears
         for name, each in sizes.items():
             if uneven := [size for size in each if size % job.tp]:
-                facts = {"layer": name, "expected": f"a size that {job.tp} ranks divide",
-                         "got": uneven[0]}  # fmt: skip
-                raise UsageError("a layer cannot be split evenly", facts=facts)
+                expected = f"a size that {job.tp} ranks divide"
+                raise refused("a layer cannot be split evenly", expected, uneven[0], layer=name)
         if not 1 <= job.pp <= self.shape.layers:
-            facts = {
-                "expected": f"1 to {self.shape.layers} stages, one for each layer",
-                "got": job.pp,
-            }
-            raise UsageError("the layers cannot be split into so many stages", facts=facts)
+            expected = f"1 to {self.shape.layers} stages, one for each layer"
+            raise refused("the layers cannot be split into so many stages", expected, job.pp)

@@ -1,7 +1,8 @@
 """Files that are written whole or not at all: a reader sees the old content or the new one.
 
-Invariants: a name stays what it is. A link is followed to its file. A FIFO and a character device,
-such as /dev/stdout, get the bytes. Nothing else is ever replaced by a file.
+Invariants: a name stays what it is. A link is followed to its file. A FIFO, a character device and
+an open file of this process, such as /dev/stdout, get the bytes. Nothing else is ever replaced by a
+file.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import tempfile
 
 from statehold.errors import UsageError
 
+# Files that this process has open may have other content than what is written here.
+_OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Make or replace a file. Raises OSError, and UsageError where no file can be."""
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> bool:
+    """Make or replace a file. False: what is there got the bytes, and stays what it is.
+
+    Raises OSError, and UsageError where no file can be.
+    """
     with contextlib.suppress(FileNotFoundError):
-        mode = os.stat(path).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
+        mode, is_open = os.stat(path).st_mode, os.fspath(path).startswith(_OPEN)
+        if is_open or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_APPEND), "wb") as file:
                 file.write(content)
-            return
+            return False
         if not stat.S_ISREG(mode):
             facts = {"path": os.fspath(path), "expected": "a file, a FIFO or a character device"}
             raise UsageError("this path cannot take a file", facts=facts)
@@ -38,6 +45,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
         if isinstance(error, OSError) and error.filename == temporary:
             error.filename = os.fspath(path)  # the caller knows no other name
         raise
+    return True
 
 
 def try_folder(folder: str | os.PathLike[str]) -> None:
