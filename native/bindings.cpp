@@ -317,12 +317,12 @@ std::vector<int64_t> find_pages(nb::handle buckets, nb::handle indices, nb::hand
   }
   const auto* slots = static_cast<const volatile uint32_t*>(bucket.buf);
   const auto* pages = static_cast<const volatile uint64_t*>(index.buf);
-  const uint64_t mask = static_cast<uint64_t>(bucket.len) / sizeof(uint32_t) - 1;
+  const uint64_t bucket_count = static_cast<uint64_t>(bucket.len) / sizeof(uint32_t);
   const uint64_t slot_count = static_cast<uint64_t>(index.len) / sizeof(uint64_t);
   for (const uint64_t page : asked) {
     int64_t slot = -1;
-    for (uint64_t at = 0; at <= mask && slot < 0; ++at) {
-      const uint32_t there = slots[(page + at) & mask];
+    for (uint64_t at = 0; at < bucket_count && slot < 0; ++at) {
+      const uint32_t there = slots[(page + at) & (bucket_count - 1)];
       if (there == 0) break;
       if (there <= slot_count && pages[there - 1] == page) slot = int64_t{there} - 1;
     }

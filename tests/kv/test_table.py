@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+from array import array
 from collections import OrderedDict
 
 import pytest
 
+from statehold import _core
 from statehold.kv.table import RANKED, SlotTable
 
 SLOTS = 16
@@ -170,3 +172,11 @@ def test_a_space_that_nobody_uses_is_given_to_a_new_identity() -> None:
             assert real.publish(real.take(0), number + 1, 0, space)
     found = [number for number in range(100) if real.find(number + 1) >= 0]
     assert found == list(range(36, 100))
+
+
+def test_a_look_up_reads_nothing_beyond_its_tables() -> None:
+    """Whatever a table says that another process has damaged."""
+    pages = array("Q", [3, 4])
+    assert _core.find_pages(array("I"), array("Q"), pages) == [-1, -1]
+    assert _core.find_pages(array("I", [9, 9]), array("Q", [3]), pages) == [-1, -1]
+    assert _core.find_pages(array("I", [1, 1]), array("Q", [3]), pages) == [0, -1]
