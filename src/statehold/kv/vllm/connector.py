@@ -28,7 +28,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -45,7 +45,7 @@ PUT_S = 30.0
 # Layers whose blocks hold all that the tokens of the block have left behind.
 HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
-_HEAD_BYTES = HEADER_BYTES  # of the words
+W = TypeVar("W", bound="SharedWords")
 _WORD = 8
 
 
@@ -92,17 +92,17 @@ class SharedWords:
 
     def __init__(self, fd: int) -> None:
         self.view = memoryview(mmap.mmap(fd, 0))
-        self.words = self.view[:_HEAD_BYTES].cast("Q")
+        self.words = self.view[:HEADER_BYTES].cast("Q")
 
     @classmethod
-    def made(cls, nbytes: int = 0, *more: int) -> tuple[Self, int]:
+    def made(cls: type[W], nbytes: int = 0, *more: int) -> tuple[W, int]:
         """New memory with so many bytes behind the words, and the descriptor that keeps it."""
         fd = os.memfd_create("statehold-pages", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, _HEAD_BYTES + nbytes)
+        os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
         return cls(fd, *more), fd
 
     @classmethod
-    def opened(cls, path: str, *more: int) -> Self:
+    def opened(cls: type[W], path: str, *more: int) -> W:
         """What another process has made."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -118,11 +118,11 @@ class StagedPages(SharedWords):
     def __init__(self, fd: int, page_bytes: int) -> None:
         super().__init__(fd)
         self.page_bytes = page_bytes
-        self.slots = (self.view.nbytes - _HEAD_BYTES) // whole_blocks(page_bytes)
+        self.slots = (self.view.nbytes - HEADER_BYTES) // whole_blocks(page_bytes)
 
     def page(self, slot: int) -> memoryview:
         """The bytes of a page."""
-        at = _HEAD_BYTES + slot * whole_blocks(self.page_bytes)
+        at = HEADER_BYTES + slot * whole_blocks(self.page_bytes)
         return self.view[at : at + self.page_bytes]
 
 
