@@ -31,14 +31,17 @@ def test_the_example_goes_on_bit_for_bit(tmp_path: Path, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_number_of_ranks_has_the_same(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("saved_by", STAGES)
+def test_any_stage_on_any_number_of_ranks_has_the_same(
+    tmp_path: Path, saved_by: int, stage: int
+) -> None:
     run = tmp_path / "run"
     jobs = [job(SCRIPT, "load", stage, run, ranks=ranks) for ranks in (1, 2, 3)]
-    done(tmp_path, ran([job(SCRIPT, "save", stage, run, ranks=2), *jobs]))
+    done(tmp_path, ran([job(SCRIPT, "save", saved_by, run, ranks=2), *jobs]))
     saved = torch.load(run / "saved.pt", weights_only=True)
     assert (saved["counts"], saved["steps"], saved["global_steps"]) == ([3], [3.0], 3)
     for ranks in (1, 2, 3):
-        assert same(torch.load(run / f"loaded-{ranks}.pt", weights_only=True), saved)
+        assert same(torch.load(run / f"loaded-{stage}-{ranks}.pt", weights_only=True), saved)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,7 +1,7 @@
 """Ranks of DeepSpeed with engine_state(): python zero_state.py WHAT STAGE RUN
 
 `save` trains, saves step 3 and tells in RUN/saved.pt what the engine has. `load` restores it, and
-tells the same in RUN/loaded-WORLD.pt. `gate` trains on while nothing of a save is staged.
+tells the same in RUN/loaded-STAGE-WORLD.pt. `gate` trains on while nothing of a save is staged.
 `methods` uses save_checkpoint() and load_checkpoint() as a script of DeepSpeed does. `refused` is
 about engines that have state which no step would hold.
 
@@ -152,7 +152,8 @@ def load(engine: Any, run: str) -> None:
         state = {**engine_state(engine), "mine": 0}
         assert ckpt.restore(state) == STEPS
         assert state["mine"] == 7
-    tell(engine, f"{run}/loaded-{engine.world_size}.pt")
+    stage = engine.zero_optimization_stage()
+    tell(engine, f"{run}/loaded-{stage}-{engine.world_size}.pt")
     train(engine)  # it can go on
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import statehold
 from statehold.errors import StateMismatchError, UnsupportedValueError
+from statehold.integrations.deepspeed import Weights
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.capture import capture
 from statehold.tensors.placements import Piece
@@ -100,6 +102,54 @@ def test_any_cut_becomes_any_other(tmp_path: Path) -> None:
         assert torch.equal(own, WHOLE * 3)
     loaded = statehold.load(tmp_path / "run")
     assert torch.equal(loaded["flat"]["a"], WHOLE + 0.5)
+
+
+SHAPES = {"matrix": (5, 7), "cube": (3, 2, 2), "vector": (4,), "number": (), "empty": (0, 3)}
+
+
+def filled(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+
+
+def wholes(rank: int, world: int, factor: float) -> dict[str, Piece]:
+    layout = Layout(Mesh((world,), tuple(range(world))))
+    return {
+        name: Piece(filled(shape) * factor, shape, layout, rank) for name, shape in SHAPES.items()
+    }
+
+
+def runs(rank: int, world: int, factor: float) -> Weights:
+    """Each flattened tensor cut into equal parts, as ZeRO-3 holds them."""
+    layout, found = Layout(Mesh((world,), tuple(range(world))), ((0, 0),)), {}
+    for name, shape in SHAPES.items():
+        flat = filled(shape).view(-1) * factor
+        (begin,), (count,) = (box := layout.box(flat.shape, rank)).offsets, box.shape
+        found[name] = Piece(flat[begin : begin + count], tuple(flat.shape), layout, rank)
+    return Weights(SimpleNamespace(persistent_parameters=[]), found)
+
+
+def becomes_the_other(rank: int, world: int, run: str, saved: Any, live: Any) -> None:
+    with statehold.Checkpointer(run, staging_bytes="64MiB") as ckpt:
+        if saved is not None:
+            ckpt.save(1, {"model": saved(rank, world, 1.0)}).wait("committed")
+        got, expected = ({"model": live(rank, world, factor)} for factor in (-1.0, 1.0))
+        assert ckpt.restore(got) == 1
+    got, expected = (
+        each if isinstance(each, dict) else each.state_dict()
+        for each in (got["model"], expected["model"])
+    )
+    for name in SHAPES:
+        assert torch.equal(got[name].tensor, expected[name].tensor), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("saved", "live"), [(wholes, runs), (runs, wholes)])
+def test_whole_tensors_and_runs_of_flattened_ones_take_each_other(
+    tmp_path: Path, saved: Any, live: Any
+) -> None:
+    run = str(tmp_path / "run")
+    run_ranks(becomes_the_other, 2, tmp_path, run, saved, live)
+    run_ranks(becomes_the_other, 3, tmp_path, run, None, live)
 
 
 def test_a_rank_that_is_alone_saves_no_part() -> None:

@@ -135,9 +135,7 @@ def _like(cell: str, text: str) -> str:
 
 def width(text: str) -> int:
     """The columns that a terminal takes for `text`."""
-    if text.isascii():
-        return len(text)
-    return sum(map(_width, text))
+    return len(text) if text.isascii() else sum(map(_width, text))
 
 
 def _width(char: str) -> int:

@@ -128,10 +128,6 @@ def well_formed(text: str) -> bool:
     return True
 
 
-def _sort_key(node: Any) -> str:
-    return json.dumps(node, sort_keys=True)
-
-
 _HINTS: dict[str, str] = {
     "defaultdict": "store dict(value)",
     "bytearray": "store bytes(value)",
@@ -290,7 +286,7 @@ class Encoder:
         self.hashed += 1
         nodes = [self.node(item, path, "{}") for item in items]
         self.hashed -= 1
-        return sorted(nodes, key=_sort_key)
+        return sorted(nodes, key=lambda node: json.dumps(node, sort_keys=True))
 
     def pairs(self, members: Mapping[Any, Any], path: str) -> list[list[Any]]:
         known = self._known(members, path)

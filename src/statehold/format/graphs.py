@@ -100,8 +100,7 @@ class Digests:
         """The digest of a layer. spec, inputs: what JSON can hold; inputs have digests in them."""
         text = json.dumps([VERSION, self._kind, spec, inputs], sort_keys=True)
         number = self._seen[text] = self._seen.get(text, -1) + 1
-        text = f"{number} {text}"
-        return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        return hashlib.blake2b(f"{number} {text}".encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def graph_of_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> LayerGraph:

@@ -84,9 +84,7 @@ def tensors_of(node: Any) -> Iterator[str]:
 
 
 def _name_of(key: Any) -> str:
-    if type(key) is str and not key.startswith("$"):
-        return key
-    return f"${_text(key)}"
+    return key if type(key) is str and not key.startswith("$") else f"${_text(key)}"
 
 
 def _text(node: Any) -> str:

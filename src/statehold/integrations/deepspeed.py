@@ -4,11 +4,11 @@
     step = ckpt.restore(state) or 0           # for engine.load_checkpoint()
     ckpt.save(step, state)                    # for engine.save_checkpoint()
 
-Invariants: a step of ZeRO restores on any number of ranks as it is: the names do not depend on that
-number, and the runs are those of one flattened tensor. Weights, masters and moments change only in
-the step() of the base optimizer, an optimizer of torch, which waits at the gate; so they are copied
-lazily. Buffers are copied before save() returns. A state is taken between two updates only, since a
-step holds no gradients.
+Invariants: a step of ZeRO restores on any number of ranks and in any stage as it is: the names do
+not depend on either, and the runs are those of one flattened tensor. Weights, masters and moments
+change only in the step() of the base optimizer, an optimizer of torch, which waits at the gate; so
+they are copied lazily. Buffers are copied before save() returns. A state is taken between two
+updates only, since a step holds no gradients.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def load_weights(step: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def _model(engine: Any, partitions: list[Partition]) -> Any:
     mesh = mesh_of(engine.optimizer.dp_process_group)
     whole = partial(_whole, layout=Layout(mesh))
-    buffers = {name: Volatile(whole(each)) for name, each in _buffers(engine.module)}
+    kept = persistent_buffers(engine.module)
+    buffers = {name: Volatile(whole(each)) for name, each in kept.items()}
     parameters = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() < 3:
         return {**{name: whole(each) for name, each in parameters.items()}, **buffers}
@@ -121,23 +122,20 @@ def _model(engine: Any, partitions: list[Partition]) -> Any:
         for name, each in parameters.items()
         if name not in runs
     }
-    return _Weights(engine.optimizer, {**runs, **frozen, **buffers})
+    return Weights(engine.optimizer, {**runs, **frozen, **buffers})
 
 
 def _whole(tensor: torch.Tensor, layout: Layout) -> Piece:
     return Piece(tensor, tuple(tensor.shape), layout, rank_here())
 
 
-def _buffers(module: nn.Module) -> Any:
-    return persistent_buffers(module).items()
-
-
-class _Weights:
+class Weights:
     """The parts of stage 3. Some parameters stay whole on every rank; they are gathered again."""
 
     def __init__(self, zero: Any, pieces: dict[str, Any]) -> None:
         self._zero = zero
         self._pieces = pieces
+        self._moves: list[Callable[[], Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
         return self._pieces
@@ -145,13 +143,41 @@ class _Weights:
     def state_to_fill(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """See Pieced. Raises StateMismatchError."""
         check_names("model", self._pieces, saved)
+        self._moves = []
         pieces = self._pieces.items()
-        return {name: each.value if isinstance(each, Volatile) else each for name, each in pieces}
+        return {name: self._to_fill(each, tuple(saved[name].shape)) for name, each in pieces}
+
+    def _to_fill(self, piece: Any, shape: tuple[int, ...]) -> Any:
+        if isinstance(piece, Volatile):
+            return piece.value
+        if piece.shape == shape or piece.shape != (math.prod(shape),):
+            return piece
+        rows, move = _in_rows(piece, shape)
+        self._moves.append(move)
+        return rows
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for move in self._moves:
+            move()
+        self._moves = []
         stay = self._zero.persistent_parameters
         if stay:
             stay[0].partition(stay)  # drops the whole ones, which are old now; no rank waits
+
+
+def _in_rows(run: Piece, shape: tuple[int, ...]) -> tuple[Piece, Callable[[], Any]]:
+    """Memory for all rows of a whole tensor that a run has elements of, and what moves these.
+
+    A step of stage 1 or 2 has whole parameters. A run of elements is no box of one, its rows are.
+    """
+    (begin,), (count,) = run.box.offsets, run.box.shape
+    row = math.prod(shape[1:])
+    first, end = (begin // row, -(-(begin + count) // row)) if count else (0, 0)
+    rows = Box((first, *[0] * len(shape[1:])), (end - first, *shape[1:]))
+    layout = ExplicitLayout(((rows if shape else Box.whole(shape), rank_here()),))
+    memory = run.tensor.new_empty(layout.box(shape, rank_here()).shape)
+    part = memory.view(-1)[begin - first * row :][:count]
+    return Piece(memory, shape, layout, rank_here()), lambda: run.tensor.copy_(part)
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
@@ -281,7 +307,7 @@ class Moments:
                     "elements of the partition": part.master.numel(),
                 },
             )
-        return part.piece(run, _getter(held, key))
+        return part.piece(run, partial(held.__getitem__, key))
 
     def _held_for(self, part: Partition, states: Mapping[str, Any]) -> dict[str, Any]:
         """What the optimizer has for a partition, and what it needs in addition."""
@@ -315,10 +341,6 @@ class Moments:
 
 def _key(name: str) -> str:
     return f"model.{name}"
-
-
-def _getter(held: Mapping[str, Any], key: str) -> Callable[[], torch.Tensor]:
-    return lambda: held[key]
 
 
 # -- progress --------------------------------------------------------------------------------------
@@ -429,7 +451,8 @@ class Partition:
 def partitions_of(optimizer: Any, names: dict[int, str]) -> list[Partition]:
     """The partitions of this rank. names: those of the parameters by their ids."""
     if hasattr(optimizer, "bit16_groups_flat"):
-        return [_cut_anywhere(optimizer, index, names) for index in _groups(optimizer)]
+        groups = range(len(optimizer.bit16_groups_flat))
+        return [_cut_anywhere(optimizer, index, names) for index in groups]
     return [_cut_equally(optimizer, index, names) for index in range(len(optimizer.fp16_groups))]
 
 
@@ -460,10 +483,6 @@ def mesh_of(group: Any) -> Mesh:
 
 def rank_here() -> int:
     return distributed.get_rank()
-
-
-def _groups(optimizer: Any) -> range:
-    return range(len(optimizer.bit16_groups_flat))
 
 
 def _run_of(flat: torch.Tensor, run: PartitionRun, numel: int) -> torch.Tensor:

@@ -159,16 +159,12 @@ class Run:
 
 def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     """What is no tensor, by dotted names."""
-    if nodes.differing(node) is None and not _has_tensors(node):
+    if nodes.differing(node) is None and next(tensors_of(node), None) is None:
         yield path, values.decode(node, lambda tag, payload: value_of(tag, payload, _no_tensor))
         return
     items = dict(enumerate(node)) if type(node) is list else nodes.members(node) or {}
     for key, item in items.items():
         yield from _values(item, f"{path}.{key}" if path else str(key))
-
-
-def _has_tensors(node: Any) -> bool:
-    return next(tensors_of(node), None) is not None
 
 
 def _no_tensor(name: str) -> Any:

@@ -554,9 +554,7 @@ class Capturing:
         if is_complex:
             alias, place = torch.view_as_real(alias.resolve_conj()), as_real(place)
         added = self.found.add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
-        if is_complex:
-            return {COMPLEX: {"$tensor": added}}
-        return {"$tensor": added}
+        return {COMPLEX: {"$tensor": added}} if is_complex else {"$tensor": added}
 
     def _subclass(
         self, to: values.Encoder, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed

@@ -606,9 +606,7 @@ class Composed:
         if beside is not None and is_dtensor(beside) and shape and shape == tuple(beside.shape):
             place, device = self._memory.place(beside, path), device_of(local_of(beside))
         local = self._local(node, place, device, path)
-        if place is OWN or beside is None:
-            return local
-        return boxed(local, beside)
+        return local if place is OWN or beside is None else boxed(local, beside)
 
     def _shape(self, node: Any) -> tuple[int, ...]:
         """The global shape of a node's tensor."""
@@ -708,6 +706,4 @@ def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> A
     if tag == COMPLEX:
         is_tensor = isinstance(payload, torch.Tensor)
         return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
-    if tag == SUBCLASS:
-        return build_saved(payload)
-    return foreign.value_of(tag, payload)
+    return build_saved(payload) if tag == SUBCLASS else foreign.value_of(tag, payload)

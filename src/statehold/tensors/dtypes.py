@@ -104,9 +104,7 @@ def stored_shape(dtype: torch.dtype, shape: tuple[int, ...], path: str) -> tuple
 
 def torch_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The inverse of `stored_shape`."""
-    if dtype is not _PACKED:
-        return shape
-    return (*shape[:-1], shape[-1] // 2)
+    return shape if dtype is not _PACKED else (*shape[:-1], shape[-1] // 2)
 
 
 def torch_box(dtype: torch.dtype, box: Box) -> Box:

@@ -383,7 +383,9 @@ class Matching:
         if isinstance(live, torch.Tensor):
             return self.tensor(live, node, path)
         if isinstance(live, Piece):
-            self.tensor(live.tensor, node, path, self.memory.place_of_piece(live, path))
+            name = nodes.payload(node, "$tensor")
+            piece = live if name is None else live.as_saved(self.memory.shape_of(name))
+            self.tensor(piece.tensor, node, path, self.memory.place_of_piece(piece, path))
             return live
         if (held := type(live)) in (dict, OrderedDict):
             if (saved := nodes.members(node)) is not None:

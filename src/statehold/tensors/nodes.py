@@ -25,9 +25,7 @@ def members(node: Any) -> dict[Any, Any] | None:
     if not tag(node):
         return node
     pairs = node.get("$dict", node.get("$ordered"))
-    if pairs is None:
-        return None
-    return {foreign.key_of(key): item for key, item in pairs}
+    return None if pairs is None else {foreign.key_of(key): item for key, item in pairs}
 
 
 def tag(node: dict[str, Any]) -> str | None:

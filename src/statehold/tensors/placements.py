@@ -203,7 +203,7 @@ class Piece:
     piece in Volatile is copied before save() returns.
     """
 
-    __slots__ = ("_memory", "box", "place", "shape")
+    __slots__ = ("_layout", "_memory", "_rank", "box", "place", "shape")
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class Piece:
         layout: AnyLayout,
         rank: int,
     ) -> None:
-        self._memory, self.shape = memory, shape
+        self._memory, self.shape, self._layout, self._rank = memory, shape, layout, rank
         self.box = layout.box(shape, rank)
         self.place = Placed(layout, shape, self.box)
 
@@ -221,6 +221,14 @@ class Piece:
         """The memory, as it lies now."""
         memory = self._memory
         return (memory if isinstance(memory, torch.Tensor) else memory()).detach()
+
+    def as_saved(self, shape: tuple[int, ...]) -> Piece:
+        """The piece that takes a saved tensor of `shape`; a whole one takes a flattened one."""
+        memory = self.tensor
+        is_whole = self.box == Box.whole(self.shape) and memory.is_contiguous()
+        if shape == self.shape or shape != (memory.numel(),) or not is_whole:
+            return self
+        return Piece(memory.view(-1), shape, self._layout, self._rank)
 
     def at(self, path: str, rank: int | None) -> Placed:
         """Where it lies; OWN for a rank that is alone (None).

@@ -254,7 +254,8 @@ class Restorer:
         try:
             matched, answers = self._pooled(step, first)
         except StateholdError as error:
-            if not _is_about_layouts(error) or saved is None or saved.widened() is saved:
+            is_about_layouts = isinstance(error, StateMismatchError | MismatchElsewhere)
+            if not is_about_layouts or saved is None or saved.widened() is saved:
                 raise
             matched, saved, answers = self._in_all_records(step, saved)
         else:
@@ -361,10 +362,6 @@ def listed(steps: Iterable[int]) -> str:
     """Steps for a message."""
     shown = sorted(steps)
     return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
-
-
-def _is_about_layouts(error: StateholdError) -> bool:
-    return isinstance(error, StateMismatchError | MismatchElsewhere)
 
 
 def _bits(flags: Sequence[bool]) -> bytes:

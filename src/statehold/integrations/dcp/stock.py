@@ -373,8 +373,7 @@ def _made(
     """A new state tensor, sharded like its parameter if it has the same shape."""
     if isinstance(parameter, DTensor) and saved.size == parameter.shape:
         return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
-    device = optimizers.state_device(group, key, parameter)
-    return empty_on(device, saved.size, _dtype(saved))
+    return empty_on(optimizers.state_device(group, key, parameter), saved.size, _dtype(saved))
 
 
 def _dtype(saved: TensorStorageMetadata) -> torch.dtype:

@@ -160,8 +160,7 @@ def read(path: str) -> dict[str, Streamed]:
         if name not in found:
             facts = {"tensor": name, "file": file}
             raise CorruptionError("a checkpoint lacks a tensor that its index has", facts=facts)
-    tied = {other: found[kept] for other, kept in ties.items() if kept in found}
-    return {**tied, **found}
+    return {**{other: found[kept] for other, kept in ties.items() if kept in found}, **found}
 
 
 class _Shard(NamedTuple):

@@ -102,8 +102,7 @@ class Folders:
         replace_file(f"{folder}/{STATE}", state.encode())  # several ranks of a host may write it
 
     def has_weights(self, step: int) -> bool:
-        folder = Path(self.path(step))
-        return any(next(folder.glob(pattern), None) for pattern in WEIGHTS)
+        return any(next(Path(self.path(step)).glob(pattern), None) for pattern in WEIGHTS)
 
     # -- which folders stay ----------------------------------------------------------------
 

@@ -199,8 +199,7 @@ class TieredLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """All tokens."""
-        going = len(self._away) * self._page_tokens
-        return going + int(super().get_seq_length())
+        return len(self._away) * self._page_tokens + int(super().get_seq_length())
 
     def reset(self) -> None:
         """Drop all tokens."""

@@ -431,9 +431,7 @@ class CopiesPlace(DirectoryPlace):
         return self._level.is_apart and self._level.wanted_copies > 0
 
     def steps(self) -> list[int]:
-        if not self.takes_steps:
-            return []
-        return self._whole(self._level.known())
+        return self._whole(self._level.known()) if self.takes_steps else []
 
     def newest_of(self, placed: Mapping[int, PlacedFiles]) -> int | None:
         """The newest of these steps that survives the loss of hosts."""

@@ -170,7 +170,8 @@ class RemoteFiles:
             answer = ask(wire, until)
         except BaseException as error:
             # After a refusal without a body, the connection is as good as before.
-            if isinstance(error, TruncatedFileError) or _is_absent(error):
+            is_absent = isinstance(error, StorageError) and error.errno == errno.ENOENT
+            if is_absent or isinstance(error, TruncatedFileError):
                 self._keep(wire)
             else:
                 wire.close()
@@ -224,10 +225,6 @@ class RemoteFile:
 
     def close(self) -> None:
         """Connections belong to all files of a host."""
-
-
-def _is_absent(error: BaseException) -> bool:
-    return isinstance(error, StorageError) and error.errno == errno.ENOENT
 
 
 def _unavailable(operation: str, number: int, where: str) -> UnavailableError:
