@@ -357,8 +357,9 @@ def test_a_file_that_is_no_catalogue_is_refused_and_untouched(tmp_path: Path, wh
     OF_OTHERS[what](file)
 
     def state() -> object:
-        is_file = file.is_file()
-        return sorted(os.listdir(tmp_path)), file.lstat(), file.read_bytes() if is_file else None
+        seen = file.lstat()  # but for the time of the last read, which state() itself changes
+        kept = seen.st_mode, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+        return sorted(os.listdir(tmp_path)), kept, file.read_bytes() if file.is_file() else None
 
     before = state()
     for call in (Catalog(tmp_path / "runs", file).scan, Catalog(tmp_path / "runs", file).rebuild):
