@@ -22,7 +22,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test thorough campaigns integrations serving sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
+.PHONY: help setup build demo test thorough campaigns integrations serving infra sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -88,6 +88,9 @@ integrations: setup  ## tests/frameworks beside other people's frameworks, in .v
 
 serving: setup  ## tests/serving beside a serving engine, in .venv-serving
 	@tools/serving.sh $(ARGS)
+
+infra: setup  ## tests/infra beside real servers: SLURM, object stores, containers; what is missing is skipped
+	@tools/infra.sh $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die
 	@$(bin)/python tests/sim/campaign.py --seeds $(SEEDS) $(ARGS)

@@ -1,0 +1,35 @@
+"""Real servers run only under `make infra`; without it these tests are skipped, and counted.
+
+A test names what it needs: `@pytest.mark.programs("slurmctld", "slurmd", root=True)`. Where one of
+these programs is missing, or where it may not act as root, it is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+IS_ASKED_FOR = "STATEHOLD_INFRA" in os.environ
+
+
+def obstacle(item: pytest.Item) -> str | None:
+    """Why this test cannot run here."""
+    if not IS_ASKED_FOR:
+        return "real servers: make infra"
+    for mark in item.iter_markers("programs"):
+        missing = [name for name in mark.args if shutil.which(name) is None]
+        if missing:
+            return f"not installed: {', '.join(missing)}"
+        if mark.kwargs.get("root") and os.geteuid() != 0:
+            return "needs root"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and (reason := obstacle(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
