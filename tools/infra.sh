@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly venv=${INFRA_VENV:-.venv-infra} wanted=tools/requirements-infra.txt
 readonly stamp=$venv/requirements.stamp
+readonly limit_s=900  # of a test, which may start several jobs on a busy machine
 readonly system="slurmctld slurmd slurm-client munge bubblewrap python3-seccomp glusterfs-server"
 
 is_installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>&1)" = installed ]; }
@@ -39,4 +40,4 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONHASHSEED=0 STATEHOLD_INFRA=1
 # Scripts of the tests run the python that has the package, which is the first one.
 export PATH=$PWD/.venv/bin:$PWD/$venv/bin:$PATH:/usr/sbin
-exec .venv/bin/python -m pytest -q tests/infra "$@"
+exec .venv/bin/python -m pytest -q -o time_limit=$limit_s tests/infra "$@"

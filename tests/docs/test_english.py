@@ -28,6 +28,7 @@ DOCUMENTS = [
     "bench/README.md",
     "native/README.md",
     "docs/cli.md",
+    "docs/cluster.md",
     "docs/comparison.md",
     "docs/dcp.md",
     "docs/durability.md",

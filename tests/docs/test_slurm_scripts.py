@@ -1,4 +1,7 @@
-"""The guide's scripts for SLURM, run as they stand there, with stubs for SLURM and the trainer."""
+"""The scripts of docs/cluster.md, run as they stand there, with stubs for SLURM and the trainer.
+
+On a real SLURM: tests/infra/slurm.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs/guide.md"
-BLOCKS = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+CLUSTER = Path(__file__).parents[2] / "docs/cluster.md"
+BLOCKS = re.findall(r"```bash\n(.*?)```", CLUSTER.read_text(), re.DOTALL)
 BATCH = [each for each in BLOCKS if "srun" in each and "-eq 75 ]" in each]
 TASK = [each for each in BLOCKS if "tatehold-agent" in each]
 DEADLINE_S = 60

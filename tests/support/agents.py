@@ -78,9 +78,11 @@ def wait_no_agent(run: Path) -> None:
             wait_ended(pid)
 
 
-def wait_for(fact: Callable[[], Any], what: str) -> Any:
+def wait_for(
+    fact: Callable[[], Any], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
+) -> Any:
     """What `fact` gives once it holds: of what other processes do, nobody tells us."""
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + deadline_s
     while not (found := fact()):
         must(time.monotonic() < until, what)
         signal.sigtimedwait([], 0.005)
