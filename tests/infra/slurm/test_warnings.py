@@ -118,7 +118,7 @@ def test_a_job_that_meets_its_time_limit_goes_on(
     """The script asks for its warning 90 or 60 s before that."""
     job = make(script)
     job.start_and_hold()
-    job.limit_time()
+    job.reach_its_limit()
     check_continued(job, undisturbed)
 
 
