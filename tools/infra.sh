@@ -2,8 +2,8 @@
 # Runs tests/infra beside real servers: SLURM, object stores, file systems, containers.
 # `make infra` calls it. Arguments go to pytest; --prepare alone runs no test.
 #
-# What is missing is installed where it may be: the system's packages by root with apt, the others
-# into .venv-infra, or the folder that INFRA_VENV names (400 MB). Use a machine that may get servers,
+# What is missing is installed where it may be: the system's packages by root with apt, others in
+# .venv-infra, or the folder that INFRA_VENV names (400 MB). Use a machine that may get servers,
 # such as a container: apt may start them. STATEHOLD_NO_APT=1 installs no system packages.
 # A test whose program is still missing is skipped, with that reason.
 set -euo pipefail
