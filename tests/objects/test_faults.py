@@ -151,6 +151,22 @@ def test_an_answer_that_breaks_off(
     fetch(steps)
 
 
+def test_a_listing_that_breaks_off_is_asked_for_again(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy
+) -> None:
+    """A job whose steps are only in the store would end at its start."""
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    times = iter(range(2))
+    proxy.fault = lambda method, target: "truncate" if next(times, None) is not None else None
+    assert steps.steps() == [1]
+    assert proxy.fired["truncate"] == 2
+    proxy.fault = lambda method, target: "truncate"
+    with pytest.raises(UnavailableError) as caught:
+        hasty.steps()
+    assert caught.value.errno == errno.ECONNRESET
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("request_", "fault"),

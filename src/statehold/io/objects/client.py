@@ -157,9 +157,18 @@ class ObjectClient:
 
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
-        found = self._ask(
-            "list", directory or "", lambda store: store.list_with_delimiter(directory)
+        ask = partial(
+            self._ask, "list", directory or "", lambda it: it.list_with_delimiter(directory)
         )
+        until_s = time.monotonic() + self._deadline_s / 2
+        # obstore repeats a request, but not one whose answer breaks off in its body.
+        for left in reversed(range(5)):
+            try:
+                found = ask()
+                break
+            except UnavailableError as error:
+                if not left or error.errno != errno.ECONNRESET or time.monotonic() > until_s:
+                    raise
         return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
 
     def delete(self, name: str) -> None:
@@ -242,10 +251,8 @@ class ObjectClient:
         target[:] = memoryview(data)
 
     def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
-        path = self.path(name)
-        return apart(
-            lambda: naming(operation, path, lambda: action(self._store())), self._check_waiting
-        )
+        ask = partial(naming, operation, self.path(name), lambda: action(self._store()))
+        return apart(ask, self._check_waiting)
 
     def _check_waiting(self, waited_s: float) -> None:
         if waited_s > LATE_S:
@@ -442,8 +449,7 @@ def _has_more(parts: SplitResult) -> bool:
 
 def _shown(parts: SplitResult) -> str:
     """The part of the URL that cannot hold a secret."""
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"[:200]
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:200]
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -495,8 +501,7 @@ _HTTP_HINT = 'http:// without encryption needs options={"allow_http": True}, or 
 
 
 def missing(operation: str, path: str) -> MissingFileError:
-    facts = {"file": path, "during": operation}
-    return MissingFileError("a file does not exist", facts=facts)
+    return MissingFileError("a file does not exist", facts={"file": path, "during": operation})
 
 
 def truncated(operation: str, path: str, end: int) -> TruncatedFileError:
@@ -548,11 +553,7 @@ def _named(fault: Exception, operation: str, path: str) -> StateholdError:
         return not_given_back(operation, path)
     if type(fault).__name__ in _DENIED_KINDS:
         status = status or "403"
-    error = (
-        _refusal(status, code, operation, path)
-        if status
-        else _transport_failure(text, operation, path)
-    )
+    error = _refusal(status, code, operation, path) if status else _transport(text, operation, path)
     if _SKEWED.search(text):
         error.hint = _CLOCK_HINT
     return error
@@ -573,7 +574,7 @@ def _refusal(status: str, code: str | None, operation: str, path: str) -> Storag
     return kind(f"cannot {operation}", errno=number, path=path, facts=facts, hint=hint)
 
 
-def _transport_failure(text: str, operation: str, path: str) -> StorageError:
+def _transport(text: str, operation: str, path: str) -> StorageError:
     """The error for a missing or incomplete answer, or of the local disk (file://)."""
     number = next((number for sign, number in _TRANSPORT.items() if sign in text), None)
     if number is None or "Generic LocalFileSystem" in text:
