@@ -27,7 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from support.faults import must
 
-DEADLINE_S = 120.0
+DEADLINE_S = 250.0  # a setup may take 300 s; Swift takes 6, and on a busy machine minutes
 BUCKET = "bucket"
 SWIFT = pytest.mark.programs(
     "swift-proxy-server", "swift-object-server", "swift-ring-builder", root=True
@@ -35,11 +35,11 @@ SWIFT = pytest.mark.programs(
 SEAWEED = pytest.mark.programs("weed")
 
 
-def until(holds: Callable[[], object], what: str, poll_s: float = 0.02) -> None:
+def until(holds: Callable[[], object], what: Callable[[], str] | str, poll_s: float = 0.02) -> None:
     """Return as soon as this holds."""
     end = time.monotonic() + DEADLINE_S
     while not holds():
-        must(time.monotonic() < end, f"in {DEADLINE_S:g} s not: {what}")
+        must(time.monotonic() < end, what)
         time.sleep(poll_s)
 
 
@@ -63,6 +63,7 @@ class Server(ABC):
         self.ports = free_ports(self.ports_needed)
         self.port = self.ports[0]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._refusal = ""
         self._configure()
 
     @abstractmethod
@@ -87,7 +88,7 @@ class Server(ABC):
                         cwd=self.folder,
                     )
                 )
-        until(self._answers, f"an answer of {type(self).__name__}", poll_s=0.1)
+        until(self._answers, lambda: f"no answer: {self._refusal}\n{self.log()[-3000:]}", 0.1)
 
     def _answers(self) -> bool:
         codes = [each.poll() for each in self._processes]
@@ -97,8 +98,10 @@ class Server(ABC):
             client.create_bucket(Bucket=BUCKET)
             client.put_object(Bucket=BUCKET, Key="probe", Body=b"probe")
         except ClientError as error:
+            self._refusal = repr(error)
             return error.response["Error"]["Code"].startswith("BucketAlready")
-        except BotoCoreError:
+        except BotoCoreError as error:
+            self._refusal = repr(error)
             return False
         return True
 
