@@ -134,7 +134,6 @@ class Checkpointer:
         self._open: Session | None = None
         self._keeper: Keeper[Session] | None = None  # as soon as it is open
         self._closed = False
-        self._is_taken_over = False
         self._borrowed = Borrowed()  # for statehold.testing
         self._trainer = Trainer()
         self._gate = self._trainer.gate
@@ -444,16 +443,11 @@ class Checkpointer:
             if preemption is not None:
                 preemption.remove()
 
-    def _taken_over(self) -> None:
-        """Another Checkpointer has the run: only the traceback of an old error held this one."""
-        self._closed = self._is_taken_over = True
-        self._open = None
-        forget(self)
-
     def _opened(self) -> Session:
-        if self._closed:
+        is_taken_over = self._keeper is not None and self._keeper.is_dropped
+        if self._closed or is_taken_over:
             what = "this Checkpointer was closed"
-            if self._is_taken_over:
+            if is_taken_over:
                 what = "another Checkpointer of this process took the run over from this one"
             raise ClosedError(what, facts={"run": self._run})
         if self._open is None:

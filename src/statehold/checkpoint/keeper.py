@@ -56,7 +56,11 @@ _keepers: list[Keeper[Any]] = []  # one operation at a time is atomic
 
 
 class Keeper(Generic[K]):
-    """Ends `opened` once. `owner`: the Checkpointer that has it, as long as it is alive."""
+    """Ends `opened` once. `owner`: the Checkpointer that has it, as long as it is alive.
+
+    `is_dropped`: it ends although nobody has called close(). A Checkpointer that finds this true is
+    alive, so another one has taken the run over.
+    """
 
     def __init__(self, run: str, opened: K, gate: Gate, owner: weakref.ref[Any]) -> None:
         self.run = os.path.realpath(run)
@@ -126,7 +130,7 @@ class Keeper(Generic[K]):
         self.drop()
         owner = self._owner()
         if owner is not None:
-            owner._taken_over()
+            forget(owner)
 
     def _end(self) -> None:
         """The program ends. A Checkpointer that is alive closes itself."""
