@@ -61,8 +61,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a model that its state_dict() has, by name."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
                 found[f"{path}.{name}" if path else name] = buffer
     return found
 

@@ -109,7 +109,7 @@ class Position:
             hook.remove()
 
     def _moved(self) -> int:
-        return sum(local_of(each)._version for each in self._params)
+        return sum(version_of(local_of(each)) for each in self._params)
 
     def _counted(self) -> list[int]:
         return [count() for count in self._counts]

@@ -425,7 +425,7 @@ class Tensors(Sequence[CapturedTensor]):
         except RuntimeError:  # inference tensors have no counter
             return False
         if any(each is not None for each in wrappers):
-            moved = [0 if each is None else each._version for each in wrappers]
+            moved = [0 if each is None else _version(each) for each in wrappers]
             now = list(map(add, now, moved))
         return now == versions and list(map(_impl, tensors)) == impls
 

@@ -86,7 +86,7 @@ def read(values: list[Any]) -> BatchFacts | None:
     if layouts:
         wrapped = list(zip(wrappers, addresses, strict=True))
         places = [address if each is None else id(each) for each, address in wrapped]
-        moved = [0 if each is None else each._version for each in wrappers]
+        moved = [0 if each is None else _version(each) for each in wrappers]
         versions = list(map(add, versions, moved))
     impls = list(map(_impl, tensors))
     return BatchFacts(facts, tensors, storages, impls, versions, addresses, wrappers, places)

@@ -90,8 +90,7 @@ def go_on(trainer: Any, moment: Moment, finish_epoch: Callable[[], None]) -> Non
     fit = trainer.fit_loop
     if moment is Moment.AFTER_EPOCH:
         finish_epoch()
-        for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
-            loop._restarting = False
+        fit._restarting = fit.epoch_loop.restarting = False
         fit._resuming_from_checkpoint = False  # otherwise the next epoch has no new iterator
         return
     _begin_epoch_again(trainer)
@@ -129,8 +128,8 @@ class _Trained:
         if self._moment is Moment.AFTER_VALIDATION and not is_inside:
             loop._skip_next_val = True
         # What happens from here on happens for the first time.
-        fit._restarting = loop._restarting = False
-        loop.val_loop._restarting = is_inside
+        fit._restarting = loop.restarting = False
+        loop.val_loop.restarting = is_inside
 
 
 # -- what was logged -------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ def _set(result: _ResultMetric, state: dict[str, Any]) -> None:
     summed = result if result.is_tensor else getattr(result, "value", None)
     if summed is not None:  # otherwise the metric of the module has it, which is about to come
         for name, metric in _metrics_in(summed):
-            count, sums = state["sums"].get(name, (metric._update_count, {}))
+            count, sums = state["sums"].get(name, (metric.update_count, {}))
             metric._update_count, metric._computed = count, None
             for each, value in sums.items():
                 setattr(metric, each, value)
@@ -253,4 +252,4 @@ def _metrics_in(metric: Metric) -> Iterator[tuple[str, Metric]]:
 
 
 def _sums(metric: Metric) -> tuple[int, dict[str, Any]]:
-    return metric._update_count, {name: getattr(metric, name) for name in metric._defaults}
+    return metric.update_count, metric.metric_state

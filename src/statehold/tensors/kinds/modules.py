@@ -53,7 +53,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     name = "module" if isinstance(module, _WRAPPERS) else _COMPILED
-    return module.get_submodule(name) if name in module._modules else None
+    return dict(module.named_children()).get(name)
 
 
 def of(value: Any) -> nn.Module | None:
@@ -273,9 +273,9 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
         stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
         stand_in._modules = {}
         apart(_load, stand_in, dict(saved), {"version": module._version}, errors)
+        got = dict(chain(stand_in.named_parameters(), stand_in.named_buffers()))
     except Exception:  # it needs more than shapes, so nothing is known
         return False
-    got = {**stand_in._parameters, **stand_in._buffers}
     return not errors and all(
         (own := got.get(name)) is not None
         and (own.shape == each.shape or (own.shape, each.shape) == ((), (1,)))
@@ -337,7 +337,7 @@ def _classes_in(module: nn.Module) -> set[type]:
     while left:
         each = left.pop()
         found.add(type(each))
-        left += [child for child in each._modules.values() if child is not None]
+        left += each.children()
     return found
 
 
