@@ -22,7 +22,7 @@ from statehold.checkpoint import keeper
 from statehold.checkpoint.keeper import wait_for_dropped
 from statehold.errors import ClosedError, RunBusyError, StateholdError
 from support import scripts
-from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.faults import DEADLINE_S, SMALL, Holdup, ctrl_c_in_join, must
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_threads_and_memory_are_given_back(run: Path) -> None:
     gc.collect()
     assert not settled(before).growth_since(before)
     assert threading.active_count() == threads
-    assert keeper._keepers == []
+    assert keeper.keepers == []
 
 
 def test_hooks_of_dropped_ones_do_not_pile_up(run: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_fork_drops_it_and_changes_nothing(run: Path) -> None:
     if pid == 0:
         del ckpt
         gc.collect()
-        os._exit(len(keeper._keepers))
+        os._exit(len(keeper.keepers))
     _, status = os.waitpid(pid, 0)
     assert status == 0
     ckpt.save(2, state(2.0)).wait("committed", DEADLINE_S)
@@ -232,17 +232,7 @@ def test_a_script_that_ends_after_it_was_dropped_still_commits(run: Path) -> Non
 def test_ctrl_c_in_close_gives_everything_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt = Checkpointer(run, **SMALL)
     save = ckpt.save(1, state())
-    kept = ckpt._keeper
-    assert kept is not None
-    join, fired = kept._thread.join, []
-
-    def interrupted() -> None:
-        fired.append(True)
-        if len(fired) == 1:
-            raise KeyboardInterrupt
-        join()
-
-    monkeypatch.setattr(kept._thread, "join", interrupted)
+    fired = ctrl_c_in_join(monkeypatch, "statehold-keeper")
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert len(fired) == 2

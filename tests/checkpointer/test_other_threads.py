@@ -31,6 +31,11 @@ def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
     gate = Gate()
 
     class Over:
+        is_of_this_process = True
+
+        def done(self, event: str) -> bool:
+            return True
+
         def has_ended(self, event: str) -> bool:
             if not came:  # asked in the midst of forgetting
                 came.append(beside)
@@ -40,8 +45,8 @@ def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
     beside: Any = type("Beside", (), {"has_ended": lambda self, event: False})()
     over, came = cast("Any", Over()), list[Any]()
     gate.hold_for(over)
-    gate._forget_staged()
-    assert list(gate._held) == [beside]
+    gate.wait()
+    assert list(gate.held) == [beside]
     gate.remove()
 
 

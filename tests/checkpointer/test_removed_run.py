@@ -18,7 +18,7 @@ from statehold.errors import RunBusyError, StorageError
 from statehold.steps.lock import RunLock, is_saved_into
 from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, small
-from support.inside import inside, promoter
+from support.inside import end, inside, promoter
 from support.levels import FAR, LATER, only, opened_on, save, settle
 
 
@@ -159,7 +159,7 @@ def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more()
         halves = [name for name, _ in fs.listdir(FAR) if ".copy-" in name]
         assert len(halves) == 1
         place.commit = commit  # type: ignore[method-assign]
-        ckpt._close(flush=False)
+        end(ckpt, flush=False)
     with only(fs, FAR) as ckpt:
         steps = ckpt.steps()
         assert steps == []  # a reader changes nothing

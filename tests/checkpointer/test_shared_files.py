@@ -35,7 +35,7 @@ class Run(TunedRun):
         """Every step that is there restores bit for bit, by a new process."""
         reader = opened(fs)
         assert whole_steps(reader, self.expected, is_loose=self.is_loose)
-        reader._close()
+        reader.close()
 
 
 def test_what_needs_no_gradient_is_written_once(fs: SimFs) -> None:
@@ -47,7 +47,7 @@ def test_what_needs_no_gradient_is_written_once(fs: SimFs) -> None:
         assert stats.linked_bytes > run.model.base_bytes
         assert stats.written_bytes < run.model.head.nbytes + 8192
         assert stats.files == first.stats.files > 1
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -59,7 +59,7 @@ def test_what_stays_the_same_is_shared_whatever_it_is(fs: SimFs) -> None:
     linked = [run.save(step).stats.linked_bytes for step in range(1, 6)]
     assert linked[:3] == [0, 0, 0]  # written, compared, written to files of their own
     assert all(each > model.base_bytes for each in linked[3:])
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -68,7 +68,7 @@ def test_so_is_what_a_state_dict_has(fs: SimFs) -> None:
     linked = [run.save(step).stats.linked_bytes for step in range(1, 6)]
     assert linked[:3] == [0, 0, 0]
     assert all(each > run.model.base_bytes for each in linked[3:])
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -87,7 +87,7 @@ def test_so_is_what_new_tensors_have_whatever_tensors_were_there_before(
         inside(ckpt).pipeline.drain(DEADLINE_S)
         del state
         linked.append(save.stats.linked_bytes)
-    ckpt._close()
+    ckpt.close()
     assert linked[:3] == [0, 0, 0]
     assert all(each > model.base_bytes for each in linked[3:])
 
@@ -105,7 +105,7 @@ def test_a_state_dict_may_change_as_soon_as_save_has_returned(fs: SimFs, layers:
                     each.add_(1.0)
         linked[-1].wait("committed", DEADLINE_S)
         inside(run.ckpt).pipeline.drain(DEADLINE_S)
-    run.ckpt._close()
+    run.ckpt.close()
     assert sum(save.stats.linked_bytes > 0 for save in linked) > 3
     run.check(fs)
 
@@ -120,7 +120,7 @@ def test_steps_are_whole_when_the_base_changes_after_all(fs: SimFs, keep: int | 
                 run.model.base[step % 4].mul_(1.5)
         linked.append(run.save(step).stats.linked_bytes)
     assert 0 < linked[3] < linked[2]
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -134,7 +134,7 @@ def test_a_change_that_nothing_counts_is_found(fs: SimFs) -> None:
     assert stats.written_bytes > whole.written_bytes
     for step in (4, 5):
         run.save(step)
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -166,7 +166,7 @@ def test_it_can_be_switched_off(fs: SimFs) -> None:
         stats = run.save(step).stats
         assert stats.linked_bytes == 0
         assert stats.files == 1
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -174,7 +174,7 @@ def test_two_saves_at_once_share_files_and_keep_one_step(fs: SimFs) -> None:
     run = Run(fs, Tuned(), keep=1)
     for step in range(1, 9):
         run.save(step, wait=False)
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -188,7 +188,7 @@ def test_nothing_is_left_in_the_pool(fs: SimFs) -> None:
             each.add_(1.0)
     run.save(6)
     assert before > 0 == len(names(fs, POOL))
-    run.ckpt._close()
+    run.ckpt.close()
     assert POOL.rpartition("/")[2] not in names(fs, RUN)
 
 
@@ -223,7 +223,7 @@ def test_a_lock_that_somebody_removes_costs_no_name_of_this_job(fs: SimFs) -> No
     inside(run.ckpt).levels.store.recover()
     assert names(fs, POOL) == held
     assert run.save(2).stats.linked_bytes > 0
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -232,11 +232,11 @@ def test_names_of_a_dead_job_are_cleared(fs: SimFs) -> None:
     run.save(1)
     fs.write_file(f"{POOL}/dead-rank-00000-1.safetensors", b"left")
     assert len(names(fs, POOL)) > 1
-    run.ckpt._close()
+    run.ckpt.close()
     again = Run(fs, Tuned())
     again.save(2)
     assert "dead-rank-00000-1.safetensors" not in names(fs, POOL)
-    again.ckpt._close()
+    again.ckpt.close()
 
 
 def test_a_lost_name_fails_one_save_and_no_other(fs: SimFs) -> None:
@@ -251,7 +251,7 @@ def test_a_lost_name_fails_one_save_and_no_other(fs: SimFs) -> None:
     inside(run.ckpt).pipeline.drain(DEADLINE_S)
     assert run.save(3).stats.linked_bytes == 0
     assert run.save(4).stats.linked_bytes > 0
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -266,7 +266,7 @@ def test_a_file_system_without_links_gets_copies_once(
         assert stats.linked_bytes == 0
     assert fs.fired["injected link"] > 0
     fs.set_faults()
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
     assert caplog.text.count("share no files") == 1
 
@@ -282,7 +282,7 @@ def test_a_file_with_as_many_names_as_it_can_get_is_written_again(
     fs.set_faults()
     assert run.save(4).stats.written_bytes > run.model.base_bytes  # files of their own, once more
     assert run.save(5).stats.linked_bytes > run.model.base_bytes
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
     assert "share no files" not in caplog.text
 
@@ -304,7 +304,7 @@ def test_after_a_failure_the_next_save_is_whole(fs: SimFs, operation: str, skip:
     assert fs.fired[f"injected {operation}"] == 1
     run.save(7)
     assert run.save(8).stats.linked_bytes > 0
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -313,11 +313,11 @@ def test_a_job_that_goes_on_saves_whole_steps_of_a_state_dict(fs: SimFs) -> None
     first = Run(fs, Tuned(), is_loose=True)
     for step in range(1, 6):
         first.save(step)
-    first.ckpt._close()
+    first.ckpt.close()
     again = Run(fs, Tuned(), is_loose=True)
     assert again.ckpt.restore({"model": again.model.state_dict()}) == 5
     again.model, again.expected = first.model, first.expected
     for step in range(6, 9):
         again.save(step)
-    again.ckpt._close()
+    again.ckpt.close()
     again.check(fs)

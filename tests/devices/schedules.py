@@ -30,6 +30,7 @@ from statehold.tensors import captured
 from statehold.tensors.devices import copying, cuda, graphs, update_streams
 from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, SMALL, must
+from support.inside import trainer
 from support.sharing import small_files
 
 HANGS_S = 120
@@ -183,7 +184,7 @@ class Run:
         if self.has_room:
             with self.slow_device():
                 self.save()
-                [held] = self.ckpt._gate._held.values()
+                [held] = trainer(self.ckpt).gate.held.values()
                 passing = held.passing
                 must(passing is not None and _soon(passing), "the gate did not open")
                 self.update()
@@ -229,8 +230,8 @@ class Run:
             with self.slow_device():
                 self.save()
                 copies = copies_of(self.ckpt)
-                must(copies._enqueued.wait(DEADLINE_S), "the copies were not enqueued")
-                must(copies._job.wait_eager(DEADLINE_S), "the host tensors were not copied")
+                must(copies.enqueued.wait(DEADLINE_S), "the copies were not enqueued")
+                must(copies.job.wait_eager(DEADLINE_S), "the host tensors were not copied")
                 self.replay()
 
     def wait_for_device(self) -> None:

@@ -101,7 +101,7 @@ def test_the_gate_makes_the_stream_wait_instead_of_the_host(
     machine.timeline.may_finish.clear()
     machine.timeline.host_waits.clear()
     save = ckpt.save(1, training.state)  # returns although no device copy can complete
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     training.optimizer.step()
     training.optimizer.step()
     assert not save.done("staged")
@@ -148,7 +148,7 @@ def test_the_host_waits_no_longer_than_that(
     monkeypatch.setattr(DeviceCopies, "run", late)
     machine.timeline.may_finish.clear()
     save = ckpt.save(1, training.state)
-    enqueued = copies_of(ckpt)._enqueued
+    enqueued = copies_of(ckpt).enqueued
     wait = enqueued.wait
 
     def noticed(timeout: float | None = None) -> bool:
@@ -173,7 +173,7 @@ def test_no_stream_waits_for_lazy_host_tensors(
     machine.timeline.may_finish.clear()
     ckpt.save(1, {"host": statehold.Gated(on_host), "device": statehold.Gated(on_device)})
     copies = copies_of(ckpt)
-    must(copies._enqueued.wait(DEADLINE_S))
+    must(copies.enqueued.wait(DEADLINE_S))
     assert not copies.passing()
     machine.timeline.may_finish.set()
     ckpt.gate(DEADLINE_S)
@@ -186,7 +186,7 @@ def test_a_change_before_the_gate_fails_the_save(
     machine.timeline.may_finish.clear()
     save = ckpt.save(1, training.state)
     copies = copies_of(ckpt)
-    must(copies._enqueued.wait(DEADLINE_S))
+    must(copies.enqueued.wait(DEADLINE_S))
     with torch.no_grad():
         training.model.hidden.weight.add_(1)
     assert not copies.passing()
@@ -333,7 +333,7 @@ def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine)
     machine.timeline.may_finish.clear()
     thread = threading.Thread(target=copies.run)
     thread.start()
-    is_enqueued = copies._enqueued.wait(DEADLINE_S / 6)
+    is_enqueued = copies.enqueued.wait(DEADLINE_S / 6)
     machine.timeline.may_finish.set()
     thread.join(DEADLINE_S)
     assert is_enqueued, "the device was waited for while a buffer was still to come"

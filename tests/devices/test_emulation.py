@@ -50,7 +50,7 @@ def test_a_foreach_update_past_the_gate_is_seen(
     training = trained_on(machine)
     machine.timeline.may_finish.clear()
     save = ckpt.save(1, training.state)
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     with torch.no_grad():
         torch._foreach_add_(list(training.model.parameters()), 1.0)
     machine.timeline.run(machine.default(0))

@@ -98,7 +98,7 @@ def test_the_gate_opens_when_the_device_fails_behind_the_copies(
     training = trained_on(machine)
     machine.timeline.may_finish.clear()
     ckpt.save(1, {"model": training.model})
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     machine.failure = "CUDA error: unspecified launch failure"
     machine.timeline.may_finish.set()
     ckpt.gate(DEADLINE_S)
@@ -115,7 +115,7 @@ def test_a_device_that_fails_while_save_waits_for_eager_copies(
     wait_eager, fired = DeviceCopies.wait_eager, []
 
     def fail(copies: DeviceCopies) -> None:
-        must(copies._eager_under_way.wait(DEADLINE_S))
+        must(copies.eager_under_way.wait(DEADLINE_S))
         machine.failure = "CUDA error: unspecified launch failure"
         fired.append(True)
         wait_eager(copies)

@@ -17,6 +17,7 @@ from statehold.tensors.devices.gathering import Gathering
 from statehold.tensors.devices.jobs import Piece
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.inside import trainer
 from support.seeds import SEED
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.complex64,
@@ -145,7 +146,7 @@ def test_a_strided_tensor_that_changes_before_the_gate_fails_the_save(
     model = channels_last(machine, layers=1)
     machine.timeline.may_finish.clear()
     save = ckpt.save(1, {"model": model})
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     with torch.no_grad():
         next(model.parameters()).add_(1)
     machine.timeline.may_finish.set()
@@ -162,7 +163,7 @@ def test_updates_pass_while_strided_tensors_are_under_way(
         expected = [each.detach().clone() for each in model.parameters()]
     machine.timeline.may_finish.clear()
     save = ckpt.save(1, {"model": model, "optimizer": optimizer})
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -184,7 +185,7 @@ def test_launches_are_counted_by_buffers_and_not_by_tensors(
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         before = machine.timeline.launches
         ckpt.save(1, state).wait("committed", DEADLINE_S)
-        buffers = -(-ckpt._trainer.watched[0].stats.written_bytes >> 20)
+        buffers = -(-trainer(ckpt).watched[0].stats.written_bytes >> 20)
         assert buffers == 2
         # Each: what is together in scratch, and its copy. And the stream that waits at the fork.
         assert machine.timeline.launches - before <= 2 * buffers + 1

@@ -19,7 +19,7 @@ from statehold.errors import UsageError
 from statehold.observe import background_log
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
-from support.inside import passage
+from support.inside import passage, trainer
 from support.training import Training
 
 WIDE = 1024  # many times the staging memory
@@ -61,7 +61,7 @@ class Graphed:
         holdup = Holdup(ckpt)
         save = ckpt.save(step, self.training.state)
         must(holdup.waiting.wait(DEADLINE_S))
-        enqueued = copies_of(ckpt)._enqueued
+        enqueued = copies_of(ckpt).enqueued
         passage(save).wait_ended = releasing(holdup, passage(save).wait_ended)
         enqueued.wait = releasing(holdup, enqueued.wait)
         graph.replay()
@@ -134,7 +134,7 @@ def test_a_stream_waits_instead_of_the_host(ckpt: statehold.Checkpointer, machin
     machine.timeline.may_finish.clear()
     machine.timeline.host_waits.clear()
     save = ckpt.save(1, graphed.training.state)
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     with machine.cuda.stream(machine.cuda.Stream()):
         graphed.update.replay()
     assert not save.done("staged")
@@ -245,9 +245,9 @@ def test_a_replay_waits_at_every_gate(
 def test_the_optimizers_of_a_replay_have_stepped(
     ckpt: statehold.Checkpointer, graphed: Graphed
 ) -> None:
-    ckpt._gate.passed()
+    trainer(ckpt).gate.passed()
     graphed.update.replay()
-    assert ckpt._gate.passed() == [graphed.training.optimizer]
+    assert trainer(ckpt).gate.passed() == [graphed.training.optimizer]
 
 
 def test_the_methods_are_put_back(tmp_path: Path, machine: Machine) -> None:

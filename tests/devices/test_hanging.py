@@ -19,7 +19,7 @@ from statehold.process.worker import Worker
 from statehold.tensors.devices.jobs import Fills, OfOne
 from support import scripts
 from support.cuda import Machine
-from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.faults import DEADLINE_S, SMALL, Holdup, ctrl_c_in_join, must
 from support.inside import inside, passage
 
 SOON: dict[str, Any] = {**SMALL, "peer_timeout_s": 0.2}
@@ -173,18 +173,8 @@ def test_ctrl_c_while_close_waits_for_the_device(
 ) -> None:
     ckpt = statehold.Checkpointer(tmp_path / "run", **SOON)
     ckpt.save(1, {"w": torch.ones(8)}).wait("committed", DEADLINE_S)
-    save, keeper = hang_in_save(hung, ckpt), ckpt._keeper
-    assert keeper is not None
-    thread, fired = keeper._thread, []
-    join = thread.join
-
-    def interrupted() -> None:
-        fired.append(True)
-        if len(fired) == 1:
-            raise KeyboardInterrupt
-        join()
-
-    monkeypatch.setattr(thread, "join", interrupted)
+    save = hang_in_save(hung, ckpt)
+    fired = ctrl_c_in_join(monkeypatch, "statehold-keeper")
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert len(fired) == 2

@@ -202,7 +202,7 @@ def test_an_update_waits_for_copies_alone(begun: Callable[..., Run], machine: Ma
     run.change(1)
     machine.timeline.may_finish.clear()
     save = run.ckpt.save(3, run.state(run))
-    must(copies_of(run.ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(run.ckpt).enqueued.wait(DEADLINE_S))
     assert copies_of(run.ckpt).passing()
     with torch.no_grad():
         for each in (*run.model.base, run.model.head):

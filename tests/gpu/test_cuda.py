@@ -134,7 +134,7 @@ def test_the_gate_is_a_stream_wait(ckpt: statehold.Checkpointer) -> None:
     torch.cuda.synchronize()
     behind = keep_busy()
     save = ckpt.save(2, run.state)
-    must(copies_of(ckpt)._enqueued.wait(DEADLINE_S))
+    must(copies_of(ckpt).enqueued.wait(DEADLINE_S))
     run.optimizer.step()
     assert not behind.query(), "the host waited for the device"
     assert not save.done("staged"), "the copies did not wait for the device"

@@ -22,7 +22,7 @@ from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, Storag
 from statehold.steps.target import DirectoryPlace
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
-from support.inside import borrowed, inside, promoter
+from support.inside import borrowed, end, inside, promoter
 from support.levels import (
     FAR,
     LATER,
@@ -511,7 +511,7 @@ def test_a_slow_level_does_not_hold_up_a_fast_one(tmp_path: Path) -> None:
     finally:
         inside(ckpt).levels.promotions.close()  # the slow copy is given up
         assert status(ckpt, "slow").newest is None
-        ckpt._close(flush=False)
+        end(ckpt, flush=False)
     assert not list((tmp_path / "slow").glob("step-????????????"))
 
 

@@ -18,7 +18,7 @@ from statehold.errors import (
 )
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Holdup
-from support.inside import inside
+from support.inside import end, inside
 from support.levels import (
     FAR,
     LATER,
@@ -275,7 +275,7 @@ def test_ranks_with_different_levels_are_told_at_their_first_save(difference: st
                 assert isinstance(error, UsageError if rank == 1 else PeerFailedError)
                 assert difference in str(error)
         assert ranks.ckpts[0].steps() == []
-        ranks.outcomes(lambda rank: ranks.ckpts[rank]._close(flush=False))
+        ranks.outcomes(lambda rank: end(ranks.ckpts[rank], flush=False))
 
 
 def test_ranks_with_different_levels_are_told_when_they_restore() -> None:

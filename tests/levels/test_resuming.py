@@ -21,7 +21,7 @@ from statehold.steps.target import COPY_BUFFERS
 from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
-from support.inside import promoter
+from support.inside import end, promoter
 from support.levels import (
     FAR,
     NEAR,
@@ -74,7 +74,7 @@ def interrupt(fs: SimFs, step: int, after: int) -> None:
     interrupted(ckpt, after)
     save(ckpt, step, content(step))
     settle(ckpt)
-    ckpt._close(flush=False)
+    end(ckpt, flush=False)
 
 
 def left_of(fs: SimFs, root: str = FAR) -> list[str]:
@@ -230,7 +230,7 @@ def test_the_power_goes_off_before_every_change_of_a_copy_that_goes_on() -> None
     interrupted(ckpt, 3)
     save(ckpt, 1, {"w": torch.arange(3 * BLOCK // 4 - 2000), "step": 1})
     settle(ckpt)
-    ckpt._close(flush=False)
+    end(ckpt, flush=False)
     assert left_of(fs)
     with opened_on(fs) as ckpt:
         fs.record()
@@ -254,7 +254,7 @@ def test_ranks_go_on_with_what_ranks_have_left(others: int, travelled: Travelled
         interrupted(ckpt, 1)  # a file of theirs is a header and one block
     ranks.save(1, lambda rank: state(rank, 1))
     ranks.each(lambda rank: settle(ranks.ckpts[rank]))
-    ranks.outcomes(lambda rank: ranks.ckpts[rank]._close(flush=False))
+    ranks.outcomes(lambda rank: end(ranks.ckpts[rank], flush=False))
     assert len(left_of(fs)) == 1
     names = {name for name, _ in fs.listdir(f"{FAR}/{left_of(fs)[0]}")}
     assert len([name for name in names if name.endswith("safetensors")]) == 2
@@ -328,5 +328,5 @@ def test_a_level_whose_copy_was_interrupted_gets_the_next_step_at_once() -> None
         ckpt = opened_on(fs, far={"every": "1h"})
         save(ckpt, step, content(step))
         settle(ckpt)
-        ckpt._close(flush=False)
+        end(ckpt, flush=False)
         assert steps_at(fs, FAR) == expected

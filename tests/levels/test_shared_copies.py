@@ -36,7 +36,7 @@ class Run(TunedRun):
     def check(self, fs: SimFs) -> None:
         reader = only(fs, FAR)
         assert whole_steps(reader, self.expected)
-        reader._close()
+        reader.close()
 
 
 def data_bytes(fs: SimFs, root: str, step: int) -> int:
@@ -54,7 +54,7 @@ def test_only_what_changed_travels(fs: SimFs, travelled: Travelled, keep: int | 
         run.copy(step)
         assert travelled.nbytes < run.model.head.nbytes + 8192
         assert files(fs, FAR, step) == files(fs, NEAR, step)
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -67,9 +67,9 @@ def test_a_level_that_got_none_of_the_steps_between_links_what_it_has(
     run.ckpt.flush(DEADLINE_S)
     at_far = only(fs, FAR)
     assert at_far.steps() == [1, 4]
-    at_far._close()
+    at_far.close()
     assert travelled.nbytes < run.model.base_bytes + 4 * run.model.head.nbytes + 16384
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)
 
 
@@ -90,7 +90,7 @@ def test_files_that_the_level_does_not_know_or_cannot_link_are_copied(
     assert fs.fired["injected link"] == len(shared) > 0
     assert travelled.nbytes > run.model.base_bytes
     fs.set_faults()
-    run.ckpt._close()
+    run.ckpt.close()
     remove(fs, step_path(FAR, 1))
     run.check(fs)
 
@@ -104,5 +104,5 @@ def test_a_file_is_not_another_with_one_bit_changed(fs: SimFs, travelled: Travel
     run.copy(3)
     assert 16384 < travelled.nbytes < run.model.base_bytes
     assert files(fs, FAR, 3) == files(fs, NEAR, 3)
-    run.ckpt._close()
+    run.ckpt.close()
     run.check(fs)

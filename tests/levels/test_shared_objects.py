@@ -15,7 +15,7 @@ from statehold.cli import main
 from statehold.errors import StateholdError, StorageError
 from statehold.steps.objects import SHARED, ObjectSteps
 from support.faults import DEADLINE_S, SMALL
-from support.inside import inside
+from support.inside import end, inside
 from support.levels import settle
 from support.sharing import Tuned, same
 
@@ -41,7 +41,7 @@ class Run:
 
     def again(self) -> None:
         """Another job goes on, whatever has become of the one before."""
-        self.ckpt._close(flush=False)
+        end(self.ckpt, flush=False)
         self.ckpt = self.opened()
 
     def save(self, step: int) -> None:
@@ -65,7 +65,7 @@ class Run:
 
     def check(self) -> None:
         """Every step of the store restores bit for bit when the disk is lost."""
-        self.ckpt._close(flush=False)
+        end(self.ckpt, flush=False)
         shutil.rmtree(self.run)
         self.ckpt = self.opened()
         assert self.ckpt.steps()
@@ -73,12 +73,12 @@ class Run:
             model = Tuned()
             assert self.ckpt.restore({"model": model}, step) == step
             assert same(model.bits(), self.expected[step]), step
-        self.ckpt._close(flush=False)
+        end(self.ckpt, flush=False)
 
 
 def uploads(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The sizes of objects that are uploaded from now on."""
-    found, client = dict[str, int](), run.steps._client
+    found, client = dict[str, int](), run.steps.client
     real = client.upload
 
     def upload(name: str, size: int, *rest: Any) -> None:
@@ -183,7 +183,7 @@ def test_an_object_that_is_gone_at_the_commit_is_sent_by_the_next_copy(
 
 def interrupt(run: Run, at: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let every operation fail from number `at` on that changes the store."""
-    client, made = run.steps._client, list[str]()
+    client, made = run.steps.client, list[str]()
 
     def before(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: str, *args: Any) -> Any:
@@ -217,9 +217,12 @@ def test_a_death_before_any_change_loses_no_step(
         run.save(4)
         run.save(5)
         run.save(6)  # a commit deletes what the retirement before it left
-        directories = [each for each in run.steps._client.list()[1] if each != SHARED]
-        referred = run.steps.shared._wanted_by(directories)
-        assert set(run.steps._client.list(SHARED)[0]) == referred
+        directories = [each for each in run.steps.client.list()[1] if each != SHARED]
+        there = run.shared()
+        for each in directories:
+            run.steps.shared.check(each)
+        run.steps.shared.sweep(directories)
+        assert run.shared() == there
         run.check()
         if len(made) <= at:
             break

@@ -16,7 +16,7 @@ from statehold import Directory, Save
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
-from support.inside import borrowed, inside, passage
+from support.inside import borrowed, inside, passage, trainer
 from support.levels import settle, steps_at
 from support.rank_states import state
 from support.ranks import Ranks
@@ -75,8 +75,8 @@ def test_a_step_that_is_not_due_is_not_looked_at() -> None:
         skipped = ckpt.save(2, {"what": print})
         assert skipped.is_skipped
         assert skipped.stats.blocked_s == 0
-        assert skipped not in ckpt._gate._held
-        assert skipped not in ckpt._trainer.watched
+        assert skipped not in trainer(ckpt).gate.held
+        assert skipped not in trainer(ckpt).watched
         assert calls == []
         with pytest.raises(UnsupportedValueError):
             ckpt.save(10, {"what": print})

@@ -29,7 +29,7 @@ from statehold.testing.memory_board import MemoryStore
 from statehold.testing.memory_network import MemoryExchange, MemoryFiles
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.inside import inside
+from support.inside import end, inside
 from support.levels import HeldCopy, remove, status, steps_at
 from support.rank_states import blank, check, state
 
@@ -368,7 +368,7 @@ def test_all_processes_are_killed_before_any_change_of_a_save_and_its_copies() -
                     store.fs = Spy(store.fs, killer.before)
             told = _told(ranks, 3)
             for rank in range(3):  # nothing is done at the end by processes that are gone
-                ranks.ckpts[rank]._close(flush=False)
+                end(ranks.ckpts[rank], flush=False)
         with HostRanks(hosts) as ranks:
             got = restored(ranks, 3)
             seen.add(got)

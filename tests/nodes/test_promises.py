@@ -17,7 +17,7 @@ from statehold import Directory
 from statehold.errors import NoSpaceError, PeerLostError, StorageError
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
-from support.inside import inside, promoter
+from support.inside import end, inside, promoter
 from support.levels import HeldCopy, remove, settle, status, steps_at
 
 HOSTS = 3
@@ -33,7 +33,7 @@ def settled(ranks: HostRanks) -> None:
 def kill(ranks: HostRanks) -> None:
     """End all ranks without copying anything more."""
     for ckpt in ranks.ckpts:
-        ckpt._close(flush=False)
+        end(ckpt, flush=False)
 
 
 @pytest.mark.parametrize("lost", range(HOSTS))

@@ -54,8 +54,8 @@ class Two:
     def content(self) -> dict[str, bytes]:
         """What the second run has, when the first one has nothing any more."""
         for name in NAMES:
-            self.first._client.delete(f"shared/{name}")
-        client = self.second._client
+            self.first.client.delete(f"shared/{name}")
+        client = self.second.client
         return {
             path.rpartition("/")[2]: client.get(path, 1 << 20) for path in client.list("shared")[0]
         }
@@ -79,8 +79,8 @@ def test_copies_are_whole_and_belong_to_the_run(two: Two) -> None:
 @pytest.mark.thorough
 def test_only_objects_of_the_same_size_are_copied(two: Two) -> None:
     missing, cut, *rest = NAMES
-    two.first._client.delete(f"shared/{missing}")
-    two.first._client.put(f"shared/{cut}", CONTENT[cut][:-1])
+    two.first.client.delete(f"shared/{missing}")
+    two.first.client.put(f"shared/{cut}", CONTENT[cut][:-1])
     assert two.brought() == set(rest)
     assert two.content() == {name: CONTENT[name] for name in rest}
 

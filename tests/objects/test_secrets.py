@@ -12,6 +12,7 @@ import pytest
 
 from statehold.errors import StateholdError, UsageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.io.objects.client import open_store
 from statehold.steps.objects import ObjectSteps
 from support import s3
 
@@ -124,7 +125,7 @@ def test_no_error_and_no_log_says_a_secret(
 def test_obstore_itself_would_say_it(secret_environment: s3.Proxy, s3_url: str) -> None:
     """The test above can fail: what is kept back is there."""
     secret_environment.fault = lambda method, target: "denied"
-    store = ObjectSteps(s3_url, deadline_s=DEADLINE_S)._client._store()
+    store = open_store(s3_url, {}, DEADLINE_S)
     with pytest.raises(Exception, match="AccessDenied") as caught:
         store.get("x")
     assert leaks(everything_said(caught.value)) == [PASSWORD, USER]

@@ -38,14 +38,14 @@ def fetched(steps: ObjectSteps, step: int, size: int) -> bytes:
 
 
 def below(steps: ObjectSteps) -> tuple[list[str], list[str]]:
-    names, directories = steps._client.list()
+    names, directories = steps.client.list()
     return sorted(names), sorted(directories)
 
 
 def beside(steps: ObjectSteps) -> ObjectSteps:
     """Another user of the same store, who knows nothing of what is committed."""
     other = ObjectSteps("memory://")
-    other._client = steps._client
+    other.client = steps.client
     return other
 
 
@@ -67,7 +67,7 @@ def test_steps_are_listed_in_order(steps: ObjectSteps) -> None:
     wanted = [0, 3, 20, 100, 1000, 10**12 - 1]
     for step in reversed(wanted):  # with directories more than one page of the S3 server
         add(steps, step)
-    steps._client.put("notes.txt", b"of somebody else")
+    steps.client.put("notes.txt", b"of somebody else")
     assert steps.steps() == wanted
 
 
@@ -109,7 +109,7 @@ def test_publishing_twice_is_publishing(steps: ObjectSteps) -> None:
 
 def test_another_manifest_than_the_committed_one_is_damage(steps: ObjectSteps) -> None:
     add(steps, 7)
-    steps._client.put(f"step-000000000007.{FIRST}/{MANIFEST_NAME}", b"another")
+    steps.client.put(f"step-000000000007.{FIRST}/{MANIFEST_NAME}", b"another")
     with pytest.raises(ManifestError):
         steps.read(7, MANIFEST_NAME, BYTES_MAX)
 
@@ -138,7 +138,7 @@ def test_clear_takes_what_nothing_names(steps: ObjectSteps) -> None:
     add(steps, 7, SECOND)
     for step, attempt in [(7, FIRST), (8, FIRST), (9, OTHER)]:
         upload(steps, step, attempt)
-    steps._client.put("notes/of-somebody-else.txt", b"")
+    steps.client.put("notes/of-somebody-else.txt", b"")
     steps.clear(but_for=9)
     kept = ["notes", f"step-000000000007.{SECOND}", f"step-000000000009.{OTHER}"]
     assert below(steps) == ([commit_name(7)], kept)
@@ -147,7 +147,7 @@ def test_clear_takes_what_nothing_names(steps: ObjectSteps) -> None:
 def test_a_damaged_commit_object(steps: ObjectSteps) -> None:
     add(steps, 7, FIRST)
     upload(steps, 7, SECOND)
-    steps._client.put(commit_name(7), b"{}")
+    steps.client.put(commit_name(7), b"{}")
     with pytest.raises(ManifestError):
         steps.read(7, MANIFEST_NAME, BYTES_MAX)
     steps.clear()
@@ -192,7 +192,7 @@ class Died(BaseException):
 
 def interrupt(steps: ObjectSteps, at: int) -> Callable[[], None]:
     """Die before the operation number `at` that changes the store; returns how to live on."""
-    client, made = steps._client, iter(range(10**6))
+    client, made = steps.client, iter(range(10**6))
 
     def before(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_death_before_any_operation_leaves_whole_steps(tmp_path: Path) -> None
 def test_ten_thousand_steps_are_listed() -> None:
     steps = ObjectSteps("memory://")
     for step in range(10_000):
-        steps._client.put(commit_name(step), b"")
+        steps.client.put(commit_name(step), b"")
     assert steps.steps() == list(range(10_000))
 
 

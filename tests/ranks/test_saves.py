@@ -28,7 +28,7 @@ from statehold.errors import (
 )
 from statehold.testing import MemoryBoard, SimFs
 from support.faults import DEADLINE_S, must, spy_on
-from support.inside import inside, passage
+from support.inside import inside, passage, trainer
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks
 
@@ -478,7 +478,7 @@ def test_a_failure_that_one_rank_has_yet_to_hear_of_ends_a_restore_on_all(ranks:
     fake = StorageError("the disk of rank 2 is gone")
     late = Passage(4, 0.0)
     late.fail(fake)
-    ranks.ckpts[2]._trainer.watched.append(late)
+    trainer(ranks.ckpts[2]).watched.append(late)
     found = [blank() for _ in range(SIZE)]
     outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(found[rank]))
     assert outcomes[2] is fake

@@ -22,7 +22,7 @@ from statehold.ranks.peers import Peers
 from statehold.testing import SimFs, checkpointer_on
 from statehold.testing.memory_board import MemoryStore
 from support.faults import Spy, small
-from support.inside import inside
+from support.inside import end, inside
 from support.turns import scheduler
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ class Job:
         except Exception as error:
             outcome = error
         try:
-            self.ckpts[rank]._close()
+            end(self.ckpts[rank])
         except Exception as error:
             outcome = error
         self.hub.finish(rank)

@@ -27,7 +27,7 @@ from statehold.steps.store import Store
 from statehold.steps.whole import whole_steps
 from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
-from support.inside import inside
+from support.inside import end, inside
 from support.scheduler import Deadlock
 from support.sharing import small_files
 from support.stepped import simulated
@@ -426,7 +426,7 @@ class Seed:
             else:
                 if state["serial"] not in self._oracle.begun.get(step, {}):
                     self.report.wrong(f"step {step} of the second level was never saved")
-        alone._close()
+        end(alone)
 
     def _rot(self) -> None:
         """Change a byte of some file of some committed step."""

@@ -32,7 +32,7 @@ class Job(TunedRun):
         return stats.linked_bytes or 0
 
     def end(self) -> dict[int, Bits]:
-        self.ckpt._close()
+        self.ckpt.close()
         return self.expected
 
 

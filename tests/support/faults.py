@@ -1,4 +1,4 @@
-"""Small staging memory, and ways to stand between the store and its file system."""
+"""Small staging memory, ways to stand between the store and its file system, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 import statehold
 from statehold import Io
+from statehold.process.worker import Thread
 from support.inside import inside
 
 # Two buffers of 1 MiB: any state of a few MiB cannot be staged before its file is attached.
@@ -71,3 +74,19 @@ class Holdup:
 
     def release(self) -> None:
         self.go_on.set()
+
+
+def ctrl_c_in_join(patch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Have Ctrl-C interrupt the first wait for the end of a thread; returns the waits, as they
+    come."""
+    join, waits = Thread.join, list[str]()
+
+    def interrupted(thread: Thread, timeout: float | None = None) -> None:
+        if thread.name == name:
+            waits.append(name)
+            if len(waits) == 1:
+                raise KeyboardInterrupt
+        join(thread, timeout)
+
+    patch.setattr(Thread, "join", interrupted)
+    return waits

@@ -15,6 +15,7 @@ import statehold
 from statehold.checkpoint.checkpointer import borrowed_by
 from statehold.checkpoint.levels.promoting import Promoter
 from statehold.checkpoint.opening import Borrowed
+from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.session import Session
 
@@ -27,9 +28,20 @@ def borrowed(ckpt: statehold.Checkpointer) -> Borrowed:
     return borrowed_by(ckpt)
 
 
+def end(ckpt: statehold.Checkpointer, *, flush: bool = True) -> None:
+    """close() that raises no error of a save. Without `flush`, it also leaves steps uncopied, as
+    the end of a process does."""
+    ckpt._close(flush=flush)
+
+
 def passage(save: statehold.Save) -> Passage:
     """What a save goes through while its handle waits for it."""
     return save._passage
+
+
+def trainer(ckpt: statehold.Checkpointer) -> Trainer:
+    """What outlasts a session: the gate, and the saves whose errors are still to be raised."""
+    return ckpt._trainer
 
 
 def promoter(ckpt: statehold.Checkpointer, level: str = "far") -> Promoter:

@@ -100,5 +100,5 @@ class Trainer:
         return f"{names} at update {self.update}" if names else None
 
     def close(self) -> None:
-        self.ckpt._close()
+        self.ckpt.close()
         self.optimizer.close()

@@ -10,6 +10,7 @@ from statehold import Checkpointer, Save
 from statehold._core import Fs
 from statehold.testing import ranks_on
 from support.faults import DEADLINE_S, SMALL
+from support.inside import end
 
 T = TypeVar("T")
 RUN = "/runs/x"
@@ -33,7 +34,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.outcomes(lambda rank: self.ckpts[rank]._close())
+        self.outcomes(lambda rank: end(self.ckpts[rank]))
         for pool in self._pools:
             pool.shutdown()
 

@@ -17,7 +17,7 @@ import statehold
 from statehold import errors
 from support.contents import FITS, check_restored, committed, content
 from support.faults import DEADLINE_S, SMALL, small
-from support.inside import inside
+from support.inside import inside, trainer
 from support.mounts import ext4, few_inodes, nearly_full, why_no_ext4
 
 pytestmark = pytest.mark.skipif(why_no_ext4() is not None, reason=str(why_no_ext4()))
@@ -141,7 +141,7 @@ def test_a_failed_save_gives_its_room_back_at_once(tmp_path: Path, backend: str,
                 before = free_bytes(root)
                 with pytest.raises(errors.NoSpaceError) as caught:
                     ckpt.save(step + 1, big).wait("committed", DEADLINE_S)
-                kept += [*ckpt._trainer.watched, caught.value, caught.value.__traceback__]
+                kept += [*trainer(ckpt).watched, caught.value, caught.value.__traceback__]
                 inside(ckpt).pipeline.drain()
                 assert free_bytes(root) >= before
         ckpt.close()

@@ -17,6 +17,7 @@ import statehold
 from statehold.errors import StateMismatchError
 from statehold.format.selection import Selection
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.inside import trainer
 from support.matching import MemoryStep, eager
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
@@ -373,13 +374,13 @@ def test_the_gate_stands_before_every_optimizer(
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         holdup = Holdup(ckpt)
         ckpt.save(1, run.state | {"more": statehold.Gated(torch.randn(1 << 20))})
-        wait, asked = ckpt._gate.wait, []
+        wait, asked = trainer(ckpt).gate.wait, []
 
         def observed() -> None:
             asked.append(holdup.release())
             wait(DEADLINE_S)
 
-        monkeypatch.setattr(ckpt._gate, "wait", observed)
+        monkeypatch.setattr(trainer(ckpt).gate, "wait", observed)
         run.step()
         assert len(asked) == 1
 

@@ -52,7 +52,8 @@ class Kept(Protocol):
 
 K = TypeVar("K", bound=Kept)
 
-_keepers: list[Keeper[Any]] = []  # one operation at a time is atomic
+# Those of this process that have not ended. One operation at a time is atomic.
+keepers: list[Keeper[Any]] = []
 
 
 class Keeper(Generic[K]):
@@ -74,11 +75,11 @@ class Keeper(Generic[K]):
         self._error: BaseException | None = None
         self._asked: SimpleQueue[Callable[[K], None]] = SimpleQueue()
         self._thread = Thread(self._serve, "statehold-keeper")
-        _keepers.append(self)
+        keepers.append(self)
         try:
             self._thread.start()
         except BaseException:
-            _keepers.remove(self)
+            keepers.remove(self)
             raise
         remember(self)
 
@@ -156,7 +157,7 @@ class Keeper(Generic[K]):
             # saves, and the error of a save to functions that have the Checkpointer.
             self._gate = self._opened = None
             del opened, end
-            _keepers.remove(self)
+            keepers.remove(self)
             forget(self)
 
     def _prepare_to_end(self, opened: K) -> None:
@@ -205,12 +206,12 @@ def make_way(others: list[Keeper[Any]]) -> bool:
 
 def _of_run(run: str) -> list[Keeper[Any]]:
     path = os.path.realpath(run)
-    return [each for each in list(_keepers) if each.is_ours and each.run == path]
+    return [each for each in list(keepers) if each.is_ours and each.run == path]
 
 
 def _forget_all() -> None:
     """In a fork."""
-    _keepers.clear()
+    keepers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

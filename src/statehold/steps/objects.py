@@ -145,7 +145,7 @@ class ObjectSteps(Shelf):
     part_bytes: size of the parts of uploads and downloads.
     near: directories for fetched files.
 
-    Only this object sees memory://.
+    Only this object and its `client`, which makes all requests, see memory://.
     """
 
     def __init__(
@@ -157,23 +157,23 @@ class ObjectSteps(Shelf):
         part_bytes: int = PART_BYTES,
         near: Sequence[str] = (),
     ) -> None:
-        self._client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
-        self.name = self._client.url
+        self.client = ObjectClient(url, options, deadline_s=deadline_s, part_bytes=part_bytes)
+        self.name = self.client.url
         self._near = NearFiles(near)
         self._is_late = False
         self._silent: tuple[float, UnavailableError] | None = None
-        self.shared = SharedObjects(self._client)
+        self.shared = SharedObjects(self.client)
         self._is_sweep_due = True  # an earlier job may have left objects
         self._guard = threading.Lock()
         self._commits: dict[int, CommitObject] = {}
 
     def __repr__(self) -> str:
-        return f"ObjectSteps({self._client.url!r})"
+        return f"ObjectSteps({self.client.url!r})"
 
     @property
     def where(self) -> str:
         """The URL below which the steps are."""
-        return self._client.url
+        return self.client.url
 
     def note(self, name: str) -> bytes | None:
         """A small object next to the steps; None if there is none."""
@@ -183,15 +183,15 @@ class ObjectSteps(Shelf):
 
     def put_note(self, name: str, content: bytes) -> None:
         """Create or replace a small object next to the steps."""
-        self._client.put(name, content)
+        self.client.put(name, content)
 
     def stop(self) -> None:
         """Wait for the store no longer than a few seconds from now on."""
-        self._client.stop()
+        self.client.stop()
 
     def neighbour(self, url: str) -> Neighbour:
         """The run at `url`, as a place to have shared files copied from."""
-        return Neighbour(self._client, url)
+        return Neighbour(self.client, url)
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class ObjectSteps(Shelf):
             raise copy.copy(self._silent[1])
         self._is_late = False
         try:
-            return ask(self._client.hasty(ANSWER_S, self._say_late))
+            return ask(self.client.hasty(ANSWER_S, self._say_late))
         except UnavailableError as error:
             self._silent = time.monotonic(), copy.copy(error)
             raise
@@ -221,11 +221,11 @@ class ObjectSteps(Shelf):
         if not self._is_late:
             self._is_late = True
             logger.warning(
-                "%s does not answer; it is given up after %g s", self._client.url, ANSWER_S
+                "%s does not answer; it is given up after %g s", self.client.url, ANSWER_S
             )
 
     def path(self, step: int) -> str:
-        return self._client.path(f"step-{step:012d}")
+        return self.client.path(f"step-{step:012d}")
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """The content of a file of a committed step.
@@ -236,9 +236,9 @@ class ObjectSteps(Shelf):
         is_manifest = name == MANIFEST_NAME
         with self._directory(step, anew=is_manifest) as commit:
             path = f"{commit.directory}/{check_file(name)}"
-            data = self._client.get(path, max_bytes)
+            data = self.client.get(path, max_bytes)
         if is_manifest and sha256(data) != commit.manifest_sha256:
-            facts = {"file": self._client.path(path), "expected": commit.manifest_sha256}
+            facts = {"file": self.client.path(path), "expected": commit.manifest_sha256}
             facts["got"] = sha256(data)
             raise ManifestError("a manifest is not the one that was committed", facts=facts)
         return data
@@ -246,7 +246,7 @@ class ObjectSteps(Shelf):
     def size(self, step: int, name: str) -> int | None:
         """The size of a file of a committed step; None if there is no such file, or step."""
         with contextlib.suppress(StepNotFoundError), self._directory(step) as commit:
-            return self._client.size(self.shared.path_of(commit.directory, check_file(name)))
+            return self.client.size(self.shared.path_of(commit.directory, check_file(name)))
         return None
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
@@ -278,7 +278,7 @@ class ObjectSteps(Shelf):
         """Fill memory with ranges of a file of a committed step, in parallel parts, with up to
         IN_FLIGHT_BYTES of memory."""
         with self._directory(step) as commit:
-            self._client.fetch(self.shared.path_of(commit.directory, check_file(name)), targets)
+            self.client.fetch(self.shared.path_of(commit.directory, check_file(name)), targets)
 
     @contextlib.contextmanager
     def _directory(self, step: int, anew: bool = False) -> Iterator[CommitObject]:
@@ -287,7 +287,7 @@ class ObjectSteps(Shelf):
             known = self._commits.get(step)
         commit = self._commit(step) if anew or known is None else known
         if commit is None:
-            raise no_such_step(step, self._client.url)
+            raise no_such_step(step, self.client.url)
         try:
             yield commit
         except MissingFileError:
@@ -299,11 +299,11 @@ class ObjectSteps(Shelf):
         """The commit object of a step as it is now; None if there is none."""
         name = commit_name(step)
         try:
-            raw = self._client.get(name, COMMIT_BYTES_MAX)
+            raw = self.client.get(name, COMMIT_BYTES_MAX)
         except MissingFileError:
             self._forget(step)
             return None
-        commit = CommitObject.decode(raw, step, self._client.path(name))
+        commit = CommitObject.decode(raw, step, self.client.path(name))
         with self._guard:
             self._commits[step] = commit
         return commit
@@ -336,23 +336,23 @@ class ObjectSteps(Shelf):
         exception of it or of `blocks` ends the upload, and is raised here.
         """
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
-        self._client.upload(path, size, blocks, before)
+        self.client.upload(path, size, blocks, before)
 
     def has(self, step: int, attempt: str, name: str, size: int) -> bool:
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
-        return self._client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
+        return self.client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
 
     def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
         """A file of an attempt that was not published, for reading."""
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
-        return ObjectFile(partial(self._client.fetch, path))
+        return ObjectFile(partial(self.client.fetch, path))
 
     def publish(self, step: int, attempt: str, manifest: bytes) -> None:
         """Commit a step whose other files are uploaded. May be called again after a failure."""
         directory = directory_name(step, attempt)
         self.shared.check(directory)
         before = self._named_by(step)
-        self._client.put(f"{directory}/{MANIFEST_NAME}", manifest)
+        self.client.put(f"{directory}/{MANIFEST_NAME}", manifest)
         self._put_commit(CommitObject(step, directory, sha256(manifest)))
         if before not in (None, directory):
             with contextlib.suppress(StorageError):  # it is committed; clear() tries again
@@ -366,17 +366,17 @@ class ObjectSteps(Shelf):
         No other rank copies anything now: all have done their part of the step, and wait.
         """
         if self._is_sweep_due:
-            self.shared.sweep(filter(attempt_of, self._client.list()[1]))
+            self.shared.sweep(filter(attempt_of, self.client.list()[1]))
             self._is_sweep_due = False
 
     def _delete(self, directory: str) -> None:
         self._is_sweep_due = True
         self.shared.forget(directory)
-        self._client.delete_below(directory)
+        self.client.delete_below(directory)
 
     def _put_commit(self, commit: CommitObject) -> None:
         try:
-            self._client.put(commit_name(commit.step), commit.encode())
+            self.client.put(commit_name(commit.step), commit.encode())
         except StorageError:
             # The answer may have been lost, and not the request.
             if not self._confirms(commit):
@@ -403,7 +403,7 @@ class ObjectSteps(Shelf):
         """Retire a step: first its commit object, then its files. A missing step is no error."""
         directory = self._named_by(step)
         self._forget(step)
-        self._client.delete(commit_name(step))
+        self.client.delete(commit_name(step))
         if directory is not None:
             self._delete(directory)
 
@@ -423,7 +423,7 @@ class ObjectSteps(Shelf):
 
         For the one job that writes: it also deletes attempts of other jobs that are under way.
         """
-        names, directories = self._client.list()
+        names, directories = self.client.list()
         committed = {step_of_commit(name) for name in names}
         found = {name: known for name in directories if (known := attempt_of(name))}
         several = Counter(step for step, _ in found.values())

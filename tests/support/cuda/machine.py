@@ -32,6 +32,7 @@ from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
 from support.cuda.streams import Stream, Timeline
 from support.faults import must
+from support.inside import trainer
 
 PAGE = 4096
 _EMPTY_ON = tensors.empty_on
@@ -310,5 +311,5 @@ def _not_here(_name: str) -> None:
 
 def copies_of(ckpt: statehold.Checkpointer) -> Any:
     """The DeviceCopies of the save that the gate holds updates for."""
-    [held] = ckpt._gate._held.values()
+    [held] = trainer(ckpt).gate.held.values()
     return held.passing.__self__

@@ -91,12 +91,15 @@ class HeldSave:
 
 
 class Gate:
-    """Holds the updates back until the saves under way are staged."""
+    """Holds the updates back until the saves under way are staged.
+
+    held: what updates wait for, by save; saves that were staged since the last update are in it.
+    """
 
     def __init__(self) -> None:
         # By save. Only single calls of dict change it: threads that train other models pass the
         # gate, too, and a lock could be taken twice by a signal handler that saves.
-        self._held: dict[Passage, HeldSave] = {}
+        self.held: dict[Passage, HeldSave] = {}
         self._stepping = Stepping()
         self._streams = UpdateStreams()
         self._gradients = Gradients()
@@ -138,13 +141,13 @@ class Gate:
         through. storages: those from which the save copies, which keep their memory as long."""
         self._forget_staged()
         held = HeldSave(save, list(map(impl_of, storages)))
-        self._held[save] = held
+        self.held[save] = held
         self.stand()
         return held
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once no save still has bytes to copy; `timeout` is in seconds."""
-        for held in list(self._held.values()):
+        for held in list(self.held.values()):
             if not (held.is_staged or (held.passing is not None and held.passing())):
                 self._wait_staged(held.save, timeout, held.passing)
         self._forget_staged()
@@ -155,17 +158,17 @@ class Gate:
         The capture of an update moves version counters. A save that is under way would take that
         for a change.
         """
-        for held in list(self._held.values()):
+        for held in list(self.held.values()):
             if not held.is_staged:
                 self._wait_staged(held.save)
 
     def let_go(self, save: Passage) -> None:
         """Hold nothing any more for a save that has not begun."""
-        self._held.pop(save, None)
+        self.held.pop(save, None)
 
     def before_memory_goes(self, storage: UntypedStorage) -> None:
         """Return once no save copies from there any more."""
-        for held in list(self._held.values()):
+        for held in list(self.held.values()):
             if not held.is_staged and held.copies_from([impl_of(storage)]):
                 held.save.wait_ended("staged")
 
@@ -223,9 +226,9 @@ class Gate:
         updates.unwatch_later(self)
 
     def _forget_staged(self) -> None:
-        for save in list(self._held):
+        for save in list(self.held):
             if save.has_ended("staged"):
-                self._held.pop(save, None)
+                self.held.pop(save, None)
 
 
 # -- the thread that trains ------------------------------------------------------------------------

@@ -32,7 +32,11 @@ from statehold.tensors.devices.relay import named_failures, relay
 
 
 class DeviceCopies:
-    """The device copies of one save: `run` on a thread of their own, `passing` from the gate."""
+    """The device copies of one save: `run` on a thread of their own, `passing` from the gate.
+
+    job: what lends the buffers. eager_under_way: set once every copy that save() waits for is
+    enqueued, enqueued: once every copy is. Both are set when the save fails, too.
+    """
 
     def __init__(
         self,
@@ -42,8 +46,8 @@ class DeviceCopies:
         mover: Mover,
     ) -> None:
         """sources: of the jobs of a save, in the order in which they were started."""
-        self._job = Fills(sources)
-        self._numbered = list(self._job.numbered(sources))
+        self.job = Fills(sources)
+        self._numbered = list(self.job.numbered(sources))
         self._eager = set[int]()
         self._eager_bytes_left = 0
         for first, tensors in self._numbered:
@@ -51,23 +55,23 @@ class DeviceCopies:
             eager = [index for index in structure.eager if structure.external[index]]
             self._eager.update(first + index for index in eager)
             self._eager_bytes_left += sum(tensors.live[index].nbytes for index in eager)
-        self._eager_under_way = Flag()
+        self.eager_under_way = Flag()
         self._after_eager: list[Event] = []
         self._compared = compared
         if not self._eager_bytes_left and not any(each.eager for each in compared):
-            self._eager_under_way.set()
+            self.eager_under_way.set()
         self._captured: Capture | None = captured
         self._fingerprinting = Fingerprinting(mover)
         self.fingerprints: dict[str, int] = {}  # of what is compared, by name; after run()
         self._mover = mover
-        self._enqueued = Flag()
+        self.enqueued = Flag()
         self._streams_suffice = not captured.structure.has_lazy_on_host
 
     def run(self) -> None:
         """Fill every buffer the engine lends, then the numbers of the tree; returns when all that
         the side streams were given has completed, also where this raises."""
         captured = self._captured
-        mover, job = self._mover, self._job
+        mover, job = self._mover, self.job
         gathering = Gathering(self._external(), mover)  # alive until then, also if the save fails
         compared = self._compared
 
@@ -94,13 +98,13 @@ class DeviceCopies:
     def let_go(self) -> None:
         """Keep no tensor alive: all are copied, or the save has failed. From any thread."""
         self._numbered, self._compared, self._captured = [], [], None
-        self._eager_under_way.set()  # nobody need wait for what has failed
-        self._enqueued.set()
+        self.eager_under_way.set()  # nobody need wait for what has failed
+        self.enqueued.set()
 
     def wait_eager(self) -> None:
         """Have the current streams wait for the copies of eager tensors, once they are enqueued.
         Returns at once where the save has failed. On the trainer's thread. Raises DeviceError."""
-        self._eager_under_way.wait()
+        self.eager_under_way.wait()
         with named_failures():
             self._mover.make_current_wait(self._after_eager)
 
@@ -113,7 +117,7 @@ class DeviceCopies:
         """
         try:
             if not (
-                self._streams_suffice and self._enqueued.wait(timeout) and self._job.wait_eager(0)
+                self._streams_suffice and self.enqueued.wait(timeout) and self.job.wait_eager(0)
             ):
                 return False
         except (StateholdError, ValueError):  # ValueError: a checksum of the engine
@@ -138,7 +142,7 @@ class DeviceCopies:
 
     def _note_eager(self, lent: Sequence[Lent], compared: Sequence[CapturedTensor]) -> None:
         """Let save() go on if this was the last of eager tensors."""
-        if self._eager_under_way.is_set:
+        if self.eager_under_way.is_set:
             return
         pieces = chain.from_iterable(buffer.pieces for buffer in lent)
         moved = (nbytes for segment, _, _, nbytes in pieces if segment in self._eager)
@@ -146,10 +150,10 @@ class DeviceCopies:
         if not self._eager_bytes_left:
             self._fingerprinting.enqueue(each for each in compared if each.eager)
             self._after_eager = self._mover.newest()
-            self._eager_under_way.set()
+            self.eager_under_way.set()
 
     def _note_progress(self, compared: Sequence[CapturedTensor]) -> None:
         """Let updates go on if this was the last of all."""
-        if self._job.fills_left == 0:
+        if self.job.fills_left == 0:
             self._fingerprinting.enqueue(each for each in compared if not each.eager)
-            self._enqueued.set()
+            self.enqueued.set()
