@@ -27,7 +27,7 @@ from support.cuda import Machine, install
 from support.device_twins import DeviceTwins
 from support.faults import SMALL, must
 from support.seeds import SEED
-from support.twins import same_bits, snapshot
+from support.twins import same_bits, snapshot, state_of
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TRAININGS = int(os.environ.get("STATEHOLD_OFFLOAD", "4"))
@@ -181,7 +181,7 @@ def test_parameters_on_two_devices(monkeypatch: pytest.MonkeyPatch, drains: bool
         twins.train(2)
         twins.check()
         stats = twins.ours.stats
-        assert {str(each) for each in twins.ours._opened._on_device.places.values()} == {
+        assert {str(each) for each in state_of(twins.ours).on_device.places.values()} == {
             "cuda:0", "cuda:1"}  # fmt: skip
         assert stats.device_subgroups > 1
         twins.ours.close()
@@ -313,13 +313,13 @@ def test_gradients_of_the_device_stay_there(machine: Machine) -> None:
     optimizer = offload.AdamW(
         [param], tiers=[offload.Host("1MiB")], subgroup_bytes=70_000, device_every=2
     )
-    state = optimizer._opened
-    state._mirror._copies[0].grad.fill_(9)
+    state = state_of(optimizer)
+    state.mirror.copies[0].grad.fill_(9)
     param.grad = machine.put(torch.ones(40_000, dtype=BF16))
     optimizer.step()
-    grad = state._mirror._copies[0].grad
+    grad = state.mirror.copies[0].grad
     there = torch.zeros(40_000, dtype=torch.bool)
-    for span in state._on_device.spans()[0]:
+    for span in state.on_device.spans()[0]:
         there[span.begin : span.end] = True
     assert 0 < there.sum() < 40_000
     assert bool((grad[there] == 9).all())
@@ -348,7 +348,7 @@ def test_the_share_comes_from_rates(
     assert f"the host updates {host:.3g} parameters a second" in record.getMessage()
     share = f"one subgroup of {expected}" if expected else "no subgroup"
     assert record.getMessage().endswith(f"It updates {share}")
-    count = len(twins.ours._opened._sizes.subgroups)
+    count = len(state_of(twins.ours).sizes.subgroups)
     stats = twins.ours.stats
     assert stats.device_subgroups == (-(-count // expected) if expected else 0)
     assert bool(stats.device_bytes) is bool(expected)
@@ -484,7 +484,7 @@ def test_an_update_that_is_interrupted_leaves_no_work_under_way(
     with pytest.raises(KeyboardInterrupt):
         twins.ours.step()
     assert twins.ours.stats.device_updates > before + 1
-    work = twins.ours._opened._on_device.work
+    work = state_of(twins.ours).on_device.work
     assert all(event.is_over for event in work._newest.values())
     with pytest.raises(UsageError, match="earlier update"):
         twins.ours.step()
@@ -551,6 +551,6 @@ def test_an_update_on_the_device_is_an_event(machine: Machine) -> None:
     with twins.ours.recorded() as events:
         twins.train(1)
     paths = {each.subgroup: each.path for each in events if each.kind == "update"}
-    places = twins.ours._opened._on_device.places
+    places = state_of(twins.ours).on_device.places
     assert {index for index, path in paths.items() if path == "cuda:0"} == set(places)
     assert {index for index, path in paths.items() if path is None} == paths.keys() - set(places)

@@ -13,7 +13,7 @@ import torch
 from statehold import offload
 from statehold.planners.placement import buffers_in_transit
 from support.seeds import SEED
-from support.twins import Twins
+from support.twins import Twins, state_of
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(3, 5000), (7,), (1,), (), (0, 4), (129, 64), (90_000,), (2, 3, 1111)]
@@ -183,7 +183,7 @@ def test_subgroups_move_to_the_faster_path(tmp_path: Path) -> None:
     twins = Twins([(1 << 20,)], [BF16], tiers=paths(tmp_path, 2), subgroup_bytes=196_608)
     assert [path.subgroups for path in twins.ours.stats.paths] == [32, 32]
     twins.train(1)
-    for meters, nbytes in zip(twins.ours._opened._store.meters, (3, 1), strict=True):
+    for meters, nbytes in zip(state_of(twins.ours).store.meters, (3, 1), strict=True):
         meters.read.nbytes += nbytes * 10**15  # what it has really moved is nothing beside this
         meters.written.nbytes += nbytes * 10**15
         meters.both.busy_s += 1e6

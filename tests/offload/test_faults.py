@@ -23,7 +23,7 @@ from statehold.errors import (
 from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, must
-from support.twins import Twins, snapshot
+from support.twins import Twins, snapshot, state_of
 
 BF16 = torch.bfloat16
 SHAPES = [(80_000,), (129, 65)]
@@ -189,7 +189,7 @@ def test_an_interrupt_leaves_a_state_that_refuses(
 ) -> None:
     twins = Twins(SHAPES, [BF16], tiers=[offload.Path(tmp_path)], subgroup_bytes=SMALL)
     twins.train(2)
-    kernel = twins.ours._opened._rule.update
+    kernel = state_of(twins.ours).rule.update
     calls: list[int] = []
 
     def interrupted(*arguments: Any) -> None:
@@ -198,7 +198,7 @@ def test_an_interrupt_leaves_a_state_that_refuses(
             raise KeyboardInterrupt
         kernel(*arguments)
 
-    monkeypatch.setattr(twins.ours._opened._rule, "update", interrupted)
+    monkeypatch.setattr(state_of(twins.ours).rule, "update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         twins.train(1)
     with pytest.raises(UsageError, match="belongs to no step"):

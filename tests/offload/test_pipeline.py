@@ -16,6 +16,7 @@ from statehold.offload.pipeline import SubgroupPipeline
 from statehold.offload.subgroups import Subgroup
 from statehold.process.worker import Task
 from support.faults import DEADLINE_S, must
+from support.twins import state_of
 
 SUBGROUPS, CACHED = 32, 5
 
@@ -40,18 +41,18 @@ def pipeline(tmp_path: Path):
     with closing(offload.AdamW([param], tiers=tiers, subgroup_bytes=32_768)) as optimizer:
         param.grad = torch.ones_like(param)
         optimizer.step()
-        yield optimizer._opened._pipeline
+        yield state_of(optimizer).pipeline
 
 
 def test_others_are_read_while_those_in_memory_are_used(
     pipeline: SubgroupPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_threads", Inline())
-    in_memory = {i for i, place in enumerate(pipeline._places) if place.buffer is not None}
+    in_memory = {i for i, place in enumerate(pipeline.places) if place.buffer is not None}
     order: list[tuple[str, int]] = []
-    read = pipeline._store.read
+    read = pipeline.store.read
     monkeypatch.setattr(
-        pipeline._store,
+        pipeline.store,
         "read",
         lambda group, *rest: (order.append(("read", group.index)), read(group, *rest)),
     )
@@ -60,7 +61,7 @@ def test_others_are_read_while_those_in_memory_are_used(
     )
     last = max(order.index(("use", index)) for index in in_memory)
     before = sum(kind == "read" for kind, _ in order[:last])
-    assert before == len(in_memory) - 1 > pipeline._exchanges
+    assert before == len(in_memory) - 1 > pipeline.exchanges
 
 
 def test_others_are_used_while_one_is_used_elsewhere(pipeline: SubgroupPipeline) -> None:

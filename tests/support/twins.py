@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from statehold import offload
+from statehold.offload.state import OffloadedState
 
 KINDS = {
     "AdamW": (offload.AdamW, torch.optim.AdamW),
@@ -115,3 +116,8 @@ def snapshot(twins: Twins) -> Callable[[], None]:
         twins.torchs.load_state_dict(copy.deepcopy(states[1]))  # it keeps what it gets
 
     return restore
+
+
+def state_of(optimizer: offload.AdamW | offload.Adam | offload.SGD) -> OffloadedState:
+    """What an offloaded optimizer holds: its subgroups, and what moves and updates them."""
+    return optimizer._opened

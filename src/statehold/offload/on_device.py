@@ -290,6 +290,7 @@ class Mirror:
     """The copies of those of `parameters` that are on a device.
 
     elsewhere: what the host does not update of each parameter. gradients: on devices, of these.
+    copies: in host memory, by the index of the parameter.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class Mirror:
         drains: bool,
     ) -> None:
         self._parameters = {i: each for i, each in enumerate(parameters) if _is_mirrored(each)}
-        self._copies: dict[int, _Copy] = {}
+        self.copies: dict[int, _Copy] = {}
         self._drains, self._elsewhere = drains, elsewhere
         self.gradients: dict[int, torch.Tensor] = {}
         self._drained: set[int] = set()
@@ -326,7 +327,7 @@ class Mirror:
         with self._guard:
             self._lanes.wait(TO_DEVICE)
             changed = [index for index, parameter in self._parameters.items()
-                       if self._copies[index].version != parameter.version_now]  # fmt: skip
+                       if self.copies[index].version != parameter.version_now]  # fmt: skip
             try:
                 self._on_lanes(TO_HOST, changed, self._bring)
             finally:
@@ -354,7 +355,7 @@ class Mirror:
             finally:
                 if not self._is_arriving:
                     self._wait_for_gradients()
-            return {index: self._copies[index].grad for index in {*found, *self._drained}}
+            return {index: self.copies[index].grad for index in {*found, *self._drained}}
 
     def arrive(self) -> None:
         """Return when the gradients of collect() are on the host."""
@@ -366,11 +367,11 @@ class Mirror:
         """Have the new weights of these spans copied to their devices."""
         by_parameter: dict[int, list[Span]] = {}
         for span in spans:
-            if span.parameter in self._copies:
+            if span.parameter in self.copies:
                 by_parameter.setdefault(span.parameter, []).append(span)
 
         def bring(index: int) -> None:
-            weights, there = self._copies[index].weights, flat(self._parameters[index].local)
+            weights, there = self.copies[index].weights, flat(self._parameters[index].local)
             for span in by_parameter[index]:
                 new = weights[span.begin : span.end]
                 there[span.begin : span.end].copy_(new, non_blocking=True)
@@ -380,8 +381,8 @@ class Mirror:
     def sent(self, updated: Iterable[int]) -> None:
         """Order what the current streams are given next after all that was sent."""
         for index in updated:
-            if index in self._copies:
-                self._copies[index].version = self._parameters[index].version_now
+            if index in self.copies:
+                self.copies[index].version = self._parameters[index].version_now
         self._lanes.go_before(TO_DEVICE)
 
     def discard(self) -> None:
@@ -392,7 +393,7 @@ class Mirror:
 
     def forget(self) -> None:
         """Forget the weights: somebody may have changed them by any means."""
-        for each in self._copies.values():
+        for each in self.copies.values():
             each.version = None
 
     def close(self) -> None:
@@ -420,7 +421,7 @@ class Mirror:
         for (index, parameter), both in zip(self._parameters.items(), begins, strict=True):
             nbytes, dtype = parameter.local.nbytes, parameter.tensor.dtype
             weights, grad = (memory[begin : begin + nbytes].view(dtype) for begin in both)
-            self._copies[index] = _Copy(weights, grad)
+            self.copies[index] = _Copy(weights, grad)
             parameter.mirrored = weights
 
     def _on_lanes(self, lane: str, indices: Iterable[int], give: Callable[[int], None]) -> None:
@@ -436,7 +437,7 @@ class Mirror:
 
     def _bring(self, index: int) -> None:
         """Copy weights. On the lane to the host."""
-        copy, parameter = self._copies[index], self._parameters[index]
+        copy, parameter = self.copies[index], self._parameters[index]
         copy.weights.copy_(flat(parameter.local), non_blocking=True)
         copy.version = parameter.version_now
 
@@ -471,7 +472,7 @@ class Mirror:
     @torch.no_grad()
     def _bring_grad(self, index: int) -> None:
         """Copy a gradient, and with it what was drained before. On the lane to the host."""
-        copy, parameter = self._copies[index], self._parameters[index]
+        copy, parameter = self.copies[index], self._parameters[index]
         elements = parameter.gradient()
         if elements.dtype != copy.grad.dtype:
             raise UsageError(

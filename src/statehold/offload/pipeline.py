@@ -152,7 +152,10 @@ class _Place:
 
 
 class SubgroupPipeline:
-    """Subgroups, and the buffers and paths that hold them. bandwidths: see Targets."""
+    """Subgroups, and the buffers and the `store` that hold them. bandwidths: see Targets.
+
+    places: where each is. exchanges: how many may be under way.
+    """
 
     def __init__(
         self,
@@ -161,26 +164,26 @@ class SubgroupPipeline:
         store: SubgroupStore,
         bandwidths: Sequence[float],
     ) -> None:
-        self._subgroups, self._buffers, self._store = subgroups, buffers, store
-        self._places = [_Place() for _ in subgroups]
+        self._subgroups, self._buffers, self.store = subgroups, buffers, store
+        self.places = [_Place() for _ in subgroups]
         self._free = deque(range(buffers.count))
         self._owners: list[int | None] = [None] * buffers.count
-        self._exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
-        self._threads = Crew("statehold-offload", self._exchanges)
+        self.exchanges = max(1, placement.EXCHANGES_PER_PATH * len(store.files))
+        self._threads = Crew("statehold-offload", self.exchanges)
         self._elsewhere = Crew("statehold-elsewhere", 1)
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
         self._watch = StallWatch()
         self._writes: dict[int, Task[Stored]] = {}  # for hold()
         if buffers.count < len(subgroups):
-            self.targets.reserve(self._exchanges)
+            self.targets.reserve(self.exchanges)
 
     def visit(self, wanted: Iterable[int], use: Use, *, changes: bool) -> None:
         """Call `use` once with each of the subgroups; `changes` says that it changes them."""
         wanted = list(wanted)
         self.targets.renew()
-        ready = deque(index for index in wanted if self._places[index].buffer is not None)
-        absent = deque(index for index in wanted if self._places[index].buffer is None)
+        ready = deque(index for index in wanted if self.places[index].buffer is not None)
+        absent = deque(index for index in wanted if self.places[index].buffer is None)
         self.hits += len(ready)
         kept = set(ready)
         idle = [buffer for buffer, owner in enumerate(self._owners) if owner not in {None, *kept}]
@@ -190,12 +193,12 @@ class SubgroupPipeline:
         woken: Woken = queue.SimpleQueue()
         try:
             while ready or absent or moving or away:
-                while absent and spare and len(moving) < self._exchanges:
+                while absent and spare and len(moving) < self.exchanges:
                     index = absent.popleft()
                     buffer = spare.popleft()
                     exchange = self._threads.submit(self._exchange, buffer, index, woken=woken)
                     moving[exchange] = index
-                    self.misses += self._places[index].stored is not None
+                    self.misses += self.places[index].stored is not None
                 ended = self._ended([*moving, *away], woken, must_wait=not ready)
                 ready.extend(moving.pop(each) for each in ended if each in moving)
                 spare.extend(away.pop(each) for each in ended if each in away)
@@ -213,15 +216,15 @@ class SubgroupPipeline:
 
     def hold(self, wanted: Iterable[int]) -> Held:
         """The generations of these subgroups as they are now. Writes those that only memory has."""
-        return Held(self._store, {index: self._held(index) for index in wanted})
+        return Held(self.store, {index: self._held(index) for index in wanted})
 
     def reset(self) -> None:
         """Forget all content: every subgroup is fresh again."""
         self._settle(list(self._writes))
-        for place in self._places:
+        for place in self.places:
             if place.stored is not None:
-                self._store.drop(place.stored)
-        self._places = [_Place() for _ in self._subgroups]
+                self.store.drop(place.stored)
+        self.places = [_Place() for _ in self._subgroups]
         self._owners = [None] * self._buffers.count
         self._free = deque(range(self._buffers.count))
 
@@ -232,23 +235,23 @@ class SubgroupPipeline:
 
     def _held(self, index: int) -> Task[Stored]:
         self._settle([index])
-        place = self._places[index]
+        place = self.places[index]
         if place.is_changed:
             self._writes[index] = self._threads.submit(self._write_back, index)
             return self._writes[index]
         stored = place.stored
         if stored is None:
             raise AssertionError("a subgroup is held that is fresh")
-        self._store.hold(stored)
+        self.store.hold(stored)
         return self._threads.submit(lambda: stored)
 
     def _write_back(self, index: int) -> Stored:
         """Write a subgroup that stays in its buffer. On a thread of the pool."""
-        place = self._places[index]
+        place = self.places[index]
         if place.buffer is None:
             raise AssertionError("a subgroup is written back that is not in memory")
         stored = self._store_changed(place, index, self._buffers[place.buffer])
-        self._store.hold(stored)
+        self.store.hold(stored)
         return stored
 
     def _settle(self, subgroups: Iterable[int]) -> None:
@@ -262,7 +265,7 @@ class SubgroupPipeline:
         begin = time.perf_counter()
         self._settle([index])
         self.waited_s += time.perf_counter() - begin
-        place = self._places[index]
+        place = self.places[index]
         if place.buffer is None:
             raise AssertionError("a subgroup is used that is not in memory")
         is_fresh = place.stored is None and not place.is_changed
@@ -296,13 +299,13 @@ class SubgroupPipeline:
             self._settle([leaving])
             self._leave(leaving, memory)
         self._owners[buffer] = None
-        place = self._places[coming]
+        place = self.places[coming]
         if place.stored is not None:
             self._read(coming, place.stored, memory)
         place.buffer, self._owners[buffer] = buffer, coming
 
     def _leave(self, index: int, memory: torch.Tensor) -> None:
-        place = self._places[index]
+        place = self.places[index]
         if place.is_changed:
             self._store_changed(place, index, memory)
         place.buffer = None
@@ -311,14 +314,14 @@ class SubgroupPipeline:
         old, stored = place.stored, self._write(index, memory)
         place.stored, place.is_changed = stored, False
         if old is not None:
-            self._store.drop(old)
+            self.store.drop(old)
         return stored
 
     def _read(self, index: int, stored: Stored, memory: torch.Tensor) -> None:
-        what = f"reading subgroup {index} from {self._store.files[stored.path].directory}"
+        what = f"reading subgroup {index} from {self.store.files[stored.path].directory}"
         try:
             with self._watch.doing(what):
-                self._store.read(self._subgroups[index], stored, memory)
+                self.store.read(self._subgroups[index], stored, memory)
         except StateholdError as error:
             self.targets.give_up(stored.path, error, what)
             raise
@@ -327,13 +330,13 @@ class SubgroupPipeline:
         """Write a subgroup to its path, or to another one if that fails: it is still in memory."""
         while True:
             path = self.targets[index]
-            what = f"writing subgroup {index} to {self._store.files[path].directory}"
+            what = f"writing subgroup {index} to {self.store.files[path].directory}"
             try:
                 with self._watch.doing(what):
-                    return self._store.write(self._subgroups[index], memory, path)
+                    return self.store.write(self._subgroups[index], memory, path)
             except StateholdError as error:
                 if not self.targets.give_up(path, error, what):
-                    needed = format_bytes(self._store.forms[index].nbytes)
+                    needed = format_bytes(self.store.forms[index].nbytes)
                     error.with_fact("failed", f"{what}: its file needs {needed}")
                     raise
 
@@ -366,7 +369,7 @@ class Targets:
         bandwidths: Sequence[float],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sizes, self._store, self._clock = sizes, store, clock
+        self._sizes, self.store, self._clock = sizes, store, clock
         self._guard = threading.RLock()
         self.given_up: dict[int, str] = {}  # paths, and why
         self._weights = list(bandwidths)
@@ -386,7 +389,7 @@ class Targets:
 
         These are of the largest size, so a file may take any subgroup and no space is lacking.
         """
-        for path, files in enumerate(self._store.files):
+        for path, files in enumerate(self.store.files):
             sizes = [
                 size for size, each in zip(self._sizes, self._paths, strict=True) if each == path
             ]
@@ -402,7 +405,7 @@ class Targets:
             if all(self._measured[path] for path in usable if self.counts[path]):
                 idle = self._to_measure_again(usable)
                 if idle is not None:
-                    self._measured[idle], self._seen[idle] = None, self._store.moved(idle)
+                    self._measured[idle], self._seen[idle] = None, self.store.moved(idle)
                     self._take(placement.with_one_on(idle, self.counts))
                     return
                 self._weights = [
@@ -413,7 +416,7 @@ class Targets:
 
     def skip(self) -> None:
         """Do not count what was moved since renew(), because it was not read and written alike."""
-        self._seen = [self._store.moved(path) for path in range(len(self.counts))]
+        self._seen = [self.store.moved(path) for path in range(len(self.counts))]
 
     def give_up(self, path: int, error: StateholdError, what: str) -> bool:
         """Write no more to a path on which `what` has failed: "writing subgroup 3 to /nvme0".
@@ -425,7 +428,7 @@ class Targets:
             return False
         if getattr(error, "errno", 0) in OWN_ERRNOS:
             return False
-        directory = self._store.files[path].directory
+        directory = self.store.files[path].directory
         with self._guard:
             if path in self.given_up:
                 return True
@@ -445,7 +448,7 @@ class Targets:
 
     def _measure(self) -> None:
         for path in range(len(self.counts)):
-            moved = self._store.moved(path)
+            moved = self.store.moved(path)
             late = placement.bandwidth(moved - self._seen[path])
             if late is not None:
                 before = self._measured[path]
@@ -469,13 +472,13 @@ class Targets:
             if more <= 0:
                 continue
             try:
-                self._store.files[path].reserve([max(self._sizes)] * more)
+                self.store.files[path].reserve([max(self._sizes)] * more)
             except NoSpaceError as error:
                 self._may_grow = False
                 logger.warning(
                     "an optimizer would be faster with more of its state on %s, which is full "
                     "(%s). Its subgroups stay where they are",
-                    self._store.files[path].directory, _in_short(error),
+                    self.store.files[path].directory, _in_short(error),
                 )  # fmt: skip
                 return
             except StorageError as error:

@@ -104,6 +104,8 @@ class OffloadedState:
 
     drains: whether gradients leave devices in backward. every: see check_every(). fs: a file system
     from the caller, which stays open.
+    What does the work: `sizes` cuts subgroups, `store` and `pipeline` have them on paths and in
+    memory, `rule` updates them; `on_device` those of devices, `mirror` what devices keep.
     """
 
     def __init__(
@@ -118,9 +120,9 @@ class OffloadedState:
     ) -> None:
         check_every(every)
         host_bytes, self._paths = check_tiers(tiers)
-        self._rule = rule
+        self.rule = rule
         self.parameters = parameters_of(groups, rule)
-        self._sizes = Sizes.of(
+        self.sizes = Sizes.of(
             [each.extent for each in self.parameters],
             host_bytes,
             len(self._paths),
@@ -131,17 +133,17 @@ class OffloadedState:
             LANES if every is not None and pinned_bytes(self.parameters) else 0,
         )
         self._subgroups_of: list[list[int]] = [[] for _ in self.parameters]
-        for subgroup in self._sizes.subgroups:
+        for subgroup in self.sizes.subgroups:
             for span in subgroup.spans:
                 self._subgroups_of[span.parameter].append(subgroup.index)
         self._name = Name()
         names = [each.name for each in self.parameters]
         forms = [
-            FileForm(each, room_for(each, names, str(self._name))) for each in self._sizes.subgroups
+            FileForm(each, room_for(each, names, str(self._name))) for each in self.sizes.subgroups
         ]
         self._naming: Naming | None = None  # of the first save
-        self._store = SubgroupStore(self._paths, forms, names, fs)
-        self.timeline = self._store.timeline
+        self.store = SubgroupStore(self._paths, forms, names, fs)
+        self.timeline = self.store.timeline
         self._open(groups, every, drains=drains)
         self._failure: BaseException | None = None
         self._is_closed, self._owner_pid = False, os.getpid()
@@ -156,36 +158,36 @@ class OffloadedState:
         grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
-        update = OptimizerUpdate(self._rule, self.parameters, groups, grads, scale, self._workers)
+        update = OptimizerUpdate(self.rule, self.parameters, groups, grads, scale, self._workers)
         active = [self.parameters[index] for index in update.active]
 
         def use(
             subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool
         ) -> Callable[[], None] | None:
-            if subgroup.index in self._on_device.places:
-                gradients = self._mirror.gradients
-                return self._on_device.use(update, gradients, subgroup, memory, is_fresh)
-            self._mirror.arrive()
+            if subgroup.index in self.on_device.places:
+                gradients = self.mirror.gradients
+                return self.on_device.use(update, gradients, subgroup, memory, is_fresh)
+            self.mirror.arrive()
             begin = time.perf_counter()
             with self.timeline.during("update", subgroup.index):
                 spans = update.use(subgroup, memory, is_fresh)
-            self._mirror.send(spans)
+            self.mirror.send(spans)
             self._compute_s += time.perf_counter() - begin
             return None
 
-        touched = self._on_device.in_turn(self._touched(update.active))
+        touched = self.on_device.in_turn(self._touched(update.active))
         with self._whole("update"):
             for parameter in active:
                 parameter.step += 1
             try:
-                self._pipeline.visit(touched, use, changes=True)
+                self.pipeline.visit(touched, use, changes=True)
             except BaseException:
-                self._on_device.wait()
+                self.on_device.wait()
                 raise
             finally:
-                self._mirror.arrive()
-                self._mirror.discard()
-                self._mirror.sent(update.active)
+                self.mirror.arrive()
+                self.mirror.discard()
+                self.mirror.sent(update.active)
             for parameter in active:
                 parameter.note_update()
         self._updates += 1
@@ -202,11 +204,11 @@ class OffloadedState:
             for index, each in enumerate(self.parameters)
             if each.mirrored is None and each.tensor.grad is not None
         }
-        return here | self._mirror.collect(must_wait=must_wait)
+        return here | self.mirror.collect(must_wait=must_wait)
 
     def discard(self) -> None:
         """Forget drained gradients."""
-        self._mirror.discard()
+        self.mirror.discard()
 
     @property
     def has_failed(self) -> bool:
@@ -230,7 +232,7 @@ class OffloadedState:
                     elements = flat(local_of(found[span.parameter][part.field]))
                     elements[span.begin : span.end] = values
 
-        self._pipeline.visit(self._touched(started), use, changes=False)
+        self.pipeline.visit(self._touched(started), use, changes=False)
         return found
 
     def stored(self, saved: Sequence[SavedParameter]) -> StoredState | None:
@@ -249,8 +251,8 @@ class OffloadedState:
             if naming.in_files[index]:
                 fields[index] = self._fields_in_files(self.parameters[index], saved[index])
         elsewhere = tuple(naming.elsewhere(started))
-        self._store.heads = heads
-        held = self._pipeline.hold(heads)
+        self.store.heads = heads
+        held = self.pipeline.hold(heads)
         tree = [fields.get(index) for index in range(len(self.parameters))]
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
 
@@ -288,15 +290,15 @@ class OffloadedState:
                 fill(wanted)
 
         with self._whole("load_state_dict()"):
-            self._pipeline.reset()
-            self._mirror.forget()
-            self._mirror.bring_weights()
+            self.pipeline.reset()
+            self.mirror.forget()
+            self.mirror.bring_weights()
             for parameter, entry in zip(self.parameters, entries, strict=True):
                 parameter.version = None
                 parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
             started = [index for index, fields in enumerate(given) if fields]
-            self._pipeline.visit(self._touched(started), use, changes=True)
-        self._mirror.forget()
+            self.pipeline.visit(self._touched(started), use, changes=True)
+        self.mirror.forget()
         self._failure = None
 
     def close(self) -> None:
@@ -304,16 +306,16 @@ class OffloadedState:
         if not self._is_closed and os.getpid() == self._owner_pid:
             self._is_closed = True
             self._name.free()
-            self._pipeline.close()
+            self.pipeline.close()
             self._workers.close()
-            self._on_device.close()
-            self._mirror.close()
-            self._store.close()
+            self.on_device.close()
+            self.mirror.close()
+            self.store.close()
 
     @property
     def stats(self) -> Stats:
         """The figures so far."""
-        pipeline, store = self._pipeline, self._store
+        pipeline, store = self.pipeline, self.store
         targets = pipeline.targets
         placed = zip(self._paths, targets.counts, store.meters, strict=True)
         return Stats(
@@ -324,13 +326,13 @@ class OffloadedState:
             hidden_s=max(0.0, store.all_transfers.busy_s - pipeline.waited_s),
             hits=pipeline.hits,
             misses=pipeline.misses,
-            state_bytes=self._sizes.state_bytes,
-            cache_bytes=self._sizes.cache_bytes,
-            buffer_bytes=self._sizes.pipeline_bytes,
-            pinned_bytes=self._sizes.pinned_bytes,
-            device_bytes=self._on_device.nbytes,
-            device_updates=self._on_device.updates,
-            device_subgroups=len(self._on_device.places),
+            state_bytes=self.sizes.state_bytes,
+            cache_bytes=self.sizes.cache_bytes,
+            buffer_bytes=self.sizes.pipeline_bytes,
+            pinned_bytes=self.sizes.pinned_bytes,
+            device_bytes=self.on_device.nbytes,
+            device_updates=self.on_device.updates,
+            device_subgroups=len(self.on_device.places),
             paths=tuple(
                 PathStats(
                     path=path.directory,
@@ -351,21 +353,21 @@ class OffloadedState:
         known = [float(rate) for rate in rates if rate is not None]
         bandwidths = known if len(known) == len(rates) else [1.0] * len(rates)
         with contextlib.ExitStack() as undo:
-            undo.callback(self._store.close)
-            subgroups = self._sizes.subgroups
-            buffers = Buffers(self._sizes.buffers, self._sizes.each_bytes)
+            undo.callback(self.store.close)
+            subgroups = self.sizes.subgroups
+            buffers = Buffers(self.sizes.buffers, self.sizes.each_bytes)
             self._workers = Workers()
             undo.callback(self._workers.close)
             places = candidates(subgroups, self.parameters) if every is not None else {}
-            self._on_device = OnDevice(places, subgroups, buffers, self.timeline)
-            undo.callback(self._on_device.close)
+            self.on_device = OnDevice(places, subgroups, buffers, self.timeline)
+            undo.callback(self.on_device.close)
             alternate(
-                every, self._on_device, self.parameters, buffers[0], self._rule, groups,
+                every, self.on_device, self.parameters, buffers[0], self.rule, groups,
                 self._workers, drains=drains,
             )  # fmt: skip
-            self._mirror = Mirror(self.parameters, self._on_device.spans(), drains=drains)
-            undo.callback(self._mirror.close)
-            self._pipeline = SubgroupPipeline(subgroups, buffers, self._store, bandwidths)
+            self.mirror = Mirror(self.parameters, self.on_device.spans(), drains=drains)
+            undo.callback(self.mirror.close)
+            self.pipeline = SubgroupPipeline(subgroups, buffers, self.store, bandwidths)
             undo.pop_all()
 
     def _naming_of(self, saved: Sequence[SavedParameter]) -> Naming | None:
@@ -373,7 +375,7 @@ class OffloadedState:
         if not self._paths:
             return None
         if self._naming is None:
-            self._naming = Naming(self.parameters, self._store.forms, saved, str(self._name))
+            self._naming = Naming(self.parameters, self.store.forms, saved, str(self._name))
         if self._naming.saved != list(saved):
             log_once(
                 "a save of an offloaded optimizer writes its whole state, because the save before "
@@ -385,7 +387,7 @@ class OffloadedState:
 
     def _fields_in_files(self, parameter: Parameter, saved: SavedParameter) -> dict[str, Any]:
         found = {field: InFiles(saved.field(field)) for field in parameter.fields}
-        return {"step": parameter.step.clone(), **found} if self._rule.keeps_step else found
+        return {"step": parameter.step.clone(), **found} if self.rule.keeps_step else found
 
     @property
     def _started(self) -> list[int]:
@@ -399,7 +401,7 @@ class OffloadedState:
     def _empty_fields(self, parameter: Parameter) -> dict[str, torch.Tensor]:
         """Tensors for the fields of a parameter, and its step if torch keeps one."""
         found = {name: parameter.empty_field() for name in parameter.fields}
-        return {"step": parameter.step.clone(), **found} if self._rule.keeps_step else found
+        return {"step": parameter.step.clone(), **found} if self.rule.keeps_step else found
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -428,7 +430,7 @@ class OffloadedState:
                     },
                     hint="convert the model first, then make the optimizer",
                 )
-            fields = self._rule.fields(groups[parameter.group])
+            fields = self.rule.fields(groups[parameter.group])
             if fields != parameter.kept:
                 raise UsageError(
                     "an option of a parameter group would change what is kept of a parameter",
