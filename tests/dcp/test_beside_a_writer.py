@@ -23,6 +23,7 @@ from statehold.errors import CorruptionError, StorageError
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import failing
+from support.endpoints import machine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,7 +37,7 @@ def state(value: float) -> dict[str, Any]:
 
 def on(fs: SimFs, kind: Any) -> Any:
     found = kind(STEP, io=Io(backend="threads"))
-    found._machine.borrowed_fs = fs
+    machine_of(found).borrowed_fs = fs
     return found
 
 

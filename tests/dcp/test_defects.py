@@ -23,6 +23,7 @@ from statehold.errors import ChecksumError, NoSpaceError, UnsupportedValueError,
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import HalvingPlanner, failing
+from support.endpoints import machine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,7 +104,7 @@ def test_what_was_replaced_stays_until_its_successor_is_durable() -> None:
 
 def on(fs: SimFs, path: str, kind: Any = StorageWriter) -> Any:
     found = kind(path, io=Io(backend="threads"))
-    found._machine.borrowed_fs = fs
+    machine_of(found).borrowed_fs = fs
     return found
 
 

@@ -19,6 +19,7 @@ from statehold import Io
 from statehold.integrations.dcp import StorageReader, StorageWriter
 from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
+from support.endpoints import machine_of
 from support.faults import DEADLINE_S, must
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,7 +169,7 @@ def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
 
     def save(path: str, value: float, rows: int = 3) -> None:
         writer = StorageWriter(path, io=Io(backend="threads"))
-        writer._machine.borrowed_fs = fs
+        machine_of(writer).borrowed_fs = fs
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
         dcp.save({"a": torch.full((rows,), value)}, storage_writer=writer, planner=planner)
 
@@ -180,7 +181,7 @@ def test_a_cached_plan_of_a_failed_save(tmp_path: Path) -> None:
     assert not fs.is_dir("/run/step-1")
     for path, value, rows in (("/run/step-2", 2.0, 3), ("/run/step-3", 3.0, 5)):
         reader = StorageReader(path, io=Io(backend="threads"))
-        reader._machine.borrowed_fs = fs
+        machine_of(reader).borrowed_fs = fs
         loaded = {"a": torch.zeros(rows)}
         dcp.load(loaded, storage_reader=reader)
         assert_equal(torch.full((rows,), value), loaded["a"])

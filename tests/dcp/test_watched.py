@@ -20,6 +20,7 @@ from statehold.observe.counters import figures_of
 from statehold.options.io import DEFAULTS, Io, Moving, settled
 from statehold.units import MiB
 from support.dcp_checks import failing
+from support.endpoints import machine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -89,10 +90,10 @@ def test_they_take_the_profile_of_the_storage(
     moving = Moving(buffer_bytes=2 * MiB, queue_depth=4, backend="threads", copy_threads=1)
     save(Profile(mount_of(str(tmp_path)), moving, "today"), path_for(str(tmp_path)))
     for endpoint in (StorageWriter(), StorageReader()):
-        assert settled(endpoint._machine.at(str(tmp_path / "step-1")).options.io) == moving
+        assert settled(machine_of(endpoint).at(str(tmp_path / "step-1")).options.io) == moving
     given = StorageWriter(io=Io(buffer_bytes="1MiB", profile=None))
-    found = settled(given._machine.at(str(tmp_path / "step-1")).options.io)
+    found = settled(machine_of(given).at(str(tmp_path / "step-1")).options.io)
     assert (found.buffer_bytes, found.backend) == (MiB, "auto")
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path / "step-1"))
     os.unlink(path_for(str(tmp_path)))
-    assert settled(StorageReader()._machine.at(str(tmp_path / "step-1")).options.io) == DEFAULTS
+    assert settled(machine_of(StorageReader()).at(str(tmp_path / "step-1")).options.io) == DEFAULTS

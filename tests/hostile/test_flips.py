@@ -21,6 +21,7 @@ from statehold.encoding import header
 from statehold.errors import ChecksumError, CorruptionError, ManifestError, PeerFailedError
 from statehold.integrations.dcp import StorageReader
 from statehold.testing import SimFs, checkpointer_on
+from support.endpoints import machine_of
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import RUN, Ranks
 
@@ -113,7 +114,7 @@ def test_a_step_of_one_rank(record_property: Callable[[str, object], None]) -> N
 
 def reader_on(fs: SimFs) -> StorageReader:
     reader = StorageReader(STEP, staging_bytes="2MiB", io=Io(buffer_bytes="1MiB", copy_threads=1))
-    reader._machine.borrowed_fs = fs
+    machine_of(reader).borrowed_fs = fs
     return reader
 
 
