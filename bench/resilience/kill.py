@@ -72,13 +72,13 @@ def _killed(subject: Subject, given: Namespace, number: int) -> Record:
         )
         told = {"subject": subject.name, "moment": subject.moment}
         with subject.start(order, given.peers) as processes:
-            if not _have_ended(processes):
+            if not have_ended(processes):
                 return {**told, "victim": order.victim, "hangs": True}
         logs = [lines(Path(folder, f"replica{i}")) for i in range(order.replicas)]
     return {**told, **_facts(order, logs)}
 
 
-def _have_ended(processes: Processes) -> bool:
+def have_ended(processes: Processes) -> bool:
     deadline = time.monotonic() + DEADLINE_S
     try:
         for each in processes:

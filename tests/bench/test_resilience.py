@@ -117,7 +117,7 @@ def test_a_job_that_hangs_is_counted_and_the_others_are_measured(
     monkeypatch.setattr(kill, "DEADLINE_S", 0.1)
     waits = [sys.executable, "-c", "import signal; signal.pause()"]
     with ended([subprocess.Popen(waits, text=True)]) as jobs:
-        assert not kill._have_ended(jobs)
+        assert not kill.have_ended(jobs)
     named = {"subject": "a peer", "moment": "late"}
     facts = {"pause_s": 1.5, "step_s": 0.5, "thrown_away": 3, "batch": 4, "microbatches": 4}
     hung = {**named, "victim": 0, "hangs": True}

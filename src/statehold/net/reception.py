@@ -61,7 +61,10 @@ Lost = Callable[[Guest, Exception], None]
 
 
 class Reception:
-    """It owns the listeners. door: what guests come for. most: how many may be there."""
+    """It owns the listeners. door: what guests come for. most: how many may be there.
+
+    rests_until: until when it lets nobody in, for want of descriptors; None if it does.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Reception:
         self._lent: set[Guest] = set()
         self._back: deque[Guest] = deque()
         self._count = 0
-        self._rests_until: float | None = None
+        self.rests_until: float | None = None
         self._lost: Lost = lambda guest, error: None
         self._is_over = False
         self._thread: Thread | None = None
@@ -258,7 +261,7 @@ class Reception:
     # -- who comes -------------------------------------------------------------------------
 
     def _accept(self, listener: Any) -> None:
-        if self._rests_until is not None:  # another listener was in this turn, too
+        if self.rests_until is not None:  # another listener was in this turn, too
             return
         now = time.monotonic()
         if len(self._silent) < SILENT_MAX and self._guests_fit(now):
@@ -273,7 +276,7 @@ class Reception:
                 return
         for each in self._listeners:
             self._selector.unregister(each)
-        self._rests_until = now + ROOM_S
+        self.rests_until = now + ROOM_S
 
     def _guests_fit(self, now: float) -> bool:
         """Whether there is room for one more. If not, one that is idle may have to go for it."""
@@ -304,8 +307,8 @@ class Reception:
 
     def _late(self) -> list[Guest]:
         now = time.monotonic()
-        if self._rests_until is not None and now >= self._rests_until:
-            self._rests_until = None
+        if self.rests_until is not None and now >= self.rests_until:
+            self.rests_until = None
             for each in self._listeners:
                 self._selector.register(each, selectors.EVENT_READ)
         patience_s = FIRST_S if len(self._silent) < SILENT_MAX // 2 else ROOM_S
@@ -313,7 +316,7 @@ class Reception:
 
     def _patience_s(self, tick_s: float | None) -> float | None:
         """None: until something comes."""
-        if self._silent or self._rests_until is not None:
+        if self._silent or self.rests_until is not None:
             return ROOM_S if tick_s is None else min(ROOM_S, tick_s)
         return tick_s
 

@@ -68,6 +68,7 @@ class Server:
     once: also stop when the last rank has left, for one job. A rank that is lost has not left.
     host: of the interface to listen on; "" listens on all. port: 0 takes a free one.
     report: called with one line of text for each event that an operator wants to know.
+    names: of the ranks that are connected, by connection. reception: lets them in.
     Raises PortInUseError, and UsageError for an address of another machine.
     """
 
@@ -86,9 +87,9 @@ class Server:
         secret = of_job()
         listener = _listen(host, port)
         self.port: int = listener.getsockname()[1]
-        self._reception = Reception([listener], _DOOR, secret, frame_max=FIRST_MAX)
+        self.reception = Reception([listener], _DOOR, secret, frame_max=FIRST_MAX)
         self._guests: dict[int, Guest] = {}  # that have said who they are
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._left: set[int] = set()
         self._unsent: collections.deque[tuple[int, Message]] = collections.deque()
         self._sends = False
@@ -97,14 +98,14 @@ class Server:
 
     def serve(self) -> None:
         """Until `stop`, which may be called by another thread or by a signal handler."""
-        self._reception.serve(self._hear, self._lose, self._tick, TICK_S)
+        self.reception.serve(self._hear, self._lose, self._tick, TICK_S)
 
     def stop(self) -> None:
-        self._reception.stop()
+        self.reception.stop()
 
     def close(self) -> None:
         """Close all sockets; the ranks go on with their steps, and wait for another coordinator."""
-        self._reception.close()
+        self.reception.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -115,30 +116,30 @@ class Server:
     def _hear(self, guest: Guest, line: bytes) -> None:
         message, conn, now = decode(line), guest.number, time.monotonic()
         if isinstance(message, Hello):
-            if conn in self._names:
+            if conn in self.names:
                 raise ValueError("a second Hello")
             guest.wire.frame_max = FRAME_MAX
             self._guests[conn] = guest
-            self._names[conn] = f"{message.replica} rank {message.place}"
-            self._report(f"{self._names[conn]} has connected, at step {message.view.step}")
+            self.names[conn] = f"{message.replica} rank {message.place}"
+            self._report(f"{self.names[conn]} has connected, at step {message.view.step}")
             self._send(self._coordinator.hello(conn, message, now))
             return
-        if conn not in self._names:
+        if conn not in self.names:
             raise ValueError("no Hello")
         if isinstance(message, Leave):
             self._left.add(conn)
-            self._report(f"{self._names[conn]} has left, at step {message.view.step}")
+            self._report(f"{self.names[conn]} has left, at step {message.view.step}")
         if isinstance(message, Complaint):
-            self._report(f"{self._names[conn]} complains: {message.reason}")
+            self._report(f"{self.names[conn]} complains: {message.reason}")
         self._send(self._coordinator.receive(conn, message, now))
 
     def _lose(self, guest: Guest, error: Exception) -> None:
         conn = guest.number
         self._guests.pop(conn, None)
-        name = self._names.pop(conn, "a stranger")
+        name = self.names.pop(conn, "a stranger")
         if conn not in self._left:
             self._report(f"{name} has gone: {error}")
-        elif self._once and not self._names:
+        elif self._once and not self.names:
             self._report("the job has ended")
             self.stop()
         self._left.discard(conn)
@@ -162,16 +163,16 @@ class Server:
             return
         self._tell(conn, message)
         try:
-            self._reception.put(guest, encode(message))
+            self.reception.put(guest, encode(message))
         except OSError as error:
-            self._reception.drop(guest, error)
+            self.reception.drop(guest, error)
 
     def _tell(self, conn: int, message: Message) -> None:
         """One line for what goes to many ranks."""
         if isinstance(message, Fenced | Refused):
             facts = message.facts if isinstance(message, Refused) else {}
             details = "".join(f"; {name}: {value}" for name, value in facts.items())
-            self._report(f"{self._names.get(conn)} is out: {message.reason}{details}")
+            self._report(f"{self.names.get(conn)} is out: {message.reason}{details}")
         elif message == self._told:
             return
         elif isinstance(message, Install):
@@ -212,6 +213,7 @@ class Link:
     address: host and port of `statehold coordinate`.
     on_change: called under `changed`, when the member has promised or entered an epoch, or is out.
     is_stuck: whether the training thread makes no progress; no beat is sent then.
+    wire: the connection; None while there is none.
     drawn: the checksums of the samples of the round in progress, for each beat.
     """
 
@@ -236,7 +238,7 @@ class Link:
         self._is_stuck = is_stuck
         self._drawn = drawn
         self._secret = of_job()
-        self._wire: Wire | None = None
+        self.wire: Wire | None = None
         self._outbox: collections.deque[Message] = collections.deque()
         self._bell = Bell()
         self._ends = False
@@ -263,7 +265,7 @@ class Link:
 
     def forget(self) -> None:
         """In a forked child: the connection must end with the rank, and not with its children."""
-        for each in (self._wire, self._bell):
+        for each in (self.wire, self._bell):
             if each is not None:
                 each.close()
 
@@ -273,17 +275,17 @@ class Link:
         pause = _AGAIN_S[0]
         while self._goes_on():
             try:
-                self._wire = self._connected()
+                self.wire = self._connected()
                 self.problem, pause = "", _AGAIN_S[0]
-                self._talk(self._wire)
+                self._talk(self.wire)
             except (OSError, ValueError) as error:
                 self.problem = f"{addresses.joined(*self._address)}: {error}"
                 if isinstance(error, SecretError) and not self._member.epoch:
                     reason = {"reason": error.strerror or ""}
                     self._receive(Refused("the coordinator does not let this replica in", reason))
-            if self._wire is not None:
-                self._wire.close()
-                self._wire = None
+            if self.wire is not None:
+                self.wire.close()
+                self.wire = None
             if self._goes_on():
                 self._wait(None, pause)
                 pause = min(2 * pause, _AGAIN_S[1])

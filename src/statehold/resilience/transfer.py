@@ -64,20 +64,21 @@ class StateTransfer:
     """state: as save() and restore() take it. host: the address of this machine for others.
 
     width: how many ranks of torch's default group hold the state of a replica together.
+    server: gives the state to others; the first serve() makes it.
     """
 
     def __init__(self, state: Mapping[str, Any], host: str, width: int = 1) -> None:
         self._state = state
         self._host = host
         self._among = among(width)
-        self._server: OfferServer | None = None
+        self.server: OfferServer | None = None
 
     def serve(self, where: MeetingPlace) -> None:
         """Let the joiners of the epoch have the state. Does not wait for them."""
-        if self._server is None:
-            self._server = OfferServer(self._host)
-        self._server.offer(where.epoch, Offer(self._state, self._among))
-        says = self._server.address
+        if self.server is None:
+            self.server = OfferServer(self._host)
+        self.server.offer(where.epoch, Offer(self._state, self._among))
+        says = self.server.address
 
         def tell() -> None:
             with contextlib.suppress(GroupLostError):  # then nobody joins in this epoch
@@ -87,8 +88,8 @@ class StateTransfer:
 
     def stop_serving(self) -> None:
         """The state may change from now on."""
-        if self._server is not None:
-            self._server.withdraw()
+        if self.server is not None:
+            self.server.withdraw()
 
     def fetch(self, where: MeetingPlace) -> None:
         """Take the state. After an error the live state has parts of both."""
@@ -98,9 +99,9 @@ class StateTransfer:
         fetching.run(lambda document: Arriving(self._state, document, self._among))
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 def _meet(where: MeetingPlace, says: str) -> list[str]:
@@ -197,7 +198,7 @@ class OfferServer:
 
     def _send(self, wire: Wire, piece: Tensor, *, is_shared: bool) -> None:
         until = time.monotonic() + _SILENCE_S
-        wire.pour(_checksum(piece), until)
+        wire.pour(sum_of(piece), until)
         if not is_shared:
             wire.pour(window(piece), until)
 
@@ -242,7 +243,7 @@ def _mapped(memory: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
 
 
-def _checksum(piece: Tensor) -> bytes:
+def sum_of(piece: Tensor) -> bytes:
     return _core.hash_memory(piece.data_ptr(), piece.numel()).to_bytes(_SUM_BYTES, "little")
 
 
@@ -343,7 +344,7 @@ class _Fetching:
                 return
 
     def _place(self, run: ByteRun, begin: int, piece: Tensor, checksum: bytes) -> None:
-        if _checksum(piece) != checksum:
+        if sum_of(piece) != checksum:
             raise self._lost(f"the bytes from {begin} on differ from their checksum")
         run.write(begin, piece)
 

@@ -27,8 +27,8 @@ class Office:
         self.coordinator = Coordinator(expected, settle_s=0.2)
         self.server = Server(self.coordinator, "127.0.0.1", port, self.said.append, once=once)
         self.port = self.server.port
-        self._thread = threading.Thread(target=self.server.serve, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self.server.serve, daemon=True)
+        self.thread.start()
 
     def close(self) -> None:
         self.server.stop()
@@ -36,8 +36,8 @@ class Office:
 
     def end(self) -> None:
         """Wait until it stops by itself."""
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
         self.server.close()
 
 
@@ -70,7 +70,7 @@ class Peer:
 
     def cut(self) -> None:
         """The connection ends, and both sides learn it."""
-        wire = self.link._wire
+        wire = self.link.wire
         assert wire is not None
         wire.hang_up()
 

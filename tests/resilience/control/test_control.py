@@ -95,7 +95,7 @@ def test_a_restarted_coordinator_finds_all_members_in_their_epoch() -> None:
         peers["b"].cut()
         peers["a"].until_in("a", after=1)
         office.server = again.server
-        office._thread = again._thread
+        office.thread = again.thread
 
 
 class Hasty(Member):
@@ -129,7 +129,7 @@ def test_a_complaint_is_not_lost_between_a_hello_and_the_first_beat() -> None:
         newcomer.until_in("a", "b", after=2)
         assert hasty.done
         newcomer.link.close()
-        office.server, office._thread = again.server, again._thread
+        office.server, office.thread = again.server, again.thread
 
 
 def test_a_message_that_breaks_the_protocol_ends_the_seat() -> None:
@@ -155,7 +155,7 @@ def test_one_that_leaves_is_known_to_have_left() -> None:
     with meeting("a", "b") as (office, peers):
         peers["b"].link.leave()
         until(lambda: office.coordinator.members == ["a"])
-        assert [view.step for view in office.coordinator._departed] == [0]
+        assert [view.step for view in office.coordinator.departed] == [0]
         assert office.coordinator.epoch == 1
 
 
@@ -169,7 +169,7 @@ def test_an_operator_reads_who_comes_and_leaves_and_who_is_lost() -> None:
         assert [each for each in office.said if each.startswith("b rank 0 has gone: ")]
         assert "epoch 3 has 1 replica: a" in office.said
         peers["a"].link.leave()
-        until(lambda: not office.server._names)
+        until(lambda: not office.server.names)
     assert "a rank 0 has left, at step 0" in office.said
     assert not [each for each in office.said if each.startswith("a rank 0 has gone")]
 
@@ -231,7 +231,7 @@ def test_a_second_hello_costs_its_sender_the_connection() -> None:
         other.put(encode(HELLO))
         other.put(encode(HELLO))
         assert is_over(other)
-        until(lambda: "x" not in office.coordinator._replicas)
+        until(lambda: "x" not in office.coordinator.replicas)
 
 
 def test_half_a_frame_is_no_message() -> None:
@@ -240,7 +240,7 @@ def test_half_a_frame_is_no_message() -> None:
         other.put_bytes(struct.pack(">I", len(encode(HELLO))) + encode(HELLO)[:-1])
         other.close()
         until(lambda: any("a stranger has gone" in each for each in office.said))
-        assert "x" not in office.coordinator._replicas
+        assert "x" not in office.coordinator.replicas
 
 
 # Who is let in
@@ -281,7 +281,7 @@ def test_a_member_outlives_a_coordinator_of_another_secret(
         again = Office(port=office.port)
         until(lambda: set(again.coordinator.members) == {"a"})
         assert peers["a"].member.fenced is None
-        office.server, office._thread = again.server, again._thread
+        office.server, office.thread = again.server, again.thread
 
 
 # The server
@@ -310,7 +310,7 @@ def test_a_listener_without_descriptors_rests_until_there_are_some(
     monkeypatch.setattr(reception, "_descriptors", lambda: most[0])
     office = Office(1)
     peer = Peer("a", office.port)
-    until(lambda: office.server._reception._rests_until is not None)
+    until(lambda: office.server.reception.rests_until is not None)
     most[0] = 100
     peer.until_in("a")
     peer.link.close()
@@ -366,7 +366,7 @@ def test_what_follows_a_loss_is_sent_after_what_came_before_it(
     server = Server(coordinator, "127.0.0.1", 0, lambda _: None)
     guests = [Guest(Wire(each), number, b"") for number, each in enumerate(socket.socketpair(), 1)]
     for each in guests:
-        server._guests[each.number], server._names[each.number] = each, "a rank"
+        server._guests[each.number], server.names[each.number] = each, "a rank"
     coordinator.conns = [1, 2]
     server._hear(guests[1], encode(Prepare(0)))
     assert sent == [(2, Prepare(1)), (2, Prepare(2))]

@@ -110,7 +110,7 @@ def test_members_that_come_back_after_a_newcomer_bring_the_newest_state(
     hall = Hall(2, settle_s=1.0)
     conns = [hall.connect(hello(name)) for name in "ab"]
     commit(hall, *conns)
-    hall.coordinator._expected = expected or sys.maxsize
+    hall.coordinator.expected = expected or sys.maxsize
     newcomer = hall.connect(hello("n"))
     hall.wait(5)
     hall.deaf.update(conns)
@@ -330,7 +330,7 @@ def test_after_the_only_member_has_failed_for_ever_the_expected_replicas_begin()
     """The first one to come began alone, as after any other loss of all members."""
     hall = Hall(expected=1)
     conn = hall.connect(hello("a"))
-    hall.coordinator._expected = 2
+    hall.coordinator.expected = 2
     for _ in range(FRUITLESS_MAX):
         hall.say(conn, Complaint(hall.epoch, "failed"))
     assert isinstance(hall.out(conn), Fenced)

@@ -49,7 +49,7 @@ def test_on_one_host_the_bytes_come_through_memory_of_both(server: OfferServer) 
     wire, shared = joined(server.address)
     assert shared is not None
     checksum = first_piece(wire, shared)
-    assert checksum == transfer._checksum(shared[:16])
+    assert checksum == transfer.sum_of(shared[:16])
     assert any(shared[:16].tolist())
     wire.close()
 

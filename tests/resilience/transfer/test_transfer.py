@@ -153,7 +153,7 @@ def only_first(job: Job, number: int, call: Callable[..., Any]) -> None:
         original(*args)
 
     for place, each in enumerate(job.holders):
-        instead(each._server, "_send", calling if place == number else waiting)
+        instead(each.server, "_send", calling if place == number else waiting)
 
 
 def test_every_bit_arrives_and_training_goes_on_alike(small_pieces: None, job: Job) -> None:
@@ -211,7 +211,7 @@ def test_a_holder_that_describes_another_state_has_no_part(
     job.states[1]["scheduler"].step()
     job.serve()
     sent: list[Any] = []
-    instead(job.holders[1]._server, "_send", lambda original, *args: sent.append(args))
+    instead(job.holders[1].server, "_send", lambda original, *args: sent.append(args))
     job.fetch()
     assert contents(job.joined) == contents(job.states[0]) != contents(job.states[1])
     assert not sent
@@ -295,7 +295,7 @@ def test_a_transfer_ends_with_its_epoch(small_pieces: None, job: Job) -> None:
 
     job.serve()
     for each in job.holders:
-        instead(each._server, "_send", send)
+        instead(each.server, "_send", send)
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(job.fetch)
         must(asked.wait(60))

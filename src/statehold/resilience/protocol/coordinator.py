@@ -116,21 +116,22 @@ class Coordinator:
 
     expected: a run begins as soon as so many replicas are here; None: not before settle_s.
     settle_s: a run begins with fewer replicas when none has come for so long.
+    replicas: those that have said who they are, by name. departed: how far those were that have left.
     """
 
     def __init__(self, expected: int | None = None, settle_s: float = 1.0) -> None:
         self.epoch = 0
         self.members: list[str] = []
-        self._expected = expected or sys.maxsize
+        self.expected = expected or sys.maxsize
         self._settle_s = settle_s
         self._target: int | None = None
         self._admits = False  # newcomers, to the epoch in preparation
         self._asked = 0  # the newest epoch that was ever prepared
-        self._replicas: dict[str, _Replica] = {}
+        self.replicas: dict[str, _Replica] = {}
         self._names: dict[int, tuple[str, int]] = {}
         self._beats: dict[int, float] = {}
         self._gone: dict[str, Fenced | Refused] = {}
-        self._departed: list[View] = []
+        self.departed: list[View] = []
         self._drawn: dict[str, int] = {}
         self._told_waiting = False
         self._failed = False
@@ -147,7 +148,7 @@ class Coordinator:
     def hello(self, conn: int, message: Hello, now: float) -> Sent:
         """A rank has connected."""
         self._now = now
-        known = self._replicas.get(message.replica)
+        known = self.replicas.get(message.replica)
         if known is not None and message.place in known.ranks:
             self._lose(message.replica, Fenced(f"its rank {message.place} has connected again"))
         out = self._problem(message)
@@ -155,7 +156,7 @@ class Coordinator:
             self._out.append((conn, out))
             self._lose(message.replica, out)
             return self._sent()
-        known = self._replicas.setdefault(message.replica, _Replica())
+        known = self.replicas.setdefault(message.replica, _Replica())
         known.hellos[message.place] = message
         known.ranks[message.place] = conn
         self._names[conn] = (message.replica, message.place)
@@ -176,7 +177,7 @@ class Coordinator:
         if conn not in self._names:
             return []
         name, place = self._names[conn]
-        replica = self._replicas[name]
+        replica = self.replicas[name]
         self._beats[conn] = now
         if not self.epoch:
             _note(replica.hellos, place, message)
@@ -195,7 +196,7 @@ class Coordinator:
             replica.left[place] = message.view
             if len(replica.left) == replica.hello.width:
                 if name in self.members or not self.epoch:
-                    self._departed.append(max(replica.left.values(), key=lambda view: view.step))
+                    self.departed.append(max(replica.left.values(), key=lambda view: view.step))
                 self._forget(name, Fenced("it has left"))
         return self._sent()
 
@@ -204,7 +205,7 @@ class Coordinator:
         self._now = now
         if conn in self._names:
             name, place = self._names[conn]
-            if place not in self._replicas[name].left:
+            if place not in self.replicas[name].left:
                 self._lose(name, Fenced(f"its rank {place} has been lost"), but=conn)
         return self._sent()
 
@@ -216,7 +217,7 @@ class Coordinator:
         for conn, (name, place) in list(self._names.items()):
             if conn not in self._names:  # lost with another rank of its replica
                 continue
-            lease_s = self._replicas[name].hello.lease_s
+            lease_s = self.replicas[name].hello.lease_s
             if gap > lease_s / 2:  # this process stood still: messages may wait in its sockets
                 self._beats[conn] = now
             elif now - self._beats[conn] > lease_s:
@@ -245,7 +246,7 @@ class Coordinator:
 
     def _begin(self) -> None:
         """The first epoch, or the epoch that others know (R12)."""
-        returning = {name: each for name, each in self._replicas.items() if each.hello.epoch}
+        returning = {name: each for name, each in self.replicas.items() if each.hello.epoch}
         if returning:
             newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
             self._return(newest, (self._now - self._returned_at - RETURN_S) / newest.lease_s)
@@ -259,7 +260,7 @@ class Coordinator:
             return
         fewest = self._fewest(ready)
         waited = self._now - self._changed_at > self._settle_s
-        complete = len(ready) >= self._expected and not self._outlived.issuperset(ready)
+        complete = len(ready) >= self.expected and not self._outlived.issuperset(ready)
         if len(ready) >= fewest and (waited or complete):
             self._prepare(self.epoch + 1)
 
@@ -269,34 +270,34 @@ class Coordinator:
         `leases` have passed since RETURN_S after the last one came. How long a new run waits for
         more replicas (settle_s) has nothing to do with it: the members stand still meanwhile.
         """
-        for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
+        for name in [each for each in self.replicas if self.replicas[each].hello.epoch]:
             if name not in newest.members:
                 self._lose(name, Fenced(f"epoch {newest.epoch} is without it"))
         present = [
             name
             for name in newest.members
-            if name in self._replicas and self._replicas[name].is_whole
+            if name in self.replicas and self.replicas[name].is_whole
         ]
         if not present:
             if leases > PATIENCE:  # no rank can go on without the others of its replica
-                for name in [each for each in self._replicas if self._replicas[each].hello.epoch]:
+                for name in [each for each in self.replicas if self.replicas[each].hello.epoch]:
                     self._lose(name, Fenced("a rank of it has not come back"))
             return
         all_here = len(present) == len(newest.members)
-        if all_here and all(self._replicas[name].works_in(newest.epoch) for name in present):
+        if all_here and all(self.replicas[name].works_in(newest.epoch) for name in present):
             self.epoch, self.members = newest.epoch, present
         elif all_here or leases > (1 if 2 * len(present) > len(newest.members) else PATIENCE):
-            for name in set(newest.members) & self._replicas.keys() - set(present):
+            for name in set(newest.members) & self.replicas.keys() - set(present):
                 self._lose(name, Fenced("a rank of it has not come back"))
             self.epoch, self.members = newest.epoch, present
             self._prepare(self.epoch + 1)
 
     def _prepare(self, epoch: int, *, admits: bool = False) -> None:
-        promised = max((each.promised for each in self._replicas.values()), default=0)
+        promised = max((each.promised for each in self.replicas.values()), default=0)
         self._target = self._asked = max(epoch, 1 + self._asked, 1 + promised)
         self._admits = admits
         self._told_waiting = False
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.promises.clear()
         for name in [*self.members, *self._newcomers()]:  # these may be needed if members die
             self._ask(name)
@@ -309,24 +310,24 @@ class Coordinator:
         if self._target is None and name in self.members and message.epoch == self.epoch + 1:
             self._prepare(message.epoch, admits=True)  # its vote has ended the epoch (R11)
         if message.epoch == self._target:
-            self._replicas[name].promises[place] = message.view
+            self.replicas[name].promises[place] = message.view
 
     def _install_if_ready(self) -> None:
         names = self._candidates()
-        promised = all(self._replicas[name].has_promised for name in names)
+        promised = all(self.replicas[name].has_promised for name in names)
         if self._target is None or not names or not promised:
             return
-        if len(names) < self._fewest(names) and not self._departed:
+        if len(names) < self._fewest(names) and not self.departed:
             return
-        views = {name: self._replicas[name].view for name in names}
+        views = {name: self.replicas[name].view for name in names}
         if not any(view.member for view in views.values()):
-            torn = [name for name in names if self._replicas[name].is_torn]
+            torn = [name for name in names if self.replicas[name].is_torn]
             for name in torn:
                 self._lose(name, Fenced("its ranks hold states of different steps"))
             if torn:
                 self._install_if_ready()
                 return
-            self._departed = []
+            self.departed = []
         self._install(views)
 
     def _install(self, views: Mapping[str, View]) -> None:
@@ -337,9 +338,9 @@ class Coordinator:
             self._furthest = furthest
             self._complaints.clear()
         self.members = list(views)
-        departed, drawn = tuple(self._departed), dict(self._drawn)
-        self._departed, self._drawn = [], {}
-        desk = self._replicas[self.members[0]].hellos[0].desk
+        departed, drawn = tuple(self.departed), dict(self._drawn)
+        self.departed, self._drawn = [], {}
+        desk = self.replicas[self.members[0]].hellos[0].desk
         self._tell(self.members, Install(self.epoch, views, departed, desk, drawn))
 
     def _end_fruitless(self) -> None:
@@ -372,19 +373,19 @@ class Coordinator:
 
     def _fewest(self, names: list[str]) -> int:
         """How many replicas these need at least."""
-        return max((self._replicas[name].hello.min_replicas for name in names), default=1)
+        return max((self.replicas[name].hello.min_replicas for name in names), default=1)
 
     def _newcomers(self) -> list[str]:
         return [
             name
-            for name, each in self._replicas.items()
+            for name, each in self.replicas.items()
             if each.is_whole and name not in self.members and not each.hello.epoch
         ]
 
     def _returns(self, message: Hello) -> None:
         """Others hold the state of the run: no new membership without them, nor another job."""
         self._target, self._returned_at = None, self._now
-        for name, each in list(self._replicas.items()):
+        for name, each in list(self.replicas.items()):
             out = _difference(message, each.hello)
             if out is not None and not each.hello.epoch:
                 self._lose(name, out)
@@ -394,7 +395,7 @@ class Coordinator:
             return self._gone[message.replica]
         if message.epoch and self.epoch and message.replica not in self.members:
             return Fenced("the job has gone on without it")
-        others = [each.hello for each in self._replicas.values()]
+        others = [each.hello for each in self.replicas.values()]
         returned = [each for each in others if each.epoch]
         if returned or not message.epoch:
             for other in (returned or others)[:1]:
@@ -403,8 +404,8 @@ class Coordinator:
 
     def _lose(self, name: str, out: Fenced | Refused, but: int | None = None) -> None:
         """The replica is out: tell its other ranks, and any that comes under its name later."""
-        if name in self._replicas:
-            replica = self._replicas[name]
+        if name in self.replicas:
+            replica = self.replicas[name]
             self._out += [(conn, out) for conn in replica.ranks.values() if conn != but]
             if name in self.members:
                 self._failed = True
@@ -413,7 +414,7 @@ class Coordinator:
         self._gone.setdefault(name, out)
 
     def _forget(self, name: str, out: Fenced | Refused) -> None:
-        for conn in self._replicas.pop(name).ranks.values():
+        for conn in self.replicas.pop(name).ranks.values():
             self._names.pop(conn, None)
             self._beats.pop(conn, None)
         self._complaints.pop(name, None)
@@ -432,8 +433,8 @@ class Coordinator:
 
     def _connections(self, names: list[str]) -> Iterator[int]:
         for name in names:
-            for place in sorted(self._replicas[name].ranks):
-                yield self._replicas[name].ranks[place]
+            for place in sorted(self.replicas[name].ranks):
+                yield self.replicas[name].ranks[place]
 
 
 def _note(hellos: dict[int, Hello], place: int, message: Message) -> None:
