@@ -186,7 +186,7 @@ def test_a_committer_that_came_at_the_last_moment_can_still_name_the_missing(
     """Its own time to wait for them has only begun, and its word takes a moment to arrive."""
     peers = peers_of(make, 2, DEADLINE_S)
     together(peers, lambda one: one.open())
-    board, given_s = peers[1]._board, []
+    board, given_s = peers[1].board, []
 
     def wait(keys: list[str], until: float) -> list[str]:
         given_s.append(until - time.monotonic())

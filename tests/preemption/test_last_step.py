@@ -53,7 +53,7 @@ class Rank:
 
 def ranks_on(board: MemoryBoard) -> list[Rank]:
     ranks = [Rank(peers) for peers in peers_of(lambda: board, SIZE)]
-    threads = [threading.Thread(target=rank.hearing._peers.open) for rank in ranks]
+    threads = [threading.Thread(target=rank.hearing.peers.open) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -139,7 +139,7 @@ def test_nobody_waits_for_a_rank_that_has_closed(closing: int) -> None:
 def test_ranks_whose_store_is_gone_leave_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     board = MemoryBoard()
     ranks = [Preemption(DEADLINE_S, peers) for peers in peers_of(lambda: board, SIZE)]
-    hearings = [rank._hearing for rank in ranks if rank._hearing is not None]
+    hearings = [rank.hearing for rank in ranks if rank.hearing is not None]
 
     def gone(_key: str) -> bytes:
         raise PeerLostError("the store is gone", ranks=(0,))
@@ -149,7 +149,7 @@ def test_ranks_whose_store_is_gone_leave_by_themselves(monkeypatch: pytest.Monke
     for hearing in hearings:
         hearing.start()
     for hearing in hearings:
-        hearing._thread.join(DEADLINE_S)
+        hearing.thread.join(DEADLINE_S)
     ranks[1].ask(None)
     after = [rank.is_last(6) for rank in ranks]
     assert before == [False] * SIZE

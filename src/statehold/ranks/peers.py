@@ -51,12 +51,13 @@ _PATIENCE = 1.5
 class Peers:
     """The ranks of a job, as seen by one of them, for as long as its membership lasts.
 
+    board: carries their notes.
     timeout_s: how long to wait for a rank; it may change between rounds.
     """
 
     def __init__(self, board: Board, membership: Membership, timeout_s: float) -> None:
         self.membership = membership
-        self._board = board
+        self.board = board
         self.timeout_s = timeout_s
         self._guard = threading.Lock()
         self._token: str | None = None
@@ -77,7 +78,7 @@ class Peers:
         with self._guard:
             if self._token is None:
                 until = time.monotonic() + self.timeout_s
-                self._token = self._board.open(self.rank, self.world_size, until)
+                self._token = self.board.open(self.rank, self.world_size, until)
             return self._token
 
     @property
@@ -102,15 +103,15 @@ class Peers:
 
     def post(self, name: str, note: bytes) -> None:
         """Leave a note that all ranks can read, in place of the last one of that name."""
-        self._board.post(f"{self.open()}/{name}", note)
+        self.board.post(f"{self.open()}/{name}", note)
 
     def peek(self, name: str) -> bytes | None:
         """A note, if it is there by now."""
-        return self._board.peek(f"{self.open()}/{name}")
+        return self.board.peek(f"{self.open()}/{name}")
 
     def close(self) -> None:
         """Release connections. Notes stay, because another rank may not have read them yet."""
-        self._board.close()
+        self.board.close()
 
     # -- the round of a save ---------------------------------------------------------------
 
@@ -131,8 +132,8 @@ class Peers:
                 held.append(group)
         if arrived and self.rank:
             return
-        self._board.post(f"{group}/outcome", _encode(error, self.rank))
-        self._board.ring(group)  # after the reason, which rank 0 looks for when it wakes
+        self.board.post(f"{group}/outcome", _encode(error, self.rank))
+        self.board.ring(group)  # after the reason, which rank 0 looks for when it wakes
 
     def gather(self, seq: int, waiting_s: float = 0.0) -> list[bytes]:
         """Rank 0, having arrived: the messages of all ranks, in order.
@@ -148,7 +149,7 @@ class Peers:
         message = (
             _CONCLUDED + outcome if isinstance(outcome, bytes) else _encode(outcome, self.rank)
         )
-        self._board.post(f"{self._group(what, seq)}/outcome", message)
+        self.board.post(f"{self._group(what, seq)}/outcome", message)
 
     def outcome(self, seq: int, waiting_s: float = 0.0) -> bytes:
         """The others, having arrived: the conclusion of rank 0; raises if that is an error.
@@ -178,7 +179,7 @@ class Peers:
 
     def failure(self, seq: int) -> StateholdError | None:
         """Why the round has failed, if a rank has reported it by now."""
-        message = self._board.peek(f"{self._group('save', seq)}/outcome")
+        message = self.board.peek(f"{self._group('save', seq)}/outcome")
         try:
             _decode(message or _CONCLUDED)
         except StateholdError as error:
@@ -216,7 +217,7 @@ class Peers:
     def has_ended(self, what: str, seq: int) -> bool:
         """Whether a round of agree() has an outcome. A rank that comes to it again gets that
         outcome."""
-        return self._board.peek(f"{self._group(what, seq)}/outcome") is not None
+        return self.board.peek(f"{self._group(what, seq)}/outcome") is not None
 
     # -- rounds of any kind ----------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Peers:
             self._forget(kind, keep=1)
         with self._guard:
             self._held.setdefault(kind, []).append(group)
-        self._board.enter(group, self.rank, self.world_size, message)
+        self.board.enter(group, self.rank, self.world_size, message)
 
     def _forget(self, kind: str, keep: int) -> None:
         """Drop this rank's notes of all but the newest rounds.
@@ -241,19 +242,19 @@ class Peers:
             held = self._held.get(kind, [])
             old = held[: max(0, len(held) - keep)]
             del held[: len(old)]
-        self._board.forget(old, self.rank)
+        self.board.forget(old, self.rank)
         if self.rank == 0:
-            self._board.drop([f"{group}/outcome" for group in old])
+            self.board.drop([f"{group}/outcome" for group in old])
 
     def _gather(self, kind: str, seq: int, within_s: float | None = None) -> list[bytes]:
         group, size = self._group(kind, seq), self.world_size
         timeout_s = self.timeout_s if within_s is None else within_s / _PATIENCE
-        missing = self._board.full(group, size, time.monotonic() + timeout_s)
+        missing = self.board.full(group, size, time.monotonic() + timeout_s)
         if not missing:
-            messages = self._board.collect(group, size)
+            messages = self.board.collect(group, size)
             self._forget(kind, keep=1)
             return messages
-        failure = self._board.peek(f"{group}/outcome")
+        failure = self.board.peek(f"{group}/outcome")
         if failure is not None:
             _decode(failure)
         limit_s = self.timeout_s if kind == "save" else timeout_s  # from the beginning of the save
@@ -265,11 +266,11 @@ class Peers:
         group = self._group(kind, seq)
         key = f"{group}/outcome"
         timeout_s = self.timeout_s if within_s is None else within_s
-        missing = self._board.wait([key], time.monotonic() + timeout_s)
-        if within_s is None and missing and self._board.peek(f"{group}/0") is not None:
+        missing = self.board.wait([key], time.monotonic() + timeout_s)
+        if within_s is None and missing and self.board.peek(f"{group}/0") is not None:
             # Rank 0 is here and waits for another rank. It will name that rank, or be lost itself.
-            missing = self._board.wait([key], time.monotonic() + _PATIENCE * self.timeout_s)
-        message = None if missing else self._board.peek(key)
+            missing = self.board.wait([key], time.monotonic() + _PATIENCE * self.timeout_s)
+        message = None if missing else self.board.peek(key)
         if message is None:
             raise lost_leader(f"announce the outcome of {kind} {seq}").with_fact(
                 "this rank", self.rank

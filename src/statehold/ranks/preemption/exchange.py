@@ -57,10 +57,10 @@ class _Over(Exception):
 
 
 class Hearing:
-    """The messages of one rank, in and out."""
+    """The messages of one rank to its `peers` and from them, on a `thread` of its own."""
 
     def __init__(self, peers: Peers, deadline: Deadline, last: LastStep) -> None:
-        self._peers = peers
+        self.peers = peers
         self._deadline = deadline
         self._last = last
         self._interval_s = max(INTERVAL_S, peers.world_size / QUESTIONS_PER_S)
@@ -69,10 +69,10 @@ class Hearing:
         self._has_answered = self._has_decided = False
         self.is_deaf = False
         # Not a daemon: a thread inside a call of the store must not exist when the process ends.
-        self._thread = Thread(self._run, "statehold-hear", daemon=False)
+        self.thread = Thread(self._run, "statehold-hear", daemon=False)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def wake(self) -> None:
         """Look at once: this process was asked to leave, or ends."""
@@ -82,15 +82,15 @@ class Hearing:
         """Post the step of this rank, and end."""
         self._is_over = True
         self.wake()
-        self._thread.join()
+        self.thread.join()
 
     def part(self, until_s: float) -> None:
         """All is done here. Rank 0 stays until all ranks are done, because its end may be the end
         of the store."""
-        self._peers.post(f"leave/done-{self._peers.rank}", b"")
-        others = range(1, self._peers.world_size) if self._peers.rank == 0 else ()
+        self.peers.post(f"leave/done-{self.peers.rank}", b"")
+        others = range(1, self.peers.world_size) if self.peers.rank == 0 else ()
         for rank in others:
-            while self._peers.peek(f"leave/done-{rank}") is None and time.monotonic() < until_s:
+            while self.peers.peek(f"leave/done-{rank}") is None and time.monotonic() < until_s:
                 time.sleep(self._interval_s / HURRY)
 
     # -- on the thread ---------------------------------------------------------------------
@@ -108,23 +108,23 @@ class Hearing:
                 self._last.decide(self._last.freeze())
 
     def _await_asked(self) -> None:
-        while self._peers.token is None and not self._last.has_begun:
+        while self.peers.token is None and not self._last.has_begun:
             self._pause(self._interval_s)  # no rank waits for one that has only just been opened
-        self._talk(self._peers.open)
+        self._talk(self.peers.open)
         looked_s = time.monotonic()
         while not self._deadline.is_asked:
-            note, now_s = self._talk(lambda: self._peers.peek(ASKED)), time.monotonic()
+            note, now_s = self._talk(lambda: self.peers.peek(ASKED)), time.monotonic()
             if note is not None:
                 return self._deadline.end_in(_left_s(note, now_s - looked_s))
             looked_s = now_s
             self._pause(self._interval_s)
         note = json.dumps([self._deadline.remaining_s(), time.time()]).encode()
-        return self._talk(lambda: self._peers.post(ASKED, note))
+        return self._talk(lambda: self.peers.post(ASKED, note))
 
     def _agree(self) -> None:
         self._tell_seen()
-        if self._peers.rank == 0:
-            messages = [self._await(f"leave/{rank}") for rank in range(self._peers.world_size)]
+        if self.peers.rank == 0:
+            messages = [self._await(f"leave/{rank}") for rank in range(self.peers.world_size)]
             self._decide([json.loads(each) for each in messages])
         passed, left_s = json.loads(self._await(DECIDED))
         if left_s is not None:
@@ -134,32 +134,32 @@ class Hearing:
     def _tell_seen(self) -> None:
         left_s = self._deadline.remaining_s() if self._deadline.is_asked else None
         message = json.dumps([self._last.freeze(), left_s]).encode()
-        self._talk(lambda: self._peers.post(f"leave/{self._peers.rank}", message))
+        self._talk(lambda: self.peers.post(f"leave/{self.peers.rank}", message))
         self._has_answered = True
 
     def _decide(self, answers: list[tuple[list[int], float | None]]) -> None:
         times = [left_s for _, left_s in answers if left_s is not None]
         decision = [max(seen for seen, _ in answers), min(times, default=None)]
-        self._talk(lambda: self._peers.post(DECIDED, json.dumps(decision).encode()))
+        self._talk(lambda: self.peers.post(DECIDED, json.dumps(decision).encode()))
         self._has_decided = True
 
     def _say_goodbye(self) -> None:
         """The others may still be asked to leave, or are about to read where this rank is."""
-        if self._peers.token is None:
+        if self.peers.token is None:
             return
         seen = self._last.freeze()
         here = json.dumps([seen, None]).encode()
         if not self._has_answered:
-            self._peers.post(f"leave/{self._peers.rank}", here)
-        if self._peers.rank == 0 and not self._has_decided:
-            self._peers.post(DECIDED, here)
+            self.peers.post(f"leave/{self.peers.rank}", here)
+        if self.peers.rank == 0 and not self._has_decided:
+            self.peers.post(DECIDED, here)
         self._last.decide(seen)
 
     # -- talking ---------------------------------------------------------------------------
 
     def _await(self, name: str) -> bytes:
         while True:
-            note = self._talk(lambda: self._peers.peek(name))
+            note = self._talk(lambda: self.peers.peek(name))
             if note is not None:
                 return note
             self._pause(self._interval_s / HURRY)

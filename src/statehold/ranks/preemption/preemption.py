@@ -22,20 +22,20 @@ Wait = Callable[[float], object]  # returns, or raises, within so many seconds
 
 
 class Preemption:
-    """From the warning to the end, on one rank."""
+    """From the warning to the end, on one rank. hearing: of other ranks; None where it is alone."""
 
     def __init__(self, within_s: float, peers: Peers | None) -> None:
         self._has_ended = self._was_logged = False
         self._log = BackgroundLog()  # no line may keep the process
         self._last = LastStep()
         self._deadline = Deadline(within_s, self._asked)
-        self._hearing = Hearing(peers, self._deadline, self._last) if peers else None
+        self.hearing = Hearing(peers, self._deadline, self._last) if peers else None
 
     def install(self, *signals: signal.Signals) -> None:
         """Begin to watch. In the main thread only."""
         self._deadline.install(*signals)
-        if self._hearing is not None:
-            self._hearing.start()
+        if self.hearing is not None:
+            self.hearing.start()
 
     @property
     def is_asked(self) -> bool:
@@ -48,7 +48,7 @@ class Preemption:
 
     def is_last(self, step: int) -> bool:
         """Whether the save of `step` is the last. All of several ranks ask for the same steps."""
-        if self._hearing is None or self._hearing.is_deaf:
+        if self.hearing is None or self.hearing.is_deaf:
             return self._deadline.is_asked
         return self._last.is_last(step)
 
@@ -75,8 +75,8 @@ class Preemption:
         except StateholdError as error:
             self._log.error("leaving before everything was done\n%s", error)
         try:
-            if self._hearing is not None:
-                self._hearing.part(time.monotonic() + deadline.remaining_s())
+            if self.hearing is not None:
+                self.hearing.part(time.monotonic() + deadline.remaining_s())
         except StateholdError:  # the store ended before us
             pass
         self._has_ended = True
@@ -97,8 +97,8 @@ class Preemption:
 
     def part(self) -> None:
         """This rank has no more steps, so the others must not wait for it."""
-        if self._hearing is not None:
-            self._hearing.stop()
+        if self.hearing is not None:
+            self.hearing.stop()
 
     def remove(self) -> None:
         """Stop watching, unless this process was asked to leave; restore the signal handlers.
@@ -115,5 +115,5 @@ class Preemption:
                 "asked to leave by %s: the next save is the last; this process ends in %.3g s", why,
                 self._deadline.remaining_s(),
             )  # fmt: skip
-        if self._hearing is not None:
-            self._hearing.wake()
+        if self.hearing is not None:
+            self.hearing.wake()
