@@ -15,6 +15,7 @@ from devices.conftest import trained_on
 from statehold import offload
 from statehold.errors import TornSnapshot
 from statehold.offload import wait_for_dropped
+from statehold.tensors.storable import version_of
 from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, must
 
@@ -38,10 +39,10 @@ def test_what_is_left_open_ends_with_its_machine() -> None:
 
 def test_foreach_operations_move_version_counters(machine: Machine) -> None:
     tensors = [machine.put(torch.ones(3)) for _ in range(2)]
-    before = [each._version for each in tensors]
+    before = [version_of(each) for each in tensors]
     torch._foreach_add_(tensors, 1.0)
     torch._foreach_lerp_(tensors, [each.clone() for each in tensors], 0.5)
-    assert [each._version for each in tensors] == [each + 2 for each in before]
+    assert [version_of(each) for each in tensors] == [each + 2 for each in before]
 
 
 def test_a_foreach_update_past_the_gate_is_seen(

@@ -173,10 +173,10 @@ def test_an_update_is_captured_when_saves_are_staged(
 
 def test_nothing_is_enqueued_in_a_capture(ckpt: statehold.Checkpointer, machine: Machine) -> None:
     graphed = Graphed(machine, width=32)
-    expected = [len(graphed.update._work), len(graphed.other._work)]
+    expected = [len(graphed.update.work), len(graphed.other.work)]
     ckpt.save(1, graphed.training.state)
     made = [graphed.capture(graphed.training.optimizer.step), graphed.capture(graphed.make_noise)]
-    assert [len(each._work) for each in made] == expected
+    assert [len(each.work) for each in made] == expected
 
 
 def test_graphs_that_were_captured_before_wait(tmp_path: Path, machine: Machine) -> None:
@@ -208,7 +208,7 @@ def test_a_capture_that_fails_leaves_the_graph_unknown(
             with pytest.raises(torch.AcceleratorError):
                 captured_alone(graphed.other)
         graphed.machine.current().capture = None
-        graphed.machine._captures.clear()
+        graphed.machine.captures.clear()
         assert graphed.replay_held(ckpt, graphed.other, number).stats.gate_s > 0
 
 

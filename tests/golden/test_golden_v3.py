@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parent / "v3"
 def allowed() -> Iterator[None]:
     statehold.allow_tensor_class(Made)
     yield
-    composed._allowed.clear()
+    composed.allowed.clear()
 
 
 def numbers(count: int) -> list[complex]:

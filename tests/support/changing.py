@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import statehold
+from statehold.tensors.storable import local_of
 from support.quantized import Made
 
 SHAPES = [(2, 3), (3, 2), (3, 3), (6,), (), (0, 3)]
@@ -164,13 +165,12 @@ def _is_refused(tensor: torch.Tensor) -> bool:
 def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """As a parameter or as a buffer, in the place of what has this name."""
     is_parameter = isinstance(value, nn.Parameter)
-    held = module._parameters if is_parameter else module._buffers
-    if name in held:
-        held[name] = value
-        return
-    if hasattr(module, name):
-        delattr(module, name)
-    (module.register_parameter if is_parameter else module.register_buffer)(name, value)
+    if isinstance(getattr(module, name, None), nn.Parameter) is not is_parameter:
+        if hasattr(module, name):
+            delattr(module, name)
+        (module.register_parameter if is_parameter else module.register_buffer)(name, value)
+    else:
+        setattr(module, name, value)
 
 
 def _in_place(of: Changing) -> None:
@@ -407,7 +407,7 @@ def _reshard(of: Changing) -> None:
     parameter = getattr(module, name)
     if isinstance(parameter, DTensor) and of.mesh is not None:
         other = [Shard(0) if isinstance(parameter.placements[0], Replicate) else Replicate()]
-        tensor = DTensor.from_local(parameter._local_tensor, of.mesh, other)
+        tensor = DTensor.from_local(local_of(parameter), of.mesh, other)
         fresh = nn.Parameter(tensor, requires_grad=False)
         for optimizer in of.optimizers.values():
             for group in optimizer.param_groups:

@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from statehold.tensors.storable import local_of
+
+
+def _wrapper(cls: type, shape: torch.Size) -> Any:
+    """A tensor that holds no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
 
 class Made(torch.Tensor):
     """Codes and a scale for each row; shows their products. `levels` is the same for all rows."""
@@ -17,8 +24,7 @@ class Made(torch.Tensor):
     def __new__(
         cls, codes: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor, context: Any
     ) -> Any:
-        kind = torch.float32
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=kind)
+        return _wrapper(cls, codes.shape)
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor, context: Any
@@ -82,7 +88,7 @@ class Around(Made):
 
     @staticmethod
     def __new__(cls, inner: Any, context: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        return _wrapper(cls, inner.shape)
 
     def __init__(self, inner: Any, context: Any) -> None:
         self.inner, self.context = inner, context
@@ -101,18 +107,14 @@ class Small(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                state, local = self.state[parameter], _local(parameter)
+                state, local = self.state[parameter], local_of(parameter)
                 if not state:
                     state["step"] = torch.tensor(0.0)
                     state["mean"] = _like(parameter, Made.of(torch.zeros_like(local)))
-                mean = _local(state["mean"])
-                mean.copy_(mean.shown() * 0.5 + _local(parameter.grad))
+                mean = local_of(state["mean"])
+                mean.copy_(mean.shown() * 0.5 + local_of(parameter.grad))
                 local.sub_(mean.shown(), alpha=group["lr"])
                 state["step"] += 1
-
-
-def _local(tensor: Any) -> Any:
-    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
 def _like(parameter: Any, local: Any) -> Any:

@@ -19,6 +19,7 @@ from statehold.tensors.capture import capture
 from statehold.tensors.found import Seen
 from statehold.tensors.kinds import parts
 from statehold.tensors.stepping import Stepping
+from statehold.tensors.storable import version_of
 from support.matching import captured, eager
 from support.wrapped import compiled
 
@@ -278,13 +279,13 @@ def moves(change: Any) -> bool:
     """Whether `change` moves the version counter that a detached alias sees."""
     model, optimizer = nn.Linear(3, 3), None
     alias = model.weight.detach()
-    before = alias._version
+    before = version_of(alias)
     optimizer = change(model)
     if optimizer is not None:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    return alias._version != before
+    return version_of(alias) != before
 
 
 def in_place(model: nn.Module) -> None:
@@ -343,10 +344,10 @@ def test_inference_tensors_have_no_counter_and_are_copied_at_once() -> None:
     assert found.version == -1
     assert found.spec.eager
     parameter = nn.Parameter(torch.ones(2))
-    before = parameter._version
+    before = version_of(parameter)
     with torch.inference_mode():
         parameter.add_(1)
-    assert parameter._version != before
+    assert version_of(parameter) != before
 
 
 def test_changes_to_optimizer_state_are_seen() -> None:
@@ -359,7 +360,7 @@ def test_changes_to_optimizer_state_are_seen() -> None:
         found = captured({"model": model, "optimizer": optimizer})
         optimizer.step()
         for name, tensor in found.items():
-            assert tensor.tensor._version != tensor.version, (options, name)
+            assert version_of(tensor.tensor) != tensor.version, (options, name)
 
 
 def test_what_is_equal_in_the_next_capture_is_the_same_spec() -> None:

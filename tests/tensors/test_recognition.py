@@ -34,6 +34,7 @@ from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Found, Seen
 from statehold.tensors.kinds import modules, optimizers
 from statehold.tensors.kinds.optimizers import _States
+from statehold.tensors.storable import impl_of
 from support.changing import Changing
 from support.quantized import Made
 
@@ -120,7 +121,7 @@ def seen_of(of: Changing, rank: int | None, seen: Seen | None) -> Any:
             each.version,
             (each.tensor.dtype, each.tensor.shape, each.tensor.stride()) if not each.owned else 0,
             each.form,
-            each.storage._cdata if not each.owned else 0,
+            impl_of(each.storage) if not each.owned else 0,
             each.strided,
             (each.external, each.owned, each.is_gated, each.eager),
             id(each.wrapper),

@@ -15,6 +15,7 @@ from torch import nn
 import statehold
 from statehold.errors import StateMismatchError, TornSnapshot, UnsupportedValueError, UsageError
 from statehold.tensors import composed
+from statehold.tensors.storable import version_of
 from support.faults import SMALL, Holdup
 from support.matching import MemoryStep, captured, eager
 from support.quantized import Around, Copying, Made, Other, Small, layer
@@ -26,7 +27,7 @@ def allowed() -> Iterator[None]:
     statehold.allow_tensor_class(Around)
     statehold.allow_tensor_class(Copying)
     yield
-    composed._allowed.clear()
+    composed.allowed.clear()
 
 
 def parts(tensor: Any) -> list[list[Any]]:
@@ -61,12 +62,12 @@ def test_inner_tensors_are_filled_in_place() -> None:
     saved, live = layer(), layer()
     weight = live.weight
     places = [getattr(weight, name).data_ptr() for name in Made.names]
-    versions = weight.codes._version
+    versions = version_of(weight.codes)
     report = MemoryStep({"m": saved}).restore({"m": live}).report
     assert live.weight is weight
     assert [getattr(weight, name).data_ptr() for name in Made.names] == places
     assert parts(weight) == parts(saved.weight)
-    assert weight.codes._version > versions
+    assert version_of(weight.codes) > versions
     assert report.loaded == ("m.weight", "m.bias")
 
 
@@ -168,7 +169,7 @@ def test_the_hint_names_no_function_that_would_refuse_the_class() -> None:
 
 def test_no_class_is_looked_up_because_a_step_names_it() -> None:
     step = MemoryStep({"w": Made.of(torch.ones(2, 2))})
-    composed._allowed.clear()
+    composed.allowed.clear()
     with pytest.raises(UnsupportedValueError) as caught:
         step.prepare({"w": None})
     assert caught.value.facts["class"] == "support.quantized.Made"

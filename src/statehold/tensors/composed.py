@@ -241,7 +241,8 @@ _KNOWN: dict[str, InnerRule] = {
     "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": _UNKNOWN,
     **dict.fromkeys(ADAPTERS, _UNKNOWN),
 }
-_allowed: dict[str, tuple[Any, InnerRule]] = {}
+# What users have allowed, by the names of the classes.
+allowed: dict[str, tuple[Any, InnerRule]] = {}
 
 
 def allow_tensor_class(
@@ -268,7 +269,7 @@ def allow_tensor_class(
             "a tensor class cannot be taken apart",
             facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
         )
-    _allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
+    allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
 
 
 def is_allowed(tensor: torch.Tensor) -> bool:
@@ -277,8 +278,8 @@ def is_allowed(tensor: torch.Tensor) -> bool:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return False
     name = name_of(kind)
-    if name in _allowed:
-        return _allowed[name][0] is kind
+    if name in allowed:
+        return allowed[name][0] is kind
     return name in ADAPTERS or (name in _KNOWN and hasattr(tensor, PROTOCOL[0]))
 
 
@@ -379,8 +380,8 @@ def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _class_of(kind: str, path: str) -> Any:
-    if kind in _allowed:
-        return _allowed[kind][0]
+    if kind in allowed:
+        return allowed[kind][0]
     cls, hint = None, "install its library, or call statehold.allow_tensor_class(the class)"
     module, _, name = kind.rpartition(".")
     if kind in ADAPTERS:
@@ -445,7 +446,7 @@ def inner_place(kind: str, name: str, place: Placed, shape: tuple[int, ...]) -> 
 
 
 def _rule_of(kind: str) -> InnerRule:
-    return _allowed[kind][1] if kind in _allowed else _KNOWN.get(kind, _UNKNOWN)
+    return allowed[kind][1] if kind in allowed else _KNOWN.get(kind, _UNKNOWN)
 
 
 def _rows_of(whole: tuple[int, ...], box: Box, inner: tuple[int, ...]) -> Box:

@@ -29,29 +29,29 @@ class Graph:
     machine: Machine
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self._work: list[Any] = []
+        self.work: list[Any] = []
         self._stream: Stream | None = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        self._work, self._stream = [], self.machine.current()
-        self._stream.capture = self._work
+        self.work, self._stream = [], self.machine.current()
+        self._stream.capture = self.work
         self.machine.begin_capture(self, capture_error_mode)
 
     def capture_end(self) -> None:
         assert self._stream is not None
         self._stream.capture = None
-        joined = [each for each in self.machine.timeline.streams if each.capture is self._work]
+        joined = [each for each in self.machine.timeline.streams if each.capture is self.work]
         self.machine.end_capture(self)
         if joined:
             raise torch.AcceleratorError("CUDA error: capturing stream has unjoined work")
 
     def replay(self) -> None:
         stream = self.machine.current()
-        for work in self._work:
+        for work in self.work:
             self.machine.timeline.give(stream, work)
 
     def reset(self) -> None:
-        self._work = []
+        self.work = []
 
     def pool(self) -> tuple[int, int]:
         return (0, id(self))
@@ -196,7 +196,7 @@ class Runtime:
         if not self._machine.may_create_streams:
             self._machine.local.error = "CUDA error: out of memory"
             return 2
-        stream._obj.value = self._machine.create_stream()
+        _pointed(stream).value = self._machine.create_stream()
         return 0
 
     def cudaGetLastError(self) -> None:
@@ -204,8 +204,13 @@ class Runtime:
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
         before = 2 if self._machine.local.is_relaxed else 0
-        self._machine.local.is_relaxed = mode._obj.value == 2
-        mode._obj.value = before
+        self._machine.local.is_relaxed = _pointed(mode).value == 2
+        _pointed(mode).value = before
+
+
+def _pointed(to: Any) -> Any:
+    """What an argument that was made by ctypes.byref() points to."""
+    return to._obj
 
 
 def copy_async(machine: Machine) -> Any:

@@ -62,7 +62,7 @@ class Machine:
         self.accelerator = SimpleNamespace(
             Graph=type("Graph", (AcceleratorGraph,), {"machine": self})
         )
-        self._captures: dict[Any, str] = {}
+        self.captures: dict[Any, str] = {}
         self.may_create_streams = True
         self.created: dict[int, Stream] = {}  # not by torch, by their addresses
         self._pools: dict[torch.device, dict[int, Stream]] = {}
@@ -216,16 +216,16 @@ class Machine:
         return True
 
     def begin_capture(self, graph: Any, mode: str) -> None:
-        self._captures[graph] = mode
+        self.captures[graph] = mode
 
     def end_capture(self, graph: Any) -> None:
-        if self._captures.pop(graph) == "invalid":
+        if self.captures.pop(graph) == "invalid":
             raise torch.AcceleratorError("CUDA error: operation failed due to a previous error")
 
     def _check_captures(self, operation: str) -> None:
-        for graph, mode in self._captures.items():
+        for graph, mode in self.captures.items():
             if mode == "global" and not self.local.is_relaxed:
-                self._captures[graph] = "invalid"
+                self.captures[graph] = "invalid"
                 raise torch.AcceleratorError(
                     f"CUDA error: operation not permitted when stream is capturing: {operation}"
                 )

@@ -117,12 +117,17 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
     return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor)]
 
 
+def _schema_of(func: Any) -> Any:
+    """What an operation takes, returns and writes to."""
+    return func._schema
+
+
 def _name(func: Any) -> str:
-    return str(func._schema.name).removeprefix("aten::")
+    return str(_schema_of(func).name).removeprefix("aten::")
 
 
 def _is_view(func: Any) -> bool:
-    aliases = [each.alias_info for each in func._schema.returns]
+    aliases = [each.alias_info for each in _schema_of(func).returns]
     return any(each is not None and not each.is_write for each in aliases) or func in (
         aten.set_.source_Storage_storage_offset,
         aten._unsafe_view.default,
@@ -132,7 +137,7 @@ def _is_view(func: Any) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that the operation writes to."""
     found = []
-    for index, each in enumerate(func._schema.arguments):
+    for index, each in enumerate(_schema_of(func).arguments):
         if each.alias_info is not None and each.alias_info.is_write:
             found.append(args[index] if index < len(args) else kwargs.get(each.name))
     return [each for each in found if each is not None]
@@ -143,7 +148,7 @@ def _writes_host(machine: Machine, written: list[Any]) -> bool:
 
 
 def _returned(func: Any, written: list[Any], args: Any) -> Any:
-    count = len(func._schema.returns)
+    count = len(_schema_of(func).returns)
     if count == 0:
         return None
     return written[0] if count == 1 else tuple(written[:count])
@@ -158,7 +163,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     flat, spec = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten([meta(each) for each in flat], spec)
-    names = {each.name for each in func._schema.arguments}
+    names = {each.name for each in _schema_of(func).arguments}
     if "device" in names:
         kwargs = {k: v for k, v in kwargs.items() if k not in _MADE_ON_THE_DEVICE}
         kwargs["device"] = torch.device("meta")
