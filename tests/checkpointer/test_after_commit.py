@@ -36,7 +36,7 @@ LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
     "decide": lambda opened: (opened.levels.promotions, "decide"),
     "start": lambda opened: (opened.levels.promotions, "start"),
     "retain": lambda opened: (opened.levels.near[0], "retain"),
-    "announce": lambda opened: (opened.pipeline._publisher, "announce"),
+    "announce": lambda opened: (opened.pipeline.publisher, "announce"),
     "make_ready": lambda opened: (opened.levels.store, "make_ready"),
 }
 

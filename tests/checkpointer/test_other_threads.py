@@ -53,13 +53,16 @@ def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
 def test_gradients_are_looked_at_alone() -> None:
     gradients = Gradients()
 
+    def is_guarded() -> bool:
+        return gradients._guard._is_owned()  # type: ignore[attr-defined, no-any-return]
+
     class Guarded(weakref.WeakKeyDictionary[Any, Any]):
         def values(self) -> Any:
-            assert gradients._guard._is_owned()  # type: ignore[attr-defined]
+            assert is_guarded()
             return super().values()
 
         def __setitem__(self, key: Any, value: Any) -> None:
-            assert gradients._guard._is_owned()  # type: ignore[attr-defined]
+            assert is_guarded()
             super().__setitem__(key, value)
 
     gradients._used = Guarded()

@@ -153,7 +153,7 @@ def test_a_file_that_is_ready_in_memory(memory: Path, is_linked: bool) -> None:
     memory.mkdir()
     store = opened(fs, str(memory), mapped=True)
     store.make_ready(DATA, BYTES)
-    store._ready.wait()
+    store.ready.wait()
     if is_linked:
         fs.link(f"{store.root}/.ready/{DATA}", str(memory / "other"))
     store.begin(1)

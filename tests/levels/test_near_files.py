@@ -180,13 +180,13 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from statehold.io.objects.client import ObjectClient  # here, as it needs obstore
 
     found: list[int] = []
-    fetch = ObjectClient._fetch_part
+    fetch = ObjectClient.fetch
 
-    def counted(self: ObjectClient, name: str, begin: int, target: memoryview) -> None:
-        found.append(len(target))
-        fetch(self, name, begin, target)
+    def counted(self: ObjectClient, name: str, targets: Sequence[Extent]) -> None:
+        found.extend(len(target) for _, target in targets)
+        fetch(self, name, targets)
 
-    monkeypatch.setattr(ObjectClient, "_fetch_part", counted)
+    monkeypatch.setattr(ObjectClient, "fetch", counted)
     return found
 
 

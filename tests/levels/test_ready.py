@@ -41,7 +41,7 @@ def save(ckpt: statehold.Checkpointer, step: int) -> bool:
     saved = ckpt.save(step, content(step)).wait("committed", DEADLINE_S)
     settle(ckpt)
     inside(ckpt).pipeline.drain()  # a copy that ends gives a file back
-    inside(ckpt).levels.store._ready.wait()
+    inside(ckpt).levels.store.ready.wait()
     return bool(saved.stats.reused)
 
 
@@ -121,7 +121,7 @@ ckpt = statehold.Checkpointer(sys.argv[2], levels=levels, staging_bytes="2MiB",
     io=statehold.Io(buffer_bytes="1MiB"))
 ckpt.save(1, {"w": torch.ones(300_000)}).wait("committed", 60)
 inside(ckpt).pipeline.drain()
-inside(ckpt).levels.store._ready.wait()
+inside(ckpt).levels.store.ready.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -148,7 +148,7 @@ def test_each_rank_has_its_own(memory: Path, tmp_path: Path) -> None:
             for ckpt in job.ckpts:
                 settle(ckpt)
                 inside(ckpt).pipeline.drain()
-                inside(ckpt).levels.store._ready.wait()
+                inside(ckpt).levels.store.ready.wait()
         assert len(list(memory.glob(f"{ready.READY_NAME}/*"))) == 0
     assert reused == [[False, False]] + [[True, True]] * 4
     assert data_files(memory) == 2 * 2

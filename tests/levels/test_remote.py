@@ -271,7 +271,7 @@ def test_connections_are_kept_and_made_again(server) -> None:
         files.fetch(NAME, [(0, memoryview(memory))])
         with pytest.raises(StorageError):
             files.read_file(f"{STEP}/nothing", 100)
-    (kept_one,) = files._idle
+    (kept_one,) = files.idle
     kept_one.hang_up()
     files.fetch(NAME, [(0, memoryview(memory))])
     files.close()
@@ -280,7 +280,7 @@ def test_connections_are_kept_and_made_again(server) -> None:
 def kept(files: RemoteFiles) -> socket.socket:
     """The other end of a connection that is kept from before."""
     mine, other = socket.socketpair()
-    files._idle.append(Wire(mine))
+    files.idle.append(Wire(mine))
     return other
 
 

@@ -54,7 +54,7 @@ class Run:
     @property
     def steps(self) -> ObjectSteps:
         place: Any = inside(self.ckpt).levels.places[1]
-        found: ObjectSteps = place._objects
+        found: ObjectSteps = place.objects
         return found
 
     def shared(self) -> dict[str, int]:

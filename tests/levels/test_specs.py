@@ -161,7 +161,7 @@ class FakeTime:
 def throttled(rate: int | None) -> tuple[Throttle, FakeTime]:
     fake = FakeTime()
     throttle = Throttle(rate, clock=fake.clock)
-    throttle._stopped = fake  # type: ignore[assignment]
+    throttle.stopped = fake  # type: ignore[assignment]
     return throttle, fake
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import statehold
 from statehold.checkpoint.save.handle import Passage
+from statehold.checkpoint.telemetry.watch import UNWATCHED
 from statehold.observe import progress
 from statehold.observe.progress import Progress, pause_after, progress_text
 from statehold.testing import SimFs, checkpointer_on
@@ -64,7 +65,7 @@ def test_a_save_is_told_of_once_and_when_all_is_known(
     assert figures(told, "save") == []
     events[1]()
     save._report_once()  # as both threads may come to it at once
-    save._watch._log.flush()
+    UNWATCHED.log.flush()
     (said,) = figures(told, "save")
     assert said["blocked_s"] > 0
     assert said["committed_s"] > 0

@@ -174,7 +174,7 @@ def test_a_trace_that_cannot_be_written_fails_nothing(
     with statehold.Checkpointer(tmp_path / "run", trace=where, **SMALL) as ckpt:
         ckpt.save(1, Training().state)
         where.parent.rmdir()
-        log = inside(ckpt).watch._log
+        log = inside(ckpt).watch.log
     log.flush()
     assert "cannot write the trace" in caplog.text
     assert str(where) in caplog.text

@@ -35,10 +35,10 @@ LATER: dict[str, Callable[[Any], tuple[object, str]]] = {
     "schedule": lambda opened: (opened.schedule, "committed"),
     "message": lambda opened: (opened.schedule, "message"),
     "decide": lambda opened: (opened.levels.promotions, "decide"),
-    "learn": lambda opened: (opened._parts.claims, "learn"),
+    "learn": lambda opened: (opened.parts.claims, "learn"),
     "start": lambda opened: (opened.levels.promotions, "start"),
     "retain": lambda opened: (opened.levels.near[0], "retain"),
-    "note": lambda opened: (opened.pipeline._publisher, "_leave_note"),
+    "note": lambda opened: (opened.pipeline.publisher, "_leave_note"),
     "conclude": lambda opened: (opened.peers, "conclude"),
 }
 OF_ALL_RANKS = {"learn", "start"}

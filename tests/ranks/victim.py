@@ -86,8 +86,8 @@ class Executioner:
         start = call.start_write
         call.start_write = lambda *args: Hook(start(*args), self.around)
         opened.levels.store.fs = Hook(opened.levels.store.fs, self.around)
-        publisher = opened.pipeline._publisher
-        publisher._peers = Hook(publisher._peers, self.around)
+        publisher = opened.pipeline.publisher
+        publisher.peers = Hook(publisher.peers, self.around)
 
     def around(self, operation: str, args: tuple[Any, ...], act: Callable[[], Any]) -> Any:
         found = [point for point, is_it in POINTS.items() if is_it(operation, args)]

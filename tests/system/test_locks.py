@@ -136,7 +136,7 @@ def lock_files(folder: Path) -> Iterator[Path]:
     Journal(str(folder), "work").close()
     yield folder / ".journal"
     PathTurns(str(folder)).close()
-    yield Path(file_locks._memory_path())
+    yield Path(file_locks.memory_path())
 
 
 @pytest.fixture

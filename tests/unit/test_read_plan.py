@@ -38,7 +38,7 @@ def test_what_others_ask_for_is_not_verified_again() -> None:
     destination = Destination("a", tensor, False, ELSEWHERE.box, shared=False)
     step: Any = Step()
     plan = read_plan.ReadPlan(step, [destination], complete=True, rank=0, ranks=2)
-    asked = [(each.name, each.begin) for each in plan._segments if each.end > each.begin]
+    asked = [(each.name, each.begin) for each in plan.segments if each.end > each.begin]
     assert asked == [("a", 0), ("b", 16)]
 
 
@@ -48,6 +48,6 @@ def test_boxes_of_packed_tensors_are_cut_in_bytes() -> None:
     target = torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     step: Any = SimpleNamespace(block_bytes=1 << 20, chunks=lambda *_: [saved])
     plan = read_plan.ReadPlan(step, [Destination("a", target, False, Box((0, 4), (4, 4)), False)])
-    (segment,) = plan._segments
+    (segment,) = plan.segments
     assert (segment.begin, segment.end) == (0, 16)
     assert segment.where.box == (1, (4, 4), (0, 2), (4, 2), (2, 1), 0)

@@ -100,14 +100,14 @@ def flush(
 
 
 class Session:
-    """The open parts of one rank of a job. Not thread-safe."""
+    """The open `parts` of one rank of a job. Not thread-safe."""
 
     def __init__(self, parts: Parts, owned: contextlib.ExitStack) -> None:
         """owned: closes the parts, in the opposite order; close() does, too."""
         self.runtime, self.levels = parts.runtime, parts.levels
         self.peers, self.rank = parts.peers, parts.rank
         self.watch, self.schedule, self.pipeline = parts.watch, parts.schedule, parts.pipeline
-        self._parts = parts
+        self.parts = parts
         self._owned = owned
         self._pid = os.getpid()
         self._is_prepared = self._has_saved = False
@@ -148,13 +148,13 @@ class Session:
         """Create the run directory; the leading rank locks it and clears leftovers of a crash."""
         self._has_saved = True
         if not self._is_prepared:
-            others = others_of(self._parts.run, self)
+            others = others_of(self.parts.run, self)
             self.levels.prepare(partial(make_way, others))
             if self.levels.was_taken_over:
                 self._take_over()
             self._is_prepared = True
         self.levels.notes.write()
-        self._parts.companion.keep(self.pipeline.ahead)
+        self.parts.companion.keep(self.pipeline.ahead)
 
     def _take_over(self) -> None:
         """An agent could not end its work: continue it.
@@ -228,7 +228,7 @@ class Session:
             raise error
 
     def _ready_to_rewind(self, step: int) -> None:
-        self._parts.trainer.raise_failures()
+        self.parts.trainer.raise_failures()
         self.check_process()
         with failing(f"the rewind to step {step}; nothing was discarded"):
             self.prepare_saving()
@@ -238,7 +238,7 @@ class Session:
     def status(self) -> list[LevelStatus]:
         """The status of all levels."""
         name = self.levels.near[0].name
-        error, interval = self._parts.level_choice.first_error, self.schedule.interval(name)
+        error, interval = self.parts.level_choice.first_error, self.schedule.interval(name)
         return self.levels.status(LevelStatus(name, error=error, interval=interval))
 
     def wait_idle(self, timeout_s: float | None) -> None:

@@ -78,7 +78,7 @@ class LockFile:
     @classmethod
     def in_memory(cls, directory: str) -> LockFile:
         """Locks for a directory, whatever its name, among what this user runs on this host."""
-        lock = cls(_memory_path())
+        lock = cls(memory_path())
         lock._first = _first_byte(os.stat(directory))
         return lock
 
@@ -246,7 +246,7 @@ class LockFile:
 
     def _go_to_memory(self) -> None:
         try:
-            self._memory = _opened(_memory_path(), is_made=True)
+            self._memory = _opened(memory_path(), is_made=True)
             self._first += _first_byte(os.fstat(self._fd))
         except (OSError, StorageError):
             self._is_here = True
@@ -300,7 +300,8 @@ def _umask() -> int:
     return 0o077
 
 
-def _memory_path() -> str:
+def memory_path() -> str:
+    """The file in memory whose bytes this user locks instead of those of files on a storage."""
     base = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir()
     return os.path.join(home(base), _NAME)
 

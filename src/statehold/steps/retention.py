@@ -23,7 +23,7 @@ class Retention:
 
     def __init__(self, keep: int | Keep | None, read: Callable[[int, str, int], bytes]) -> None:
         self.keep = kept_of(keep)
-        self._read = read
+        self.read = read
         self._known: dict[int, About] = {}
 
     @property
@@ -62,6 +62,6 @@ class Retention:
     def _said(self, step: int) -> About | None:
         if step not in self._known:
             with contextlib.suppress(StateholdError):
-                raw = self._read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                raw = self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
                 self._known[step] = Manifest.said(raw, f"step {step}")
         return self._known.get(step)

@@ -180,6 +180,7 @@ class Store(DirectoryShelf):
 
     keep: which committed steps stay (options/keep). reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
+    ready: the data file that is made before its save.
     rank, world_size: of the job that saves. `attempt` names its directory of a step in the making;
         without it, only one rank writes. Thread-safe. One job may write; any number may read.
     """
@@ -210,7 +211,7 @@ class Store(DirectoryShelf):
         self._mapped = mapped
         self._mappings = Mappings()
         self._newest = Newest(self.newest)
-        self._ready = Ready(fs, self._root, world_size)
+        self.ready = Ready(fs, self._root, world_size)
         self.pool = Pool(lambda: self.fs, self._root, rank, world_size, mapped=mapped)
         self._rooms = Rooms()
 
@@ -278,7 +279,7 @@ class Store(DirectoryShelf):
         with self._guard:
             self._mappings.close()
             self._spare = None
-            self._ready.drop()
+            self.ready.drop()
             self.look_again()
 
     def recover(self, token: str | None = None) -> None:
@@ -379,9 +380,9 @@ class Store(DirectoryShelf):
             kept = self._mappings.spare(name)
             reused = self._take_spare(name, path)
         if not reused:
-            self._ready.wait()  # it is for this save
+            self.ready.wait()  # it is for this save
             with self._guard:
-                kept = self._ready.file(name)
+                kept = self.ready.file(name)
                 reused = self._take_ready(name, path)
         file = open_file(
             self.fs, path, file_bytes, reuse=reused, mapped=self._mapped,
@@ -403,7 +404,7 @@ class Store(DirectoryShelf):
     def has_ready(self, name: str) -> bool:
         """Whether a file of this name is mapped, and only waits to be overwritten."""
         with self._guard:
-            return (self._mappings.spare(name) or self._ready.file(name)) is not None
+            return (self._mappings.spare(name) or self.ready.file(name)) is not None
 
     def make_ready(self, name: str, file_bytes: int) -> None:
         """After a commit, on every rank: begin to make the file of the next save. Only in memory,
@@ -414,7 +415,7 @@ class Store(DirectoryShelf):
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
             has_spare = self.fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
             if not has_spare and len(self.steps()) <= most:
-                self._ready.begin(name, file_bytes)
+                self.ready.begin(name, file_bytes)
 
     def seal(self, step: int, attempt: str | None, name: str, record: bytes) -> None:
         """D3 of one rank, on its own host: its record, and the names of all its files."""
@@ -537,7 +538,7 @@ class Store(DirectoryShelf):
     def close(self) -> None:
         """Release everything that this process holds of the store: spare files, and mappings."""
         try:
-            self._ready.drop()
+            self.ready.drop()
             self.pool.close()
             self.drop_spare()
         finally:
@@ -599,13 +600,13 @@ class Store(DirectoryShelf):
 
     def _take_ready(self, name: str, path: str) -> bool:
         """Move the file that was made for this save to `path`, if there is one."""
-        file = self._ready.file(name)
+        file = self.ready.file(name)
         if file is None:
             return False
-        taken = self._take(self._ready.path(name), path, file)
+        taken = self._take(self.ready.path(name), path, file)
         if taken:
-            self._ready.taken()
-        self._ready.drop()  # if another process has it open: one file, not two
+            self.ready.taken()
+        self.ready.drop()  # if another process has it open: one file, not two
         return taken
 
     def _take(self, spare_file: str, path: str, kept: File | None = None) -> bool:

@@ -43,7 +43,7 @@ def urls_at_parent(manifest: bytes, where: str) -> list[str]:
 class ObjectPlace(Target):
     """The steps of a run in an object store.
 
-    keep: which committed steps stay (options/keep).
+    objects: of the store. keep: which committed steps stay (options/keep).
     leads: this rank clears and retires.
     owned: whose steps these are.
     """
@@ -58,7 +58,7 @@ class ObjectPlace(Target):
         owned: OwnedSteps,
     ) -> None:
         super().__init__(name, objects, owned)
-        self._objects = objects
+        self.objects = objects
         self._owner = owned
         self._retention = Retention(keep, objects.read)
         self._leads = leads
@@ -69,38 +69,36 @@ class ObjectPlace(Target):
         return self._leads
 
     def prepare(self, peers: Peers | None) -> None:
-        self._objects.ask_again()  # leftovers are deleted when another step comes
+        self.objects.ask_again()  # leftovers are deleted when another step comes
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
         self._owner.claim()
         if self._leads:
             # Other ranks may already be copying a later save of this step.
-            self._objects.clear(but_for=step)
+            self.objects.clear(but_for=step)
         self._taken = step, attempt
         shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file.name)}
-        self._objects.refer(step, attempt, shared)
+        self.objects.refer(step, attempt, shared)
         there = self._shared_there(copy, shared)
         for file in copy.part.files:
             if file.name in shared:
                 self._take_shared(copy, file, shared[file.name], there)
             elif not self._is_there(copy, file, attempt):
                 with copy.blocks(file) as verified:
-                    self._objects.upload(
-                        step, attempt, file.name, file.bytes, verified, copy.before
-                    )
+                    self.objects.upload(step, attempt, file.name, file.bytes, verified, copy.before)
         for name, raw in copy.part.records:
-            self._objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
+            self.objects.upload(step, attempt, name, len(raw), [memoryview(raw)])
 
     def _shared_there(self, copy: Copy, shared: Mapping[str, str]) -> set[str]:
         """The shared objects that need no upload: they are there, or the store has copied them from
         the parent of the run."""
         sizes = {shared[file.name]: file.bytes for file in copy.part.files if file.name in shared}
-        there = {name for name, size in sizes.items() if self._objects.shared.has(name, size)}
+        there = {name for name, size in sizes.items() if self.objects.shared.has(name, size)}
         if len(there) < len(sizes):
-            for url in urls_at_parent(copy.part.manifest, self._objects.path(copy.step)):
+            for url in urls_at_parent(copy.part.manifest, self.objects.path(copy.step)):
                 left = {name: size for name, size in sizes.items() if name not in there}
-                there |= self._objects.neighbour(url).bring(left, copy.before)
+                there |= self.objects.neighbour(url).bring(left, copy.before)
         return there
 
     def _take_shared(self, copy: Copy, file: DataFile, name: str, there: set[str]) -> None:
@@ -108,14 +106,14 @@ class ObjectPlace(Target):
             copy.watch.linked(file.bytes)
             return
         with copy.blocks(file) as verified:
-            self._objects.shared.upload(name, file.bytes, verified, copy.before)
+            self.objects.shared.upload(name, file.bytes, verified, copy.before)
         there.add(name)
 
     def _is_there(self, copy: Copy, file: DataFile, attempt: str) -> bool:
         """Whether an earlier copy of this manifest has left the file whole. It is read to check."""
-        if not self._objects.has(copy.step, attempt, file.name, file.bytes):
+        if not self.objects.has(copy.step, attempt, file.name, file.bytes):
             return False
-        uploaded = self._objects.uploaded(copy.step, attempt, file.name)
+        uploaded = self.objects.uploaded(copy.step, attempt, file.name)
         try:
             for block in blocks(file, uploaded):
                 copy.before(len(block))
@@ -124,32 +122,32 @@ class ObjectPlace(Target):
         return True
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        self._objects.publish(step, attempt_at(manifest), manifest)
+        self.objects.publish(step, attempt_at(manifest), manifest)
         self._retention.forget(step)
         self._taken = None
 
     def retain(self) -> str:
         for step in self._retention.going(self.steps):
-            if not self._objects.has_readers(step):
-                self._objects.retire(step)
+            if not self.objects.has_readers(step):
+                self.objects.retire(step)
         return ""
 
     def drop(self, attempt: str | None) -> None:
         if self._taken is not None:
-            self._objects.abandon(*self._taken)
+            self.objects.abandon(*self._taken)
             self._taken = None
 
     def rewind(self, step: int) -> list[int]:
         given_up = [newer for newer in self.steps() if newer > step]
         for newer in given_up:
-            self._objects.retire(newer)
+            self.objects.retire(newer)
         return given_up
 
     def stop(self) -> None:
-        self._objects.stop()
+        self.objects.stop()
 
     def close(self) -> None:
-        self._objects.close()
+        self.objects.close()
 
 
 def _object_of(file: DataFile) -> str:

@@ -679,7 +679,7 @@ class Throttle:
     """Call it with a number of bytes before they are moved; it returns when they may pass.
 
     give_way: returns when no save needs the processors and the memory more; may be replaced at any
-        time. Raises ClosedError after stop().
+        time. Raises ClosedError after stop(). stopped: set by stop(), and awaited in a delay.
 
     Copies never exceed the limit, even if earlier time was unused. They make up for short delays. A
     waiting thread is woken at once when the copy is to stop.
@@ -694,7 +694,7 @@ class Throttle:
         self._bytes_per_s = bytes_per_s
         self.give_way = give_way
         self._clock = clock
-        self._stopped = Flag()
+        self.stopped = Flag()
         self._free_s = 0.0  # when the bytes that have passed so far are paid for
 
     def begin(self) -> None:
@@ -708,10 +708,10 @@ class Throttle:
             delay_s = self._free_s - self._clock()
             self._free_s += nbytes / self._bytes_per_s
             if delay_s > 0:
-                self._stopped.wait(delay_s)
-        if self._stopped.is_set:
+                self.stopped.wait(delay_s)
+        if self.stopped.is_set:
             raise ClosedError("a copy to another level was stopped")
 
     def stop(self) -> None:
         """Let no more bytes pass."""
-        self._stopped.set()
+        self.stopped.set()

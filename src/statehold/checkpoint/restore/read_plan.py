@@ -49,6 +49,7 @@ class ReadPlan:
         once a node. Each rank begins at another place, so that all of them are busy.
     streamed: tensors that other plans read.
     hint: of the error for a bad piece. notes: keep the headers that frozen() needs.
+    segments: what is to be read of the tensors.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ReadPlan:
         self._hint = hint
         self._notes = notes
         self._kept: list[ctypes.Array[ctypes.c_char]] = []
-        self._segments: list[Segment] = []
+        self.segments: list[Segment] = []
         self._files: dict[str, tuple[int, int]] = {}  # name -> number, bytes
         asked: list[PlacedChunk] = []
         names: set[str] = set()
@@ -127,7 +128,7 @@ class ReadPlan:
         `locate` returns the place of a file (name, bytes, read ranges). With several files, several
         threads call it.
         """
-        segments = sorted([*self._segments, *self._headers()], key=lambda each: each.order)
+        segments = sorted([*self.segments, *self._headers()], key=lambda each: each.order)
         read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
         for each in segments:
             read[each.file].append((each.begin, each.end))
@@ -189,7 +190,7 @@ class ReadPlan:
 
     def _append(self, name: str, chunk: PlacedChunk, part: Range, where: Where) -> None:
         number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))
-        self._segments.append(Segment(number, part.begin, part.end, part.sums, name, where))
+        self.segments.append(Segment(number, part.begin, part.end, part.sums, name, where))
 
     def frozen(self) -> set[str] | None:
         """After the read: the parameters that needed no gradient when they were saved, as far as

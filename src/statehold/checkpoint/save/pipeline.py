@@ -100,8 +100,10 @@ class Stalls:
 
 
 class Pipeline:
-    """Takes saves from captured to committed, in order. device_s: how long finish_staging() waits
-    for a device that does nothing."""
+    """Takes saves from captured to committed, in order. publisher: does D3 to D7.
+
+    device_s: how long finish_staging() waits for a device that does nothing.
+    """
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Pipeline:
         self.stalls = Stalls(log)
         self._promotions = promotions
         self._log = log
-        self._publisher = publisher
+        self.publisher = publisher
         try:  # the names are those of the lanes of a trace
             self._stager = Worker("statehold-stage")
             self._committer = Worker("statehold-commit")
@@ -311,7 +313,7 @@ class Pipeline:
         self._newest = number
         self._give_up_for_all(number, error)
         if work is not None:
-            self._publisher.clean_up(work)
+            self.publisher.clean_up(work)
             work.release()
             with contextlib.suppress(ValueError):  # it failed before submit() noted it
                 self._unsettled.remove(work.save.step)
@@ -323,10 +325,10 @@ class Pipeline:
             self._publish(work)
         except BaseException as error:
             # No thread may write into files that are removed next.
-            self._stop(work, self._publisher.cause(work, error))
+            self._stop(work, self.publisher.cause(work, error))
             assert work.error is not None
             self._give_up_for_all(work.number, work.error)
-            self._publisher.clean_up(work)
+            self.publisher.clean_up(work)
             raise
         self._follow_up(work)
 
@@ -339,7 +341,7 @@ class Pipeline:
             with after_commit(self._log, step, "retire older steps"), work.save.stage("retain"):
                 self._retain(place)
         with after_commit(self._log, step, "announce it to the other ranks"):
-            self._publisher.announce(work)
+            self.publisher.announce(work)
         with after_commit(self._log, step, "learn what has not changed"):
             work.shared.committed(work.plan, work.job.checksums())
         with after_commit(self._log, step, "make a file for the next save"):
@@ -360,7 +362,7 @@ class Pipeline:
         save.reach("written")
         self._level_choice.check_levels(work.number, late=True)
         with save.stage("commit"):
-            self._publisher.publish(work, work.job.checksums())  # D3 to D7
+            self.publisher.publish(work, work.job.checksums())  # D3 to D7
         work.place.store.committed(save.step)
         save.reach("committed")
 
@@ -371,7 +373,7 @@ class Pipeline:
             self._write_out(work)
             return
         with work.save.stage("open"):
-            work.attempt = self._publisher.attempt(work.number)
+            work.attempt = self.publisher.attempt(work.number)
             file, reused = self._level_choice.open(work)
         try:
             work.save.record(reused=reused)
@@ -393,7 +395,7 @@ class Pipeline:
 
     def _give_up_for_all(self, number: int, error: StateholdError) -> None:
         """Announce that a save has failed here, so that no other rank waits for it."""
-        self._publisher.give_up(number, error)
+        self.publisher.give_up(number, error)
         self._level_choice.give_up(number, error)
 
     def _retain(self, place: DirectoryPlace) -> None:
@@ -423,13 +425,13 @@ class Pipeline:
         self._log.error("%s", cause)
 
     def _what_failed(self, work: Work, cause: StateholdError) -> str:
-        rank = self._publisher.rank
+        rank = self.publisher.rank
         where = "" if rank is None else f" on rank {rank}"
         if PUBLISHED in cause.facts:
             outcome = "its last sync failed"
         elif HALF_PUBLISHED in cause.facts:
             outcome = "not all hosts have published it, so it does not count as a step"
-        elif self._publisher.is_unsure(work, cause):
+        elif self.publisher.is_unsure(work, cause):
             outcome = "published only if rank 0 was lost after it committed"
         else:
             outcome = "nothing was published"

@@ -148,7 +148,7 @@ class Alone:
 
 
 class Together:
-    """One of several ranks that save into one run directory; rank 0 commits."""
+    """One of several ranks, `peers`, that save into one run directory; rank 0 commits."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Together:
         self._schedule = schedule
         self._promotions = promotions
         self._log = log
-        self._peers = peers
+        self.peers = peers
         self._claims = claims
         self._descent = descent
         self.rank: int | None = peers.rank
@@ -173,7 +173,7 @@ class Together:
         self._sealing = Sealing()
 
     def attempt(self, number: int) -> str | None:
-        return self._peers.attempt(number)
+        return self.peers.attempt(number)
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
@@ -182,12 +182,12 @@ class Together:
         )
         raw, digests = self._sealing.encode(record, work.plan, work.taken), record.group_digests()
         del record
-        name = record_name(self._peers.rank, self._peers.world_size)
+        name = record_name(self.peers.rank, self.peers.world_size)
         with work.save.stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3
         self._told = work.number
         with work.save.stage("arrive"):
-            self._peers.arrive(work.number, self._message(work, digests, raw))  # D4
+            self.peers.arrive(work.number, self._message(work, digests, raw))  # D4
         self._arrived = work.number
         decide = self._decide if self.leads else self._wait
         outcome = decide(work, work.attempt)
@@ -201,16 +201,16 @@ class Together:
         with after_commit(self._log, work.save.step, "leave a note of its interval"):
             self._leave_note()
         # A rank that does not get the outcome looks for the step itself.
-        self._peers.conclude(work.number, self._outcome)
+        self.peers.conclude(work.number, self._outcome)
 
     def give_up(self, number: int, error: StateholdError) -> None:
         self._claims.forget(number)
         try:
             if self.leads:
                 self._leave_note()
-                self._peers.conclude(number, error)
+                self.peers.conclude(number, error)
             elif number > self._arrived:
-                self._peers.fail(number, error)
+                self.peers.fail(number, error)
             self._look_for_note()
         except StateholdError as fault:  # the others notice when their deadline passes
             self._log.warning("could not announce a failure to the other ranks\n%s", fault)
@@ -220,11 +220,11 @@ class Together:
         if not self._schedule.is_led:
             return
         with contextlib.suppress(StateholdError):  # the next note is as good
-            self._peers.post(_TURNS, json.dumps(self._schedule.note()).encode())
+            self.peers.post(_TURNS, json.dumps(self._schedule.note()).encode())
 
     def _look_for_note(self) -> None:
         """Other ranks, after a failure: their turns may differ from those of rank 0."""
-        note = self._peers.peek(_TURNS) if self._schedule.is_led and not self.leads else None
+        note = self.peers.peek(_TURNS) if self._schedule.is_led and not self.leads else None
         if note is not None:
             self._schedule.catch_up(json.loads(note))
 
@@ -233,7 +233,7 @@ class Together:
         if self.leads or not _is_missing(error):
             return error
         with contextlib.suppress(StateholdError):
-            return self._peers.failure(work.number) or error
+            return self.peers.failure(work.number) or error
         return error
 
     def is_unsure(self, work: Work, error: StateholdError) -> bool:
@@ -251,7 +251,7 @@ class Together:
     def _decide(self, work: Work, attempt: str) -> Mapping[str, Any]:
         """D4 to D7. Returns the outcome for the other ranks."""
         with work.save.stage("gather"):
-            notes = self._peers.gather(work.number, work.save.elapsed())
+            notes = self.peers.gather(work.number, work.save.elapsed())
             messages = [json.loads(each) for each in notes]
         _check_alike(messages, "step", "a rank saves another step than rank 0")
         _check_alike(
@@ -314,7 +314,7 @@ class Together:
         """The outcome from rank 0; None if none came, and the step is committed."""
         try:
             with work.save.stage("wait for rank 0"):
-                told = self._peers.outcome(work.number, work.save.elapsed())
+                told = self.peers.outcome(work.number, work.save.elapsed())
                 outcome: dict[str, Any] = json.loads(told)
         except PeerFailedError:
             raise
@@ -353,7 +353,7 @@ class Together:
             "record": [len(raw), hashlib.sha256(raw).hexdigest()],
             "digests": digests,
             "version": work.version,
-            "claims": message(self._peers.rank, work.comparisons, work.fingerprints),
+            "claims": message(self.peers.rank, work.comparisons, work.fingerprints),
         }
         return json.dumps(own).encode()
 
@@ -448,7 +448,7 @@ class Across(Together):
         super()._keep_outcome(work, commit, outcome)
         if work.place.is_apart:
             outcome["manifest"] = commit.encode().decode()
-            self._peers.conclude(work.number, json.dumps(outcome).encode())
+            self.peers.conclude(work.number, json.dumps(outcome).encode())
 
     def _confirm(self, work: Work, attempt: str) -> bool:
         return not work.place.is_apart and super()._confirm(work, attempt)
@@ -459,11 +459,11 @@ class Across(Together):
         if not place.is_apart:
             return
         manifest = Encoded(step, outcome["manifest"].encode())
-        rounds = CommitRounds(self._peers, "save", work.number, f"while publishing step {step}")
+        rounds = CommitRounds(self.peers, "save", work.number, f"while publishing step {step}")
         with work.save.stage("publish"):
             rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
         with after_commit(self._log, step, "note where its files are"):
-            place.landed(step, manifest.raw, range(self._peers.world_size))
+            place.landed(step, manifest.raw, range(self.peers.world_size))
 
 
 # -- work after a commit ---------------------------------------------------------------------------

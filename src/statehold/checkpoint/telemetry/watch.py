@@ -46,7 +46,7 @@ class Watch:
     """The trace and the figures of one Checkpointer; thread-safe.
 
     trace: the file of the trace. recorded: its earlier events, if several Checkpointers write one
-        file.
+        file. log: takes the lines; each is written soon, on a thread of its own.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Watch:
         log: BackgroundLog | None = None,
         recorded: Trace | None = None,
     ) -> None:
-        self._log = log or BackgroundLog()
+        self.log = log or BackgroundLog()
         self._figures = Figures({}) if run is None else figures_of(run, rank)
         self._rank, self._ranks = rank, ranks
         self._trace = None if trace is None else recorded or Trace(rank, ranks)
@@ -71,7 +71,7 @@ class Watch:
     def level(self, name: str, moving: str = "write") -> LevelWatch:
         """A level that gets copies."""
         figures = self._figures.of_level(name)
-        return LevelWatch(name, self._rank, self._trace, figures, self._log, moving)
+        return LevelWatch(name, self._rank, self._trace, figures, self.log, moving)
 
     # -- saves -----------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Watch:
         self._figures.set("state_bytes", stats.state_bytes)
         self._figures.set("committed_timestamp_seconds", time.time())
         self._interval("save", started_s, started_s + stats.committed_s, facts)
-        self._log.figures(save_text(stats), facts)
+        self.log.figures(save_text(stats), facts)
 
     @harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
@@ -161,7 +161,7 @@ class Watch:
         self._figures.add("restored_bytes_total", watch.read_bytes)
         self._figures.observe("restore_seconds", seconds)
         self._figures.set("restored_step", watch.restored_step)
-        self._log.figures(restore_text(facts), facts)
+        self.log.figures(restore_text(facts), facts)
 
     # -- the trace -------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Watch:
             try:
                 self.write_trace()
             except StateholdError as error:
-                self._log.warning("%s", error)
+                self.log.warning("%s", error)
 
     def _named(self, path: str | os.PathLike[str]) -> str:
         """Each of several ranks has a file: trace.json becomes trace.rank-00003.json."""
@@ -241,7 +241,7 @@ class RestoreWatch:
 
         with self.stage("verify", step=step):
             watch = self._watch
-            with Progress(f"restoring step {step}", counts, watch.read_so_far, watch._log):
+            with Progress(f"restoring step {step}", counts, watch.read_so_far, watch.log):
                 yield
             self.read_bytes += job.stats["bytes"]
 

@@ -56,6 +56,7 @@ class RemoteFiles:
     """The steps of `place` on the host that serves at `address`.
 
     Paths are "STEP/NAME". Thread-safe; connects at the first use.
+    idle: connections that later calls use.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RemoteFiles:
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
         self._pid = os.getpid()
-        self._idle: list[Wire] = []
+        self.idle: list[Wire] = []
 
     def __repr__(self) -> str:
         return f"RemoteFiles({self.url!r})"
@@ -97,7 +98,7 @@ class RemoteFiles:
     def close(self) -> None:
         """End connections; the next use makes new ones."""
         with self._guard:
-            idle, self._idle = self._idle, []
+            idle, self.idle = self.idle, []
         for wire in idle:
             wire.close()
 
@@ -188,9 +189,9 @@ class RemoteFiles:
         """A connection that is open already, if it still is."""
         with self._guard:
             if self._pid != os.getpid():  # they are the parent's
-                self._pid, self._idle = os.getpid(), []
-            while self._idle:
-                wire = self._idle.pop()
+                self._pid, self.idle = os.getpid(), []
+            while self.idle:
+                wire = self.idle.pop()
                 if wire.is_quiet:
                     return wire
                 wire.close()
@@ -198,8 +199,8 @@ class RemoteFiles:
 
     def _keep(self, wire: Wire) -> None:
         with self._guard:
-            if len(self._idle) < CONNECTIONS and wire.is_quiet:
-                self._idle.append(wire)
+            if len(self.idle) < CONNECTIONS and wire.is_quiet:
+                self.idle.append(wire)
                 return
         wire.close()
 
