@@ -32,9 +32,13 @@ def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
     return run
 
 
+def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return parser._actions
+
+
 def commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Parser]]:
     """Every command that can run, with its words."""
-    groups = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    groups = [each for each in actions_of(parser) if isinstance(each, argparse._SubParsersAction)]
     for name, command in (item for group in groups for item in group.choices.items()):
         below = list(commands(command))
         yield from [(f"{name} {more}", each) for more, each in below] or [(name, command)]
@@ -83,7 +87,7 @@ def test_the_documents_have_every_option(name: str) -> None:
     own = re.search(rf"^    statehold {name}( .*|$)(\n {{9}} .*)*", synopsis, re.MULTILINE)
     assert own
     known = page + (DOCS / "planning.md").read_text("utf-8")
-    for action in COMMANDS[name]._actions:
+    for action in actions_of(COMMANDS[name]):
         names = action.option_strings
         assert not names or any(each in known for each in names), names
         many = re.search(rf"\[{names[0]} [^ \n]*\.\.\.\]", own[0]) if names else None

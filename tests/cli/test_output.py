@@ -308,11 +308,11 @@ def test_an_answer_ends_what_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     shown = output.ProgressBar("work")
-    shown._draw()  # as its timer does
+    shown.draw()  # as its timer does
     assert "work" in stream.getvalue()
     output.say("answer")
     before = stream.getvalue()
-    shown._draw()
+    shown.draw()
     assert stream.getvalue() == before
     shown.close()
 

@@ -57,7 +57,7 @@ class ProgressBar:
         self._is_open = terminal.is_terminal(sys.stderr)
         if self._is_open:
             _set_current(self)
-            self._timer = threading.Timer(FIRST_S, self._draw)
+            self._timer = threading.Timer(FIRST_S, self.draw)
             self._timer.daemon = True
             self._timer.start()
 
@@ -74,7 +74,7 @@ class ProgressBar:
         now_s = time.monotonic()
         self._text, self._share = text[:_TEXT_MAX], min(share, 1.0)
         if now_s - self._begin_s >= FIRST_S and now_s - self._drawn_s >= REDRAW_S:
-            self._draw()
+            self.draw()
 
     def close(self) -> None:
         """Remove the line."""
@@ -96,7 +96,8 @@ class ProgressBar:
                 self._line.close()
                 self._line = None
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
+        """Show the newest state, unless another bar is shown."""
         with _guard:
             if not self._is_open or _current is not self:
                 return
