@@ -39,13 +39,13 @@ def fingerprints_on_a_side_stream(task: Task) -> Iterator[Figure]:
         right = _fingerprint(tensor)
         with _side_stream(device):
             sleep(device)
-            pending = _begun(tensor)
+            pending = begun(tensor)
         wrong += _on_a_thread(pending) != right
         synchronize(device)
     yield figures.equal("wrong fingerprints, trainer on a side stream", wrong, 0)
 
 
-def _begun(tensor: torch.Tensor) -> Callable[[], int]:
+def begun(tensor: torch.Tensor) -> Callable[[], int]:
     captured = capture({"t": statehold.Gated(tensor)})
     on_host = fingerprints.begin(captured.tensors, _core.hash_memory)
     if on_host:
@@ -64,7 +64,7 @@ def _begun(tensor: torch.Tensor) -> Callable[[], int]:
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
-    return _begun(tensor)()
+    return begun(tensor)()
 
 
 def _on_a_thread(action: Callable[[], int]) -> int:

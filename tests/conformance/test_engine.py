@@ -389,7 +389,7 @@ def test_impossible_requests_are_refused(
     disk: Disk, engine: _core.Engine, change: dict[str, Any]
 ) -> None:
     state = State(random_arrays(1, 1000))
-    arguments = {"file_bytes": state.file_bytes, "header": state.header, **state._arguments()}
+    arguments = {"file_bytes": state.file_bytes, "header": state.header, **state.arguments()}
     with pytest.raises(ValueError):
         engine.write(**{**arguments, **change})
 

@@ -27,7 +27,9 @@ from support.inside import inside
 
 
 @pytest.mark.parametrize("width", [32, 1024])  # one buffer, and many times the staging memory
-def test_every_byte_arrives(ckpt: statehold.Checkpointer, machine: Machine, width: int) -> None:
+def test_every_byte_arrives(
+    tmp_path: Path, ckpt: statehold.Checkpointer, machine: Machine, width: int
+) -> None:
     training = trained_on(machine, width)
     expected = {}
     for step in range(1, 4):
@@ -35,7 +37,7 @@ def test_every_byte_arrives(ckpt: statehold.Checkpointer, machine: Machine, widt
         expected[step] = bits_on(machine, training)
         ckpt.save(step, training.state)
     ckpt.close()
-    with statehold.Checkpointer(ckpt._run, **SMALL) as again:
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as again:
         for step in expected:
             assert restored_on(machine, again, step, width) == expected[step]
 
@@ -77,7 +79,7 @@ def test_others_may_launch_after_each_buffer_that_is_pinned(
 
 
 def test_memory_that_cannot_be_pinned_is_used_and_reported(
-    ckpt: statehold.Checkpointer, machine: Machine, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, ckpt: statehold.Checkpointer, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.may_pin = False
     training = trained_on(machine)
@@ -87,7 +89,7 @@ def test_memory_that_cannot_be_pinned_is_used_and_reported(
     assert caplog.text.count("could not be pinned") == 1
     ckpt.close()
     assert "unpin" not in dict(machine.pins.calls)
-    with statehold.Checkpointer(ckpt._run, **SMALL) as again:
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as again:
         again.restore(training.state, 2)
         training.step()  # the runtime's error was dealt with: no launch of this thread reports it
 
@@ -245,11 +247,11 @@ def test_non_contiguous_and_odd_dtypes(
 
 
 def test_damage_is_found_before_anything_reaches_the_device(
-    ckpt: statehold.Checkpointer, machine: Machine
+    tmp_path: Path, ckpt: statehold.Checkpointer, machine: Machine
 ) -> None:
     training = trained_on(machine)
     ckpt.save(1, training.state).wait("committed", DEADLINE_S)
-    [path] = Path(ckpt._run).glob("step-*/*.safetensors")
+    [path] = (tmp_path / "run").glob("step-*/*.safetensors")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

@@ -246,13 +246,15 @@ def test_the_layout_follows_from_the_marks_alone(
     assert all(layout == layouts[0] for layout in layouts)
 
 
-def test_eager_ones_come_first_in_the_file(ckpt: statehold.Checkpointer, machine: Machine) -> None:
+def test_eager_ones_come_first_in_the_file(
+    tmp_path: Path, ckpt: statehold.Checkpointer, machine: Machine
+) -> None:
     state = {
         "lazy": statehold.Gated(machine.put(torch.ones(4))),
         "eager": machine.put(torch.ones(4)),
     }
     ckpt.save(1, state).wait("committed", DEADLINE_S)
-    [path] = Path(ckpt._run).glob("step-*/*.safetensors")
+    [path] = (tmp_path / "run").glob("step-*/*.safetensors")
     header = path.read_bytes()[:4096]
     assert header.index(b'"eager":{"dtype"') < header.index(b'"lazy":{"dtype"')
 

@@ -229,8 +229,8 @@ def test_updates_pass_only_after_the_fingerprints_of_lazy_tensors(
 def test_the_check_of_the_benchmark_reads_them_behind_queued_work(machine: Machine) -> None:
     """The benchmark runs on devices only, which these tests do not have."""
     tensor = machine.put(torch.ones(64, dtype=torch.int64))
-    one = order._begun(tensor)()
+    one = order.begun(tensor)()
     with machine.cuda.stream(machine.cuda.Stream()):
-        pending = order._begun(tensor.fill_(2))
+        pending = order.begun(tensor.fill_(2))
     two = pending()
-    assert one != two == order._begun(machine.put(torch.full((64,), 2)))()
+    assert one != two == order.begun(machine.put(torch.full((64,), 2)))()

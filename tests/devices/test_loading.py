@@ -196,11 +196,11 @@ def test_a_restore_comes_between_what_is_queued_before_and_after(
 
 
 def test_damage_leaves_no_memory_on_the_device(
-    ckpt: statehold.Checkpointer, machine: Machine
+    tmp_path: Path, ckpt: statehold.Checkpointer, machine: Machine
 ) -> None:
     weights = torch.randn(2048, 512)
     ckpt.save(1, {"w": weights}).wait("committed", DEADLINE_S)
-    [path] = Path(ckpt._run).glob("step-*/*.safetensors")
+    [path] = (tmp_path / "run").glob("step-*/*.safetensors")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

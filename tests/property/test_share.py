@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,7 +40,8 @@ def states(draw: st.DrawFn) -> tuple[Tensors, int]:
     return tensors, world
 
 
-def small_limits() -> mock._patch_dict:  # tests with real limits would need gigabytes of elements
+def small_limits() -> AbstractContextManager[Any]:
+    """Tests with real limits would need gigabytes of elements."""
     return mock.patch.multiple(module, SPLIT_BYTES=64, PIECE_BYTES=16)
 
 

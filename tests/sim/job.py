@@ -163,8 +163,6 @@ class Job:
         spy = Spy(fs, life.before)
         for place in opened.levels.places:
             place.store.fs = spy
-        for promoter in opened.levels.promotions.promoters:
-            promoter._fs = spy
         return ckpt
 
     def start(self, program: Callable[[int], Any]) -> None:

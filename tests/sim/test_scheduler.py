@@ -175,7 +175,7 @@ def dawdle() -> None:
 def test_an_engine_is_closed_when_its_last_transfer_has_ended(fs: SimFs) -> None:
     """However late the disk has its turn: here, when nobody else can go on."""
     with simulated(0) as turns, ThreadPoolExecutor(1) as pool:
-        turns._disk_weight = 1e-9
+        turns.disk_weight = 1e-9
         engine = open_engine(fs, 1 << 20, 1 << 20, 1)
         plan = plan_save([], step=1)
         nothing = Ordered(Tensors(), Segments.of(plan, Tensors().structure))

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import statehold
+from statehold import _core
 from statehold.errors import ClosedError, UsageError
 from statehold.steps.nearest import Nearest
 from statehold.subscription import copying, subscribe
@@ -311,7 +312,7 @@ def test_a_level_that_cannot_be_listed_is_no_way_back(
         for step in (1, 2, 3):
             save(ckpt, step)
         assert applied(updates).step == 3
-        (place, _) = subscribe.Places(updates._fs, subscribe.levels_of(str(run)))
+        (place, _) = subscribe.Places(_core.open_fs("threads"), subscribe.levels_of(str(run)))
         assert place.root == str(memory)
         asked = []
 

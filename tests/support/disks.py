@@ -91,7 +91,7 @@ class State:
     def file_bytes(self) -> int:
         return len(self.header) + sum(a.nbytes for a in self.arrays)
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {
             "block_bytes": BLOCK,
             "begins": array("q", self.begins),
@@ -109,13 +109,13 @@ class State:
     def write(
         self, engine: _core.Engine, file: _core.File | None = None, **changes: Any
     ) -> _core.WriteJob:
-        arguments = {**self._arguments(), **changes}
+        arguments = {**self.arguments(), **changes}
         return engine.write(file_bytes=self.file_bytes, header=self.header, file=file, **arguments)
 
     def read(self, engine: _core.Engine, path: str, sums: bytes, **changes: Any) -> _core.ReadJob:
         """Everything behind the header, whose sums are therefore left out."""
         arguments = {
-            **self._arguments(),
+            **self.arguments(),
             "files": [path],
             "file_bytes": [self.file_bytes],
             "file_index": array("q", [0] * len(self.arrays)),

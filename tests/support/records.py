@@ -65,7 +65,7 @@ class World:
         self.records = [
             self._record(rank, each, extra[rank] if extra else {}) for rank, each in enumerate(held)
         ]
-        self.commit = self._commit(shared)
+        self.commit = self.commit_of(shared)
         self.store(self.commit, self.records)
 
     def store(self, commit: Commit, records: Iterable[Record]) -> None:
@@ -122,7 +122,7 @@ class World:
         self.files[f"{DIRECTORY}/{file.name}"] = content
         return file, tensors
 
-    def _commit(self, shared: Sequence[Shared]) -> Commit:
+    def commit_of(self, shared: Sequence[Shared]) -> Commit:
         raws = [record.encode() for record in self.records]
         entries = [
             RecordEntry(record_name(i, self.size), len(raw), hashlib.sha256(raw).hexdigest())

@@ -80,7 +80,7 @@ class Scheduler:
         self.random = random.Random(f"schedule {seed}")
         self.disks: list[Disk] = []
         self._restless = self.random.choice(RESTLESS)
-        self._disk_weight = self.random.choice(WEIGHTS)
+        self.disk_weight = self.random.choice(WEIGHTS)
         self._tasks: list[Task] = []
         self._by_thread: dict[int, Task] = {}
         self._count = 0
@@ -206,7 +206,7 @@ class Scheduler:
                 break
             if not able and not transfers:
                 continue
-            weights = [task.weight for task in able] + [self._disk_weight] * len(transfers)
+            weights = [task.weight for task in able] + [self.disk_weight] * len(transfers)
             (chosen,) = self.random.choices([*able, *transfers], weights)
             if isinstance(chosen, Task):
                 self.trace.append(f"{self.now_s:.5f} {chosen.name} goes on: {chosen.what}")

@@ -25,7 +25,9 @@ def tree(run: Path) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in sorted(run.rglob("*"))}
 
 
-def use_everything(ckpt: statehold.Checkpointer, save: statehold.Save, optimizer) -> None:
+def use_everything(
+    run: Path, ckpt: statehold.Checkpointer, save: statehold.Save, optimizer
+) -> None:
     """A fork that uses what its parent has opened gets an error, and waits for nothing."""
     attempts: list[Callable[[], object]] = [
         lambda: ckpt.save(9, content(9)),
@@ -43,7 +45,7 @@ def use_everything(ckpt: statehold.Checkpointer, save: statehold.Save, optimizer
     ckpt.close()
     ckpt.close()
     with pytest.raises(errors.RunBusyError) as caught_busy:
-        statehold.Checkpointer(ckpt._run, **THREADS).save(9, content(9))
+        statehold.Checkpointer(run, **THREADS).save(9, content(9))
     assert f"process {os.getppid()} on" in caught_busy.value.facts["held by"]
 
 
@@ -71,7 +73,7 @@ def forked_while_saving(folder: Path, function: str, end: str, where: str) -> No
             before = tree(run)
 
             def child() -> None:
-                statuses.append(fork(lambda: use_everything(ckpt, save, optimizer), end))
+                statuses.append(fork(lambda: use_everything(run, ckpt, save, optimizer), end))
 
             if where == "thread":
                 thread = threading.Thread(target=child)

@@ -116,7 +116,7 @@ def test_states_with_keys_of_any_kind() -> None:
         for r in world.records
     ]
     world.records = records
-    world.store(world._commit(()), records)
+    world.store(world.commit_of(()), records)
     assert world.commit.state.keys() == {"model"}
     for rank, size in ((0, 2), (0, 3)):
         assert world.open(rank, size).state == node
