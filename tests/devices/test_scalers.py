@@ -19,11 +19,22 @@ from support.faults import DEADLINE_S
 SCALE = 1.1920928955078125e-07
 
 
-def used(machine: Machine, scaler: Any, scale: float = SCALE, tracker: int = 1999) -> Any:
-    """A scaler whose numbers are on the device, as after its first scale()."""
-    scaler._scale = machine.put(torch.tensor(scale))
-    scaler._growth_tracker = machine.put(torch.tensor(tracker, dtype=torch.int32))
+def numbers(
+    machine: Machine, scale: float = SCALE, tracker: int = 1999
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a scaler, on the device."""
+    there = torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32)
+    return machine.put(there[0]), machine.put(there[1])
+
+
+def given(scaler: Any, scale: torch.Tensor, tracker: torch.Tensor) -> Any:
+    """A scaler with these numbers, as after its first scale()."""
+    scaler._scale, scaler._growth_tracker = scale, tracker
     return scaler
+
+
+def used(machine: Machine, scaler: Any, *values: Any) -> Any:
+    return given(scaler, *numbers(machine, *values))
 
 
 class Own(GradScaler):
@@ -38,17 +49,18 @@ class Own(GradScaler):
 def test_save_does_not_wait_and_the_step_has_the_numbers(
     ckpt: statehold.Checkpointer, machine: Machine, kind: Any, beside: str
 ) -> None:
-    scaler = used(machine, kind("cpu", growth_interval=7))
+    scale, tracker = numbers(machine)
+    scaler = given(kind("cpu", growth_interval=7), scale, tracker)
     expected = scaler.state_dict()
     model = trained_on(machine).model if beside == "device" else torch.nn.Linear(4, 4)
     machine.timeline.host_waits.clear()
     machine.timeline.may_finish.clear()
-    scaler._scale.mul_(2)  # late
+    scale.mul_(2)  # late
     save = ckpt.save(1, {"model": model, "scaler": scaler})
     assert "MainThread" not in machine.timeline.host_waits
     with torch.no_grad():  # as update() does
-        scaler._scale.fill_(3.0)
-        scaler._growth_tracker.zero_()
+        scale.fill_(3.0)
+        tracker.zero_()
     machine.timeline.may_finish.set()
     save.wait("committed", DEADLINE_S)
     live = {"model": model, "scaler": used(machine, kind("cpu"), 5.0, 0)}
