@@ -157,7 +157,7 @@ def rates(ways: dict[str, Way], size: int, rounds: int, check: Way) -> Found:
 def measure(endpoint: str, url: str, size: int, rounds: int) -> dict[str, Found]:
     steps = ObjectSteps(url, options={"endpoint": endpoint, "allow_http": True})
     # The same store, with the same deadlines and options, as its own methods see it.
-    client: ObjectClient = steps._client
+    client: ObjectClient = steps.client
     store = client._store()
     data = (random.Random(1).randbytes(4 * MiB) * (size // (4 * MiB) + 1))[:size]
     into = bytearray(size)

@@ -12,7 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly venv=${INFRA_VENV:-.venv-infra} wanted=tools/requirements-infra.txt
 readonly stamp=$venv/requirements.stamp
 readonly limit_s=900  # of a test, which may start several jobs on a busy machine
-readonly system="slurmctld slurmd slurm-client munge bubblewrap python3-seccomp glusterfs-server"
+readonly system="slurmctld slurmd slurm-client munge bubblewrap python3-seccomp libfaketime
+  swift-proxy swift-account swift-container swift-object"
 
 is_installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>&1)" = installed ]; }
 

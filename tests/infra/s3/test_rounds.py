@@ -19,7 +19,8 @@ from support.sharing import Tuned, same
 
 def directories(names: list[str]) -> list[int]:
     """The steps of the directories in which these objects are."""
-    return sorted({attempt_of(name.partition("/")[0])[0] for name in names if "/" in name})  # type: ignore[index]
+    attempts = {attempt_of(name.partition("/")[0]) for name in names if "/" in name}
+    return sorted({attempt[0] for attempt in attempts if attempt is not None})
 
 
 @pytest.fixture

@@ -116,7 +116,8 @@ class Coordinator:
 
     expected: a run begins as soon as so many replicas are here; None: not before settle_s.
     settle_s: a run begins with fewer replicas when none has come for so long.
-    replicas: those that have said who they are, by name. departed: how far those were that have left.
+    replicas: those that have said who they are, by name.
+    departed: how far those were that have left.
     """
 
     def __init__(self, expected: int | None = None, settle_s: float = 1.0) -> None:
