@@ -273,7 +273,8 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
         stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
         stand_in._modules = {}
         apart(_load, stand_in, dict(saved), {"version": module._version}, errors)
-        got = dict(chain(stand_in.named_parameters(), stand_in.named_buffers()))
+        kept = stand_in.named_parameters, stand_in.named_buffers
+        got = dict(chain.from_iterable(each(remove_duplicate=False) for each in kept))
     except Exception:  # it needs more than shapes, so nothing is known
         return False
     return not errors and all(
