@@ -151,19 +151,25 @@ def test_an_answer_that_breaks_off(
     fetch(steps)
 
 
-def test_a_listing_that_breaks_off_is_asked_for_again(
-    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy
+@pytest.mark.parametrize(
+    "read",
+    [ObjectSteps.steps, fetch, lambda steps: steps.note("run.json")],
+    ids=["steps", "fetch", "note"],
+)
+def test_what_breaks_off_twice_is_read_again(
+    steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, read: Callable[[ObjectSteps], object]
 ) -> None:
-    """A job whose steps are only in the store would end at its start."""
+    """Otherwise a job ends at its start, if its steps are only there, and no step gets there."""
     upload(steps)
     steps.publish(1, ATTEMPT, b"manifest")
-    times = iter(range(2))
+    steps.put_note("run.json", b"note")
+    expected, times = read(steps), iter(range(2))
     proxy.fault = lambda method, target: "truncate" if next(times, None) is not None else None
-    assert steps.steps() == [1]
+    assert read(steps) == expected
     assert proxy.fired["truncate"] == 2
     proxy.fault = lambda method, target: "truncate"
     with pytest.raises(UnavailableError) as caught:
-        hasty.steps()
+        read(hasty)
     assert caught.value.errno == errno.ECONNRESET
 
 

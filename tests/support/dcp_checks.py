@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 
 from statehold.errors import MissingFileError, PeerFailedError
 from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock, writer
-from support.faults import must
+from support.faults import DEADLINE_S, must
 
 
 def outcomes(rank: int, world_size: int, directory: str) -> dict[str, str]:
@@ -398,6 +399,20 @@ class FailsOn(dcp.DefaultSavePlanner):
         return super().resolve_data(item)
 
 
+class FailsFirst(FailsOn):
+    """As FailsOn, and the other ranks begin once the files of all are gone."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        super().__init__(rank)
+        self.directory = directory
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        end_s = time.monotonic() + DEADLINE_S
+        while dist.get_rank() != self.rank and os.listdir(self.directory):
+            must(time.monotonic() < end_s)
+        return super().finish_plan(new_plan)
+
+
 def check_failed_rank(rank: int, world_size: int, directory: Path) -> None:
     """A save that fails anywhere fails everywhere, and leaves the older checkpoint as it was."""
     where = directory / "step-7"
@@ -537,6 +552,15 @@ def check_no_collectives_again(rank: int, world_size: int, directory: Path) -> N
 
 def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> None:
     """A rank that fails fails the save on all ranks, and nothing is published."""
+    fails_everywhere(rank, world_size, directory, FailsOn(world_size - 1))
+
+
+def check_no_collectives_failed_first(rank: int, world_size: int, directory: Path) -> None:
+    """Also on ranks that have not begun to write when it has removed their directory."""
+    fails_everywhere(rank, world_size, directory, FailsFirst(world_size - 1, directory))
+
+
+def fails_everywhere(rank: int, world_size: int, directory: Path, planner: FailsOn) -> None:
     state = state_of(*trained(1, world_size, "fsdp"), step=7)
     last = world_size - 1
     try:
@@ -544,7 +568,7 @@ def check_no_collectives_failed(rank: int, world_size: int, directory: Path) -> 
             state,
             checkpoint_id=directory / "step-7",
             storage_writer=StorageWriter(timeout_s=60.0),
-            planner=FailsOn(last),
+            planner=planner,
             use_collectives=False,
         )
     except OSError:

@@ -334,6 +334,10 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
             if place.final == final and fs.is_dir(place.partial):
                 return place
             found = _partials(fs, final)
+        if not found and self._save.save_round is not None:
+            return (
+                place  # a rank that failed has removed it: the write fails, and SaveRound says why
+            )
         if len(found) != 1:
             facts = {"checkpoint": final, "expected": "one", "got": len(found)}
             raise UsageError("the directory of this save does not exist", facts=facts)

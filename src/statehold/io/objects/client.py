@@ -57,6 +57,7 @@ PIECE_BYTES = 4 * MiB  # passed on at once, and the unit of the throttle
 COPY_BYTES = 1 * MiB  # copied at once: no other Python thread runs meanwhile
 DEADLINE_S = 120.0
 LATE_S = 2.0
+AGAIN = 4  # more times for what only reads
 GRACE_S = 5.0  # for requests under way after stop()
 READ_BACK_BYTES = 64
 
@@ -139,7 +140,7 @@ class ObjectClient:
                 raise too_large("read", self.path(name), bytes_max)
             return found.bytes().to_bytes()
 
-        return self._ask("read", name, get)
+        return self._ask("read", name, get, again=AGAIN)
 
     def size(self, name: str) -> int | None:
         """The size of an object; None if there is none."""
@@ -157,18 +158,9 @@ class ObjectClient:
 
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
-        ask = partial(
-            self._ask, "list", directory or "", lambda it: it.list_with_delimiter(directory)
+        found = self._ask(
+            "list", directory or "", lambda store: store.list_with_delimiter(directory), again=AGAIN
         )
-        until_s = time.monotonic() + self._deadline_s / 2
-        # obstore repeats a request, but not one whose answer breaks off in its body.
-        for left in reversed(range(5)):
-            try:
-                found = ask()
-                break
-            except UnavailableError as error:
-                if not left or error.errno != errno.ECONNRESET or time.monotonic() > until_s:
-                    raise
         return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
 
     def delete(self, name: str) -> None:
@@ -245,14 +237,31 @@ class ObjectClient:
                     raise
                 return None
 
-        data = naming("read", self.path(name), lambda: get(self._store()))
+        data = self._again(partial(self._named, "read", name, get), AGAIN)
         if data is None or len(data) != len(target):
             raise truncated("read", self.path(name), end)
         target[:] = memoryview(data)
 
-    def _ask(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
-        ask = partial(naming, operation, self.path(name), lambda: action(self._store()))
-        return apart(ask, self._check_waiting)
+    def _ask(
+        self, operation: str, name: str, action: Callable[[ObjectStore], T], again: int = 0
+    ) -> T:
+        ask = partial(self._named, operation, name, action)
+        return apart(lambda: self._again(ask, again), self._check_waiting)
+
+    def _named(self, operation: str, name: str, action: Callable[[ObjectStore], T]) -> T:
+        return naming(operation, self.path(name), lambda: action(self._store()))
+
+    def _again(self, ask: Callable[[], T], again: int) -> T:
+        """Ask, and up to `again` times more if an answer breaks off in its body: obstore repeats a
+        request, but not such a one."""
+        until_s = time.monotonic() + self._deadline_s / 2
+        for _ in range(again):
+            try:
+                return ask()
+            except UnavailableError as error:
+                if error.errno != errno.ECONNRESET or time.monotonic() > until_s:
+                    raise
+        return ask()
 
     def _check_waiting(self, waited_s: float) -> None:
         if waited_s > LATE_S:
