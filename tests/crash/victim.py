@@ -78,7 +78,8 @@ def child(
     run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: bool, waits: bool
 ) -> None:
     """again: save each step twice, where the kernel does not exchange two names. shares: steps
-    share files. waits: each save begins after the commit of the one before."""
+    share files. waits: each save begins when the one before is committed, and has learned what stays
+    the same, which comes after the commit."""
     torch.set_num_threads(1)
     if again:
         forbid(RENAMEAT2[platform.machine()], errno.EINVAL)
@@ -102,8 +103,8 @@ def child(
             state |= rarely(step) if shares else {}
             report(requested=step)
             for _ in range(1 + again):
-                if waits and previous is not None:
-                    previous.wait("committed", 60)
+                if waits:
+                    ckpt.flush(60)
                 save = ckpt.save(step, state)
                 if previous is not None:
                     done = previous.wait("committed", 60)
