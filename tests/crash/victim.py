@@ -78,8 +78,8 @@ def child(
     run: str, kill_at: list[Any] | None, saves: int, again: bool, shares: bool, waits: bool
 ) -> None:
     """again: save each step twice, where the kernel does not exchange two names. shares: steps
-    share files. waits: each save begins when the one before is committed, and has learned what stays
-    the same, which comes after the commit."""
+    share files. waits: each save begins when the one before is committed, and has learned what
+    stays the same, which comes after the commit."""
     torch.set_num_threads(1)
     if again:
         forbid(RENAMEAT2[platform.machine()], errno.EINVAL)

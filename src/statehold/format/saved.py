@@ -376,8 +376,7 @@ class _SharedStep(SavedStep):
         if len(groups) <= COMPARED_MAX:
             return groups
         sample = next((each for each in groups if each[1] == self._own), groups[0])
-        has_tensors = any(tensors_of(self._member(key, sample[1])[1]))
-        return groups if has_tensors else [sample]
+        return groups if any(tensors_of(self._member(key, sample[1])[1])) else [sample]
 
     def _member(self, key: str, rank: int) -> tuple[Any, Any]:
         """(key node, node) of a name at the top of the state, as a record has it."""

@@ -88,5 +88,4 @@ def _is_own_memory(directory: str) -> bool:
         found = os.lstat(directory)
     except OSError:
         return False
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return is_own and is_memory(directory)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and is_memory(directory)

@@ -458,8 +458,7 @@ def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def _boxes(value: Streamed) -> list[StreamedChunk]:
     """The chunks, if they are boxes of the tensor; none if they are runs of its elements."""
-    chunks = value.chunks
-    return [chunk for chunk in chunks if len(chunk.box.shape) == len(value.shape)]
+    return [chunk for chunk in value.chunks if len(chunk.box.shape) == len(value.shape)]
 
 
 def _asked(value: Streamed, item: ReadItem) -> torch.Tensor:
