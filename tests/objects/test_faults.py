@@ -156,7 +156,7 @@ def test_an_answer_that_breaks_off(
     [ObjectSteps.steps, fetch, lambda steps: steps.note("run.json")],
     ids=["steps", "fetch", "note"],
 )
-def test_what_breaks_off_twice_is_read_again(
+def test_what_breaks_off_twice_is_asked_for_again(
     steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy, read: Callable[[ObjectSteps], object]
 ) -> None:
     """Otherwise a job ends at its start, if its steps are only there, and no step gets there."""
@@ -171,6 +171,18 @@ def test_what_breaks_off_twice_is_read_again(
     with pytest.raises(UnavailableError) as caught:
         read(hasty)
     assert caught.value.errno == errno.ECONNRESET
+
+
+def test_a_deletion_that_breaks_off_is_asked_for_again(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+    upload(steps)
+    steps.publish(1, ATTEMPT, b"manifest")
+    times = iter(range(2))
+    proxy.fault = lambda method, target: (
+        "truncate" if "list-type" in target and next(times, None) is not None else None
+    )
+    steps.retire(1)
+    assert proxy.fired["truncate"] == 2
+    assert steps.client.list() == ([], [])
 
 
 @pytest.mark.thorough

@@ -57,7 +57,7 @@ PIECE_BYTES = 4 * MiB  # passed on at once, and the unit of the throttle
 COPY_BYTES = 1 * MiB  # copied at once: no other Python thread runs meanwhile
 DEADLINE_S = 120.0
 LATE_S = 2.0
-AGAIN = 4  # more times for what only reads
+AGAIN = 4  # more times for what reads or deletes
 GRACE_S = 5.0  # for requests under way after stop()
 READ_BACK_BYTES = 64
 
@@ -166,7 +166,7 @@ class ObjectClient:
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
         with contextlib.suppress(MissingFileError):
-            self._ask("delete", name, lambda store: store.delete(name))
+            self._ask("delete", name, lambda store: store.delete(name), again=AGAIN)
 
     def delete_below(self, directory: str) -> None:
         """Delete all objects of a directory."""
@@ -176,7 +176,7 @@ class ObjectClient:
                 store.delete([entry["path"] for entry in entries])
 
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
-            self._ask("delete", directory, delete)
+            self._ask("delete", directory, delete, again=AGAIN)
 
     # -- uploads ---------------------------------------------------------------------------
 
