@@ -13,9 +13,8 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from support.agents import wait_for
 from support.faults import must
 
 DEADLINE_S = 250.0  # a setup may take 300 s; Swift takes 6, and on a busy machine minutes
@@ -33,14 +33,6 @@ SWIFT = pytest.mark.programs(
     "swift-proxy-server", "swift-object-server", "swift-ring-builder", root=True
 )
 SEAWEED = pytest.mark.programs("weed")
-
-
-def until(holds: Callable[[], object], what: Callable[[], str] | str, poll_s: float = 0.02) -> None:
-    """Return as soon as this holds."""
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        must(time.monotonic() < end, what)
-        time.sleep(poll_s)
 
 
 def free_ports(count: int) -> list[int]:
@@ -88,7 +80,10 @@ class Server(ABC):
                         cwd=self.folder,
                     )
                 )
-        until(self._answers, lambda: f"no answer: {self._refusal}\n{self.log()[-3000:]}", 0.1)
+        wait_for(self._answers, self._silence, DEADLINE_S)
+
+    def _silence(self) -> str:
+        return f"no answer: {self._refusal}\n{self.log()[-3000:]}"
 
     def _answers(self) -> bool:
         codes = [each.poll() for each in self._processes]

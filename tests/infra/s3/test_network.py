@@ -10,8 +10,8 @@ import pytest
 
 from infra.s3.jobs import Job, settled
 from infra.s3.network import Network
-from infra.s3.servers import BUCKET, SEAWEED, SeaweedFs, Server, until
-from support.faults import DEADLINE_S
+from infra.s3.servers import BUCKET, DEADLINE_S, SEAWEED, SeaweedFs, Server
+from support.agents import wait_for
 
 
 def some(fault: str) -> Callable[[str, str], str | None]:
@@ -61,7 +61,7 @@ def test_a_network_that_lets_nothing_through_for_a_while(
             ckpt.flush(DEADLINE_S)
             network.fault = all_of(fault)
         if step == 6:  # four steps were committed meanwhile
-            until(lambda: network.fired[fault], fault)
+            wait_for(lambda: network.fired[fault], fault, DEADLINE_S)
             assert ckpt.levels()[1].newest == 2
             network.heal()
 
@@ -92,7 +92,7 @@ def test_a_job_ends_beside_a_store_that_never_answers(
     network.fault = all_of(fault)
     with job.open() as ckpt:
         assert job.train(ckpt, 4) == 2  # the steps of the store are not needed
-        until(lambda: network.fired[fault], fault)
+        wait_for(lambda: network.fired[fault], fault, DEADLINE_S)
         caplog.clear()
     assert "step 4 did not reach level objects; it stays at level directory" in caplog.text
     assert f"s3://{BUCKET}/{prefix}" in caplog.text

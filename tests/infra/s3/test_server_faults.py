@@ -10,10 +10,10 @@ import pytest
 
 from infra.s3.jobs import Job, settled
 from infra.s3.network import before
-from infra.s3.servers import BUCKET, SEAWEED, SeaweedFs, Server, become, running, until
+from infra.s3.servers import BUCKET, DEADLINE_S, SEAWEED, SeaweedFs, Server, become, running
 from statehold.steps.objects import attempt_of
 from support import scripts
-from support.faults import DEADLINE_S
+from support.agents import wait_for
 from support.mounts import nearly_full, tmpfs, why_no_tmpfs
 
 TESTS = Path(__file__).parents[2]
@@ -53,9 +53,9 @@ def test_a_server_killed_in_mid_upload_gets_the_step_when_it_is_back(
                 ckpt.flush(DEADLINE_S)
                 network.fault = kill
             if step == 4:
-                until(kill.fired.is_set, "the second part of step 3")
+                wait_for(kill.fired.is_set, "the second part of step 3", DEADLINE_S)
                 asked = len(network.requests)
-                until(lambda: len(network.requests) > asked + 2, "attempts without a server")
+                wait_for(lambda: len(network.requests) > asked + 2, "attempts", DEADLINE_S)
                 own_server.start()
 
         with job.open() as ckpt:
@@ -74,7 +74,6 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
 from infra.s3.jobs import Job
-from support.faults import DEADLINE_S
 job = Job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 with job.open() as ckpt:
     job.train(ckpt, 8, lambda step: ckpt.flush(DEADLINE_S))
@@ -101,7 +100,8 @@ def test_a_step_whose_upload_ended_with_server_and_trainer_does_not_count(
 
             both = Once(end)
             network.fault = at_the_third_step
-            assert trainer.wait(DEADLINE_S) < 0
+            code = trainer.wait(DEADLINE_S)
+        assert code < 0
         assert both.fired.is_set()
         network.heal()
         own_server.start()
@@ -134,7 +134,7 @@ def test_a_disk_full_in_mid_upload_holds_nothing_up_and_takes_the_step_when_it_h
                 ckpt.flush(DEADLINE_S)
                 network.fault = fill
             if step == 3:
-                until(lambda: network.answers[500], "a refusal for want of room")
+                wait_for(lambda: network.answers[500], "a refusal for want of room", DEADLINE_S)
                 assert ckpt.levels()[1].newest == 1
                 full.__exit__(None, None, None)
 

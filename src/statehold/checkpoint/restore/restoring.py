@@ -385,4 +385,5 @@ def _in_common(messages: Sequence[bytes]) -> bytes:
     for each in unused[1:]:
         common &= int.from_bytes(bytes.fromhex(each), "little")
     bits = common.to_bytes(len(unused[0]) // 2, "little")
-    return json.dumps([bits.hex(), sorted(set(values[0]).intersection(*values[1:]))]).encode()
+    nowhere = set(values[0]).intersection(*values[1:])
+    return json.dumps([bits.hex(), sorted(nowhere)]).encode()

@@ -335,9 +335,7 @@ class StorageWriter(StepEndpoint, _StorageWriter, AsyncStager):
                 return place
             found = _partials(fs, final)
         if not found and self._save.save_round is not None:
-            return (
-                place  # a rank that failed has removed it: the write fails, and SaveRound says why
-            )
+            return place  # a rank that failed removed it; the write fails, and SaveRound says why
         if len(found) != 1:
             facts = {"checkpoint": final, "expected": "one", "got": len(found)}
             raise UsageError("the directory of this save does not exist", facts=facts)

@@ -160,7 +160,8 @@ def read(path: str) -> dict[str, Streamed]:
         if name not in found:
             facts = {"tensor": name, "file": file}
             raise CorruptionError("a checkpoint lacks a tensor that its index has", facts=facts)
-    return {**{other: found[kept] for other, kept in ties.items() if kept in found}, **found}
+    tied = {other: found[kept] for other, kept in ties.items() if kept in found}
+    return {**tied, **found}
 
 
 class _Shard(NamedTuple):

@@ -53,7 +53,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     name = "module" if isinstance(module, _WRAPPERS) else _COMPILED
-    return dict(module.named_children()).get(name)
+    return module.get_submodule(name) if name in module._modules else None
 
 
 def of(value: Any) -> nn.Module | None:
