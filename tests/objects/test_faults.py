@@ -173,15 +173,18 @@ def test_what_breaks_off_twice_is_asked_for_again(
     assert caught.value.errno == errno.ECONNRESET
 
 
-def test_a_deletion_that_breaks_off_is_asked_for_again(steps: ObjectSteps, proxy: s3.Proxy) -> None:
+@pytest.mark.parametrize("fault", ["truncate", "reset"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_deletion_passes_where_every_other_request_breaks_off(
+    steps: ObjectSteps, proxy: s3.Proxy, fault: str, first: int
+) -> None:
     upload(steps)
     steps.publish(1, ATTEMPT, b"manifest")
-    times = iter(range(2))
-    proxy.fault = lambda method, target: (
-        "truncate" if "list-type" in target and next(times, None) is not None else None
-    )
+    numbers = itertools.count(first)
+    proxy.fault = lambda method, target: fault if next(numbers) % 2 else None
     steps.retire(1)
-    assert proxy.fired["truncate"] == 2
+    assert proxy.fired[fault]
+    proxy.fault = lambda method, target: None
     assert steps.client.list() == ([], [])
 
 

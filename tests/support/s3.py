@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -78,10 +79,11 @@ def request(port: int, method: str, target: str) -> bytes:
 class Proxy:
     """Stands before the server at `upstream`. `fault` may be set at any time; it returns:
 
-    "drop": the connection ends without an answer; "lose": the request is carried out, its answer is
-    lost; "busy", "denied", "skewed": 503, 403, 403 because of the clock; "truncate": half of the
-    answer's body; "cut": the connection ends in the middle of the request's body; "stall": no
-    answer, until the proxy is closed; "whole": the whole object, whatever range is asked for.
+    "drop": the connection ends without an answer; "reset": it is reset; "lose": the request is
+    carried out, its answer is lost; "busy", "denied", "skewed": 503, 403, 403 because of the clock;
+    "truncate": half of the answer's body; "cut": the connection ends in the middle of the request's
+    body; "stall": no answer, until the proxy is closed; "whole": the whole object, whatever range
+    is asked for.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -125,6 +127,8 @@ class Proxy:
             body = _read(connection, begun, length)
             if fault == "stall":
                 self._closed.wait()
+            elif fault == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             elif fault in REFUSALS:
                 connection.sendall(REFUSALS[fault])
             elif fault != "drop":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ BYTES_PER_S = 2_000_000
 class Network(Proxy):
     """`fault` may also return:
 
-    "reset": the connection is reset when the request has come; "slow": the request takes as long as
-    at BYTES_PER_S; "hole": no answer until the network heals, and then the connection ends.
+    "slow": the request takes as long as at BYTES_PER_S; "hole": no answer until the network heals,
+    and then the connection ends.
     """
 
     def __init__(self, upstream: int) -> None:
@@ -41,9 +40,6 @@ class Network(Proxy):
     def _relay(
         self, connection: socket.socket, head: bytes, body: bytes, fault: str | None
     ) -> None:
-        if fault == "reset":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return
         if fault == "hole":
             self._healed.wait()
             return

@@ -74,6 +74,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv.pop(1))
 from infra.s3.jobs import Job
+from infra.s3.servers import DEADLINE_S
 job = Job(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
 with job.open() as ckpt:
     job.train(ckpt, 8, lambda step: ckpt.flush(DEADLINE_S))

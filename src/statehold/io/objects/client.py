@@ -57,7 +57,7 @@ PIECE_BYTES = 4 * MiB  # passed on at once, and the unit of the throttle
 COPY_BYTES = 1 * MiB  # copied at once: no other Python thread runs meanwhile
 DEADLINE_S = 120.0
 LATE_S = 2.0
-AGAIN = 4  # more times for what reads or deletes
+AGAIN = 4  # more times for what can be repeated
 GRACE_S = 5.0  # for requests under way after stop()
 READ_BACK_BYTES = 64
 
@@ -140,7 +140,7 @@ class ObjectClient:
                 raise too_large("read", self.path(name), bytes_max)
             return found.bytes().to_bytes()
 
-        return self._ask("read", name, get, again=AGAIN)
+        return self._ask("read", name, get)
 
     def size(self, name: str) -> int | None:
         """The size of an object; None if there is none."""
@@ -159,24 +159,21 @@ class ObjectClient:
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
         found = self._ask(
-            "list", directory or "", lambda store: store.list_with_delimiter(directory), again=AGAIN
+            "list", directory or "", lambda store: store.list_with_delimiter(directory)
         )
         return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
         with contextlib.suppress(MissingFileError):
-            self._ask("delete", name, lambda store: store.delete(name), again=AGAIN)
+            self._ask("delete", name, lambda store: store.delete(name))
 
     def delete_below(self, directory: str) -> None:
         """Delete all objects of a directory."""
-
-        def delete(store: ObjectStore) -> None:
-            for entries in store.list(directory):
-                store.delete([entry["path"] for entry in entries])
-
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
-            self._ask("delete", directory, delete, again=AGAIN)
+            found = self._ask("list", directory, lambda store: store.list(directory).collect())
+            paths = [entry["path"] for entry in found]
+            self._ask("delete", directory, lambda store: store.delete(paths))
 
     # -- uploads ---------------------------------------------------------------------------
 
@@ -198,7 +195,7 @@ class ObjectClient:
             )
 
         try:
-            self._ask("write", name, put)
+            self._ask("write", name, put, again=0)  # the blocks come once
         except StateholdError:
             if source.failure is None:
                 raise
@@ -243,7 +240,7 @@ class ObjectClient:
         target[:] = memoryview(data)
 
     def _ask(
-        self, operation: str, name: str, action: Callable[[ObjectStore], T], again: int = 0
+        self, operation: str, name: str, action: Callable[[ObjectStore], T], again: int = AGAIN
     ) -> T:
         ask = partial(self._named, operation, name, action)
         return apart(lambda: self._again(ask, again), self._check_waiting)
