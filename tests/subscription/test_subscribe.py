@@ -77,6 +77,23 @@ def test_only_pieces_that_differ_are_read(
     assert brought(ckpt, updates, 3, state).changed_bytes == 0
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode])
+def test_a_tensor_that_the_consumer_has_changed_is_read_as_a_whole(
+    ckpt: statehold.Checkpointer, run: Path, mode: Callable[[], Any]
+) -> None:
+    with mode():  # tensors of inference have no counter of changes
+        live = {name: torch.zeros_like(tensor) for name, tensor in content(0).items()}
+    with statehold.subscribe(run, {"model": live}) as updates:
+        state = content(0)
+        brought(ckpt, updates, 1, state)
+        with mode():
+            live["a"].add_(1)
+        state["b"][0] = 99
+        update = brought(ckpt, updates, 2, state)
+    assert update.changed_bytes >= live["a"].nbytes
+    assert all(torch.equal(live[name], state[name]) for name in state)
+
+
 def test_files_that_steps_share_cost_nothing(run: Path) -> None:
     def made() -> torch.nn.Sequential:
         return torch.nn.Sequential(torch.nn.Linear(2048, 1536), torch.nn.Linear(1536, 64))

@@ -110,7 +110,7 @@ def _key(destination: Destination) -> str:
 def _still_known(filled: Filled | None, tensor: torch.Tensor) -> KnownTensor | None:
     if filled is None or memory_of(filled.tensor) != memory_of(tensor):
         return None
-    return filled.known if filled.version == version_of(tensor) else None
+    return filled.known if filled.version == version_of(tensor) >= 0 else None
 
 
 def _place(destination: Destination, box: Box, begin: int) -> ChunkPlace:
