@@ -274,6 +274,16 @@ def test_extra_state_reaches_submodules() -> None:
     assert live[0].extra[1] == "x"
 
 
+@pytest.mark.parametrize("value", [None, False, "", (), {}, 2.5, [None, torch.ones(1)]])
+def test_extra_state_is_any_value(value: Any) -> None:
+    saved, live = Everything(), Everything()
+    saved.extra = value
+    MemoryStep({"m": saved}).restore({"m": live})
+    assert live.extra == value
+    assert type(live.extra) is type(value)
+    assert same(live, saved)
+
+
 def test_what_is_made_in_inference_mode_can_be_trained() -> None:
     def built() -> dict[str, Any]:
         model = nn.Linear(3, 3)

@@ -63,9 +63,9 @@ def read(values: list[Any]) -> BatchFacts | None:
     tensors, layouts = values, list[Any]()
     try:
         if not ORDINARY.issuperset(map(type, values)):
-            wrappers = [None if type(value) in ORDINARY else value for value in values]
-            if not all(value is None or is_dtensor(value) for value in wrappers):
+            if not all(type(value) in ORDINARY or is_dtensor(value) for value in values):
                 return None
+            wrappers = [None if type(value) in ORDINARY else value for value in values]
             layouts = [None if value is None else layout_of(value) for value in wrappers]
             tensors = [value if type(value) in ORDINARY else _local(value) for value in values]
             if not ORDINARY.issuperset(map(type, tensors)):
