@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,30 @@ def test_large_tensors_that_are_tied_now_are_compared_wherever_they_lie_in_the_f
     else:
         with pytest.raises(StateMismatchError, match="share memory"):
             restored(tmp_path / "run", saved, live)
+
+
+@pytest.mark.parametrize("other", [torch.conj, lambda x: x.conj().imag])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_view_that_shows_other_values_shares_its_memory(
+    tmp_path: Path, other: Callable[[torch.Tensor], torch.Tensor], is_equal: bool
+) -> None:
+    values = torch.arange(3) * (1 + 2j)
+    saved = {"whole": values, "view": other(values) if is_equal else other(values + 1j).clone()}
+    whole = torch.zeros_like(values)
+    live = {"whole": whole, "view": other(whole)}
+    if is_equal:
+        restored(tmp_path / "run", saved, live)
+        assert torch.equal(whole, values)
+    else:
+        with pytest.raises(StateMismatchError, match="share memory"):
+            restored(tmp_path / "run", saved, live)
+
+
+def test_a_view_that_shows_other_values_comes_back_alone(tmp_path: Path) -> None:
+    whole = torch.zeros(4, dtype=torch.complex64)
+    live = {"view": whole.conj()[1:3]}
+    restored(tmp_path / "run", {"view": torch.tensor([1j, 2j])}, live)
+    assert whole.tolist() == [0, -1j, -2j, 0]
 
 
 def test_a_subscription_refuses_it_too(tmp_path: Path) -> None:
