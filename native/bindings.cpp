@@ -264,6 +264,11 @@ PyWriteJob engine_write(PyEngine& engine, uint64_t file_bytes, uint64_t block_by
   request.block_bytes = block_bytes;
   request.header.assign(static_cast<const char*>(header.data()), header.size());
   request.segments = parse_segments(begins, sizes, addresses, flags, strided);
+  for (const Segment& segment : request.segments) {
+    if (segment.begin != segment.end && segment.place.address == nullptr && !segment.external) {
+      throw std::invalid_argument("a segment has no memory, as a fake tensor has none");
+    }
+  }
   std::shared_ptr<WriteJob> job;
   {
     const GilReleased gil_released;

@@ -379,6 +379,7 @@ def test_finish_before_written_is_refused(disk: Disk, engine: _core.Engine) -> N
         {"begins": array("q", [0])},
         {"sizes": array("q", [1001])},
         {"sizes": array("i", [1000])},
+        {"addresses": array("q", [0])},
         {"flags": b""},
         {"block_bytes": 5000},
         {"strided": {0: (1, (999,), (1,))}},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statehold
 from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError, UsageError
@@ -60,6 +61,14 @@ def test_cycles_through_objects_and_marks_are_refused() -> None:
     by_dict["self"] = by_dict
     for value in (by_mark, by_dict, Node()):
         assert "holds itself" in refusal({"v": value}).summary
+
+
+def test_a_mode_that_makes_fake_tensors_is_named() -> None:
+    state = {"x": {"y": torch.ones(2)}}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        refused = refusal(state)
+    assert refused.facts["path"] == "x.y"
+    assert "FakeTensorMode" in str(refused)
 
 
 @pytest.mark.thorough

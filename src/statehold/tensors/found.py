@@ -430,6 +430,10 @@ class Found:
     ) -> str:
         """Add a tensor that lies at `place`; the name under which it is found, which is that of
         the first one where it is tied. Raises UnsupportedValueError."""
+        if type(tensor) not in ORDINARY:  # an alias of an ordinary one
+            hint = "save outside of FakeTensorMode, and of other modes that make tensors of a class"
+            problem = "a mode of torch shows a tensor without its memory"
+            raise UnsupportedValueError(problem, facts={"path": name}, hint=hint)
         place_id = id(wrapper) if wrapper is not None else tensor.data_ptr()
         index = self._index_of(place_id, tensor, wrapper)
         if index is not None:
