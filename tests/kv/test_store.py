@@ -275,6 +275,24 @@ def test_a_second_process_finds_and_adds_pages(store: PageStore) -> None:
     assert get(store, *range(30)) == [PageVerdict.HIT] * 30
 
 
+LATE_CLOSE = """
+import atexit
+from pathlib import Path
+from statehold.process.worker import Worker
+from support.pages import made, put
+store, later = made(Path({path!r})), Worker("later")
+atexit.register(store.close)  # by then, the threads have ended
+later.submit(lambda: put(store, *range(10)))
+"""
+
+
+def test_a_store_that_is_closed_at_the_very_end_has_what_threads_have_put(tmp_path: Path) -> None:
+    done = scripts.run(["-c", LATE_CLOSE.format(path=str(tmp_path / "pages"))])
+    assert (done.returncode, done.stderr) == (0, "")
+    with made(tmp_path / "pages") as store:
+        assert get(store, *range(10)) == [PageVerdict.HIT] * 10
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

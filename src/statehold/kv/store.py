@@ -135,8 +135,8 @@ class PageStore:
         self._memory, self._files = self._open.memory, self._open.files
         self._open.use(self._identity)
         self._figures = figures_of(self._open.path, None)
-        self._take_in, self._write, self._read = (
-            Worker(f"statehold-kv-{name}") for name in ("take-in", "write", "read")
+        self._read, self._write, self._take_in = (
+            Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
         )
         self._write.submit(partial(self._store, self._open.unwritten))
 

@@ -120,8 +120,8 @@ class Worker(_Threads):
 
     def passed(self, until: float | None) -> bool:
         """Whether all calls so far are made. Waits, at most until then on the monotonic clock, and
-        not for a worker that was left."""
-        if self._threads[0] not in _awaited:
+        not for a worker that was left, or has ended with the program."""
+        if self._threads[0] not in _awaited or not self._threads[0].is_alive():
             return True
         latch = threading.Lock()  # of this call alone: nobody waits for it if it stays taken
         latch.acquire()
@@ -227,7 +227,8 @@ def _end(thread: threading.Thread, actions: _Actions) -> None:
 
 
 def _end_all() -> None:
-    for thread, actions in list(_awaited.items()):
+    """What was made last ends first: its calls may need threads that were there before it."""
+    for thread, actions in reversed(list(_awaited.items())):
         _end(thread, actions)
 
 
