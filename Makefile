@@ -9,6 +9,8 @@ STATES ?= 5000
 FAULTS ?= 1000
 MINUTES ?= 120
 bin := .venv/bin
+# vLLM is in an environment of its own, once `make serving` has made it.
+serving := $(or $(SERVING_VENV),.venv-serving)/bin/python
 # Two workers for each core; a run of one test is quicker without: ARGS="-n0 -k torn".
 pytest := PYTHONHASHSEED=0 $(bin)/python -m pytest -q -n auto --dist worksteal
 # Pytest compiles each test file once and keeps the result. Otherwise every worker compiles all: 12 s.
@@ -32,9 +34,9 @@ setup:  ## .venv, system packages where you may install them, native module
 
 build: setup  ## the same; after a change in native/ it takes seconds
 
-demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4, OFFLOAD=1, REPLICAS=4, LOWRANK=1: others
-	@$(bin)/python examples/llama/demo.py --ranks $(if $(LOWRANK),2 --low-rank 32,$(RANKS)) \
-	  $(if $(OFFLOAD),--offload) $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
+demo: setup  ## train a small Llama, kill it during a save, resume, compare; RANKS=4, OFFLOAD=1, REPLICAS=4, LOWRANK=1, SERVING=1: others
+	@$(if $(SERVING),$(or $(wildcard $(serving)),$(bin)/python),$(bin)/python) examples/llama/demo.py --ranks $(if $(LOWRANK),2 --low-rank 32,$(RANKS)) \
+	  $(if $(OFFLOAD),--offload) $(if $(SERVING),--serving) $(if $(REPLICAS),--replicas $(REPLICAS)) $(ARGS)
 
 test:  ## the everyday suite, C++ and Python: minutes
 	@tools/setup_env.sh --tests

@@ -5,6 +5,7 @@
     demo.py --ranks 4       four processes, one dies; resumed on 4, 3 and 1 (story_ranks.py)
     demo.py --replicas 4    four replicas; two die in a step, one hangs, and they come back
                             (story_replicas.py)
+    demo.py --serving       an engine takes the steps live, and is killed (story_serving.py)
 
 Owns the command line and the verdict. Invariants: it ends with 0 only when the story showed all
 that it claims. Options it does not know go to train.py: demo.py --dim 128 --data ~/books.
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str]) -> Demo:
                         "steps); replicas: step (a quarter)")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="processes that train together (1)")
     parser.add_argument("--replicas", type=int, default=0, help="that train together, and are lost")
+    parser.add_argument("--serving", action="store_true", help="an engine takes the steps live")
     parser.add_argument("--offload", nargs="*", metavar="DIR[=RATE]",
                         help="keep the state of the optimizer on paths (two in --out)")  # fmt: skip
     parser.add_argument("--memory", type=int, default=384, help="MiB beyond weights and gradients "
@@ -52,6 +54,7 @@ def parse(arguments: Sequence[str]) -> Demo:
         ranks=known.ranks,
         replicas=known.replicas,
         offload=known.offload,
+        serving=known.serving,
         memory_mib=known.memory,
     )
 
@@ -59,13 +62,14 @@ def parse(arguments: Sequence[str]) -> Demo:
 def _default_steps(known: argparse.Namespace) -> int:
     if known.offload is not None:
         return 8
-    return 24 if known.replicas or known.ranks > 1 else 40
+    return 24 if known.replicas or known.ranks > 1 or known.serving else 40
 
 
 def _problem(known: argparse.Namespace, steps: int, kill_at: int) -> str | None:
     """Why there is no such demo."""
-    if (known.offload is not None) + (known.ranks > 1) + bool(known.replicas) > 1:
-        return "--offload, --ranks and --replicas are demos of their own"
+    kinds = known.offload is not None, known.ranks > 1, known.replicas > 0, known.serving
+    if sum(kinds) > 1:
+        return "--offload, --ranks, --replicas and --serving are demos of their own"
     if known.ranks < 1:
         return "--ranks must be at least 1"
     if known.replicas and known.replicas < 4:
@@ -85,7 +89,11 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         demo = parse(arguments)
-        if demo.replicas:
+        if demo.serving:
+            import story_serving
+
+            story_serving.carry_out(demo)
+        elif demo.replicas:
             import story_replicas  # imports torch, as story_ranks does
 
             story_replicas.carry_out(demo)

@@ -12,6 +12,8 @@ Of a replica (replica.py), with times as time.time() gives them:
     start       pid, threads, at
     microbatch  step, index, samples, began, ended: computed, whether it was counted or not
     step        also share: the microbatches of this replica that were counted; at
+Of an engine (served.py):
+    answer      step, tokens, found: tokens of the prompt that came from pages; pid
 A loss is the hexadecimal form of its float: equal text means equal bits. A run that was killed has
 the steps after its newest committed one twice, once from either side of the kill.
 """

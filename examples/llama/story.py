@@ -41,6 +41,7 @@ class Demo:
     replicas: int = 0
     offload: Sequence[str] | None = None
     memory_mib: int = 0
+    serving: bool = False
 
     @property
     def reference(self) -> Path:

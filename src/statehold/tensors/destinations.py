@@ -349,9 +349,11 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
     """Give each destination memory of its own, and yield what then proves that those that share
     live memory have the same values there. The largest of them are read in place, unless the memory
     has other values than they show."""
-    spans = []
+    spans, beside = [], set[int]()
     for at, each in enumerate(found):
         if (begin := each.tensor.data_ptr()) and each.tensor.numel():
+            if is_view_of_other_values(each.tensor) and not each.external:
+                beside.add(at)
             last = 1 + sum(
                 map(operator.mul, each.tensor.stride(), map((-1).__add__, each.tensor.shape))
             )
@@ -363,8 +365,9 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
             cluster.append(next_at)
             end = max(end, last)
             continue
-        if len(cluster) > 1 or (cluster and _is_put_beside(found[cluster[0]])):
-            for at, shared in _sharing([(found[each], each) for each in cluster], begin, end):
+        if len(cluster) > 1 or not beside.isdisjoint(cluster):
+            tensors = [(found[each].tensor, each) for each in cluster]
+            for at, shared in _sharing(tensors, beside, begin, end):
                 live = found[at]
                 staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
                 found[at] = replace(live, tensor=staged, external=False)
@@ -372,27 +375,20 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
         cluster, begin, end = [next_at], first, last
 
 
-def _is_put_beside(found: Destination) -> bool:
-    """Whether bytes of a file cannot be read into its memory, which has other values."""
-    return is_view_of_other_values(found.tensor) and not found.external
-
-
 def _sharing(
-    cluster: list[tuple[Destination, int]], begin: int, end: int
+    cluster: list[tuple[torch.Tensor, int]], beside: set[int], begin: int, end: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Those in [begin, end) that are not read in place, and which of their elements they share with
-    a larger one, or with an earlier one."""
-    tensors = [each.tensor for each, _ in cluster]
-    unit = math.gcd(*(n for t in tensors for n in (t.element_size(), t.data_ptr() - begin)))
+    """Those in [begin, end) that are `beside`, or share elements with a larger one, or with an
+    earlier one, and which elements these are."""
+    unit = math.gcd(*(n for t, _ in cluster for n in (t.element_size(), t.data_ptr() - begin)))
     taken = torch.zeros((end - begin) // unit, dtype=torch.bool, device="cpu")
-    for found, at in sorted(cluster, key=lambda each: (-each[0].tensor.nbytes, each[1])):
-        tensor = found.tensor
+    for tensor, at in sorted(cluster, key=lambda each: (-each[0].nbytes, each[1])):
         units = tensor.element_size() // unit
         strides = (*(stride * units for stride in tensor.stride()), 1)
         place = taken.as_strided(
             (*tensor.shape, units), strides, (tensor.data_ptr() - begin) // unit
         )
-        if place.any() or _is_put_beside(found):
+        if place.any() or at in beside:
             yield at, place.any(-1).reshape(-1)
         place.fill_(True)
 
