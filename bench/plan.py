@@ -23,6 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import HashStore
+
 from bench import harness
 from statehold.encoding.header import bytes_of
 from statehold.format.entries import record_file
@@ -34,7 +36,6 @@ from statehold.layout.share import PlanCache, RankPlan, balance, share
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import MemoryBoard
 
 HOST_RANKS = 8
 # world -> (pipeline, replicas, shards, tensor parallel), the outermost first
@@ -235,7 +236,7 @@ def _measure_manifest(world: int, build: Callable[[int], Tensors]) -> dict[str, 
 @cache
 def _operations(world: int) -> dict[str, int]:
     """Calls to the store for one save, when saves before it have left notes to drop."""
-    store = MemoryBoard().store
+    store = HashStore()
     boards = [StoreBoard(store, "run") for _ in range(world)]
     peers = [Peers(board, Membership(rank, world), 60.0) for rank, board in enumerate(boards)]
     before = []

@@ -17,7 +17,7 @@ from hypothesis import settings
 from support.seeds import IS_NEW, SEED
 
 if TYPE_CHECKING:
-    from statehold.testing import SimFs
+    from support.in_memory import SimFs
 
 pytest_plugins = ["support.limits"]
 
@@ -108,7 +108,7 @@ def memory() -> Iterator[Path]:
 @pytest.fixture
 def fs() -> Iterator[SimFs]:
     """A simulated disk without faults."""
-    from statehold.testing import SimFs
+    from support.in_memory import SimFs
 
     disk = SimFs(seed=1)
     yield disk

@@ -1,7 +1,7 @@
 """The simulated disk: an Fs in memory, for tests. Contracts in native/fs_sim.h and sim_tree.h.
 
-A module of its own, because it is built for tests and not shipped (statehold.testing says how to
-build it).
+A module of its own, because it is built for tests and not shipped. A checkout has it, and
+`pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it.
 """
 
 from collections.abc import Sequence

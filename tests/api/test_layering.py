@@ -57,7 +57,6 @@ UNITS = [
     "kv.vllm",
     "resilience",
     "metrics",
-    "testing",
     "integrations",
     "dcp",
     "cli",
@@ -76,7 +75,6 @@ CORE_USERS = {
     "kv",
     "kv.vllm",
     "resilience",
-    "testing",
     "integrations",
     "cli",
 }
@@ -89,7 +87,6 @@ TORCH_USERS = {
     "subscription",
     "kv.caches",
     "resilience",
-    "testing",
     "integrations",
 }
 # Units that may not even name torch in annotations: they make sense without it.

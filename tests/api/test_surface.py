@@ -7,10 +7,7 @@ import inspect
 import subprocess
 import sys
 
-import pytest
-
 import statehold
-import statehold.testing
 from statehold.options import Options
 
 PUBLIC = [
@@ -146,17 +143,3 @@ def test_import_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert result.returncode == 0, result.stderr
-
-
-def test_the_names_for_testing_are_all_there() -> None:
-    assert all(hasattr(statehold.testing, name) for name in statehold.testing.__all__)
-    assert not hasattr(statehold.testing, "no_such_name")
-
-
-def test_a_build_without_the_simulated_disk_says_how_to_build_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "statehold._sim", None)
-    with pytest.raises(ImportError, match=r"-C cmake\.define\.STATEHOLD_SIM=ON"):
-        statehold.testing.SimFs  # noqa: B018
-    assert statehold.testing.MemoryBoard

@@ -12,8 +12,8 @@ import torch
 
 import statehold
 from statehold import errors
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 
 BOOM = "this fails after the commit"

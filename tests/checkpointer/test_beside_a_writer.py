@@ -12,8 +12,8 @@ import torch
 
 from statehold import errors
 from statehold.steps.nearest import Nearest
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 
 DATA = "rank-00000-of-00001.safetensors"
 

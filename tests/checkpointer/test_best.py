@@ -13,8 +13,8 @@ import torch
 import statehold
 from statehold import Checkpointer, Directory, Keep
 from statehold.errors import CorruptionError, StepNotFoundError, UsageError
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.levels import settle
 from support.ranks import Ranks
 

@@ -15,8 +15,8 @@ from statehold import Checkpointer, Save
 from statehold.checkpoint.save import handle
 from statehold.errors import StateholdError, UsageError
 from statehold.observe.background_log import BackgroundLog
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must, spy_on
+from support.in_memory import SimFs
 from support.interrupts import interrupt_everywhere
 from support.levels import settle
 from support.ranks import Ranks

@@ -21,8 +21,8 @@ from statehold.encoding.values import DEPTH_MAX
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.format.entries import EntryReader
 from statehold.layout.share import PlanCache, RankPlan
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.quantized import Made
 from support.ranks import Ranks
 

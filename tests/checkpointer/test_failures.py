@@ -16,8 +16,8 @@ from torch import nn
 
 import statehold
 from statehold import errors
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.training import Training, bits
 

@@ -13,8 +13,8 @@ from torch import nn
 import statehold
 from statehold.checkpoint.save import sharing
 from statehold.encoding import header
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.ranks import Ranks
 
 

@@ -17,8 +17,8 @@ import torch
 import statehold
 from statehold import Memory, errors
 from statehold.checkpoint.save import call, pipeline, writes
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, small
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.interrupts import Interrupts
 

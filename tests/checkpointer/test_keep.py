@@ -13,9 +13,9 @@ import torch
 
 import statehold
 from statehold import Checkpointer, Directory, Keep, Memory, ObjectStore
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must
 from support.hosts import LOCAL, HostRanks, disks
+from support.in_memory import SimFs
 from support.inside import inside
 from support.levels import FAR, NEAR, HeldCopy, opened_on, settle, step_path, steps_at
 from support.ranks import Ranks

@@ -12,8 +12,8 @@ from torch import nn
 
 import statehold
 from statehold.errors import StateMismatchError, UsageError
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.ranks import Ranks
 from support.training import Training, bits
 

@@ -16,8 +16,8 @@ import statehold
 from statehold import Directory
 from statehold.errors import RunBusyError, StorageError
 from statehold.steps.lock import RunLock, is_saved_into
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, small
+from support.in_memory import SimFs
 from support.inside import end, inside, promoter
 from support.levels import FAR, LATER, only, opened_on, save, settle
 

@@ -23,8 +23,8 @@ from statehold.cli import main
 from statehold.steps.directories import delete
 from statehold.steps.nearest import Nearest
 from statehold.steps.store import Store
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Spy, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 
 DATA = "rank-00000-of-00001.safetensors"

@@ -17,9 +17,9 @@ from statehold.io.runtime import Runtime
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import MemoryBoard, SimFs
 from statehold.units import MiB
 from support.faults import DEADLINE_S
+from support.in_memory import MemoryBoard, SimFs
 from support.inside import borrowed, inside
 
 STAGING = 8 * MiB

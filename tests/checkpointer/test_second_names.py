@@ -17,8 +17,8 @@ import statehold
 from statehold import _core
 from statehold.steps.store import Store
 from statehold.steps.unfinished import Unfinished, copy_attempt
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.inside import inside
 
 DATA, BYTES = "rank-00000-of-00001.safetensors", 8192

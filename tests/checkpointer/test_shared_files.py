@@ -12,8 +12,8 @@ import torch
 from statehold import Checkpointer, Directory, Memory
 from statehold.errors import NoSpaceError, StateholdError, StorageError
 from statehold.tensors import columns, facts
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Spy, small
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.levels import FAR, LATER, NEAR, opened_on, settle, steps_at
 from support.sharing import Tuned, TunedRun, names, same, whole_steps

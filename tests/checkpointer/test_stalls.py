@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Holdup, must
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 
 

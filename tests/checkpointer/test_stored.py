@@ -19,9 +19,9 @@ from statehold import _core
 from statehold.cli import main
 from statehold.errors import InvariantError, StorageError, UnsupportedValueError
 from statehold.layout.stored import StoredFile
-from statehold.testing import SimFs, checkpointer_on
 from support.disks import open_or_skip
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.stored import OnFiles
 

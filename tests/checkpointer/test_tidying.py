@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from statehold.errors import StepOrderError
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, small, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 
 RUN = "/runs/x"

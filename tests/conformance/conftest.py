@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from statehold import _core
-from statehold.testing import SimFs
 from support.disks import BUFFER, Disk, open_or_skip
+from support.in_memory import SimFs
 
 
 @pytest.fixture(params=["io_uring", "threads", "sim"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from statehold import _core
-from statehold.testing import SimFs
 from support.disks import (
     BLOCK,
     BUFFER,
@@ -25,6 +24,7 @@ from support.disks import (
     save,
 )
 from support.faults import must
+from support.in_memory import SimFs
 
 Array = np.ndarray[Any, Any]
 DTYPES = [np.uint8, np.int16, np.float32, np.float64, np.complex128, np.dtype("V3")]

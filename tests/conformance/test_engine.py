@@ -23,7 +23,6 @@ from statehold.errors import (
     StorageError,
     TruncatedFileError,
 )
-from statehold.testing import SimFs
 from support.disks import (
     BLOCK,
     BUFFER,
@@ -39,6 +38,7 @@ from support.disks import (
     save,
 )
 from support.faults import must
+from support.in_memory import SimFs
 
 
 def strided_arrays() -> list[np.ndarray[Any, Any]]:

@@ -19,8 +19,8 @@ from statehold.errors import (
     StorageError,
     TruncatedFileError,
 )
-from statehold.testing import SimFs
 from support.disks import Disk, no_file_larger_than, open_or_skip
+from support.in_memory import SimFs
 
 PAGE = 4096
 

@@ -26,7 +26,6 @@ from statehold.errors import (
     StorageError,
     TruncatedFileError,
 )
-from statehold.testing import SimFs
 from support import scripts
 from support.disks import (
     BLOCK,
@@ -44,6 +43,7 @@ from support.disks import (
     restore,
     save,
 )
+from support.in_memory import SimFs
 
 MEMORY = Path("/dev/shm")
 

@@ -18,9 +18,9 @@ import pytest
 
 from statehold import _core
 from statehold.errors import ClosedError, StorageError, TruncatedFileError
-from statehold.testing import SimFs
 from support.disks import BUFFER, DEADLINE_S, Disk, corrupt
 from support.faults import must
+from support.in_memory import SimFs
 
 PAGE = 4096
 FILE_BYTES = 8 * BUFFER

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from statehold.errors import StateholdError, StorageError
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, small, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.scheduler import Scheduler
 from support.stepped import simulated
 

@@ -15,8 +15,8 @@ from statehold.integrations.dcp.commit import Sent
 from statehold.integrations.dcp.writing import SaveDestination
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import MemoryBoard
 from support.faults import must
+from support.in_memory import MemoryBoard
 
 SIZE = 2
 DEADLINE_S = 60.0

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from statehold import Io
 from statehold.errors import CorruptionError, StorageError
 from statehold.integrations.dcp import StorageReader, StorageWriter
-from statehold.testing import SimFs
 from support.dcp_checks import failing
 from support.endpoints import machine_of
+from support.in_memory import SimFs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

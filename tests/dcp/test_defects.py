@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from statehold import Io
 from statehold.errors import ChecksumError, NoSpaceError, UnsupportedValueError, UsageError
 from statehold.integrations.dcp import StorageReader, StorageWriter
-from statehold.testing import SimFs
 from support.dcp_checks import HalvingPlanner, failing
 from support.endpoints import machine_of
+from support.in_memory import SimFs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import statehold
 from statehold import Io
 from statehold.integrations.dcp import StorageReader, StorageWriter
-from statehold.testing import SimFs
 from support.dcp_checks import Net, failing
 from support.endpoints import machine_of
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,10 +22,10 @@ from statehold.offload import on_device
 from statehold.offload.on_device import Lanes, Mirror, OnDevice
 from statehold.offload.update import OptimizerUpdate
 from statehold.planners.interleaving import Device
-from statehold.testing import SimFs
 from support.cuda import Machine, install
 from support.device_twins import DeviceTwins
 from support.faults import SMALL, must
+from support.in_memory import SimFs
 from support.seeds import SEED
 from support.twins import same_bits, snapshot, state_of
 

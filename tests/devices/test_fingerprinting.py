@@ -17,9 +17,9 @@ from statehold.tensors.captured import Tensors
 from statehold.tensors.devices import Devices, fingerprinting
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.jobs import JobSource
-from statehold.testing import SimFs
 from support.cuda import Machine
 from support.faults import DEADLINE_S
+from support.in_memory import SimFs
 from support.ranks import Ranks
 
 

@@ -45,8 +45,8 @@ from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.saved import SavedStep
 from statehold.layout.layout import Box
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.records import DIRECTORY, World, example
 
 STEP_REFUSED = (CorruptionError, FormatVersionError, StateMismatchError, MissingFileError)

@@ -20,9 +20,9 @@ from statehold import Io
 from statehold.encoding import header
 from statehold.errors import ChecksumError, CorruptionError, ManifestError, PeerFailedError
 from statehold.integrations.dcp import StorageReader
-from statehold.testing import SimFs, checkpointer_on
 from support.endpoints import machine_of
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.ranks import RUN, Ranks
 
 ALL = os.environ.get("STATEHOLD_FLIPS") == "all"

@@ -20,8 +20,8 @@ from statehold.checkpoint.levels import promoting
 from statehold.checkpoint.levels.promoting import NICENESS
 from statehold.errors import ChecksumError, NoSpaceError, StepOrderError, StorageError, WaitTimeout
 from statehold.steps.target import DirectoryPlace
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import borrowed, end, inside, promoter
 from support.levels import (
     FAR,

@@ -14,8 +14,8 @@ import torch
 import statehold
 from statehold._core import open_fs
 from statehold.errors import NoSpaceError
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must, spy_on
+from support.in_memory import SimFs
 from support.levels import FAR, LATER, NEAR, opened_on, save, settle, steps_at, two
 from support.mounts import nearly_full, tmpfs, why_no_tmpfs
 from support.rank_states import blank, check, state

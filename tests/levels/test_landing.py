@@ -16,8 +16,8 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import end, inside
 from support.levels import (
     FAR,

@@ -19,8 +19,8 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.steps.target import DirectoryPlace
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs
 from support.inside import inside, promoter
 from support.levels import FAR, NEAR, settle, status, step_path, steps_at, two
 from support.rank_states import blank, check, state

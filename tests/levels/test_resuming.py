@@ -18,9 +18,9 @@ from sim.crash_states import crash_states
 from statehold import _core
 from statehold.errors import ClosedError, NoSpaceError, StorageError
 from statehold.steps.target import COPY_BUFFERS
-from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.inside import end, promoter
 from support.levels import (
     FAR,

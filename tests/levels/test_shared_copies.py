@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from statehold.layout.plan import file_of
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S
+from support.in_memory import SimFs
 from support.levels import FAR, LATER, NEAR, files, only, opened_on, remove, step_path
 from support.sharing import Tuned, TunedRun, whole_steps
 from support.travelled import Travelled

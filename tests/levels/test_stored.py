@@ -12,9 +12,9 @@ import torch
 import statehold
 from statehold import _core
 from statehold.layout.layout import Layout, Mesh
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
 from support.hosts import HostRanks, disks
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import FAR, NEAR, files, opened_on, settle
 from support.stored import OnFiles
 

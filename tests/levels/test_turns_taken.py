@@ -14,8 +14,8 @@ import torch
 import statehold
 from statehold import Directory, Save
 from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import borrowed, inside, passage, trainer
 from support.levels import settle, steps_at
 from support.rank_states import state

@@ -15,8 +15,8 @@ from statehold.checkpoint.levels.hosts.place import HostPlace
 from statehold.errors import StorageError
 from statehold.steps.publish import LOOKS_MAX, look_beside_a_writer
 from statehold.steps.store import Store
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.levels import FAR, NEAR, only, opened_on, save, status
 

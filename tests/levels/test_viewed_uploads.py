@@ -14,8 +14,8 @@ import statehold
 from statehold import _core
 from statehold.errors import StorageError
 from statehold.io.mounts import mount_of
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs
 from support.inside import inside
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")

@@ -6,7 +6,7 @@ import pytest
 
 from statehold.checkpoint.levels.forking import fork
 from statehold.format.entries import Origin
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.levels import step_path
 from support.plain_runs import BASE, CHILD, check, manifest_of, save, save_on_ranks
 

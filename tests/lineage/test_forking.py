@@ -16,8 +16,8 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.format.entries import Origin, sha256
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import remove, step_path
 from support.plain_runs import (
     BASE,

@@ -12,8 +12,8 @@ import statehold
 from statehold import Checkpointer
 from statehold.errors import PeerFailedError, StepNotFoundError, UsageError
 from statehold.steps.directories import make_directories
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.plain_runs import (
     BASE,
     CHILD,

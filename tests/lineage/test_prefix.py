@@ -18,8 +18,8 @@ from statehold.errors import (
 )
 from statehold.format.entries import Origin, sha256
 from statehold.lineage import Graph
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import remove, step_path
 from support.networks import mlp
 from support.plain_runs import BASE, CHILD, manifest_of

@@ -12,9 +12,9 @@ from statehold.checkpoint.levels.forking import fork
 from statehold.checkpoint.save import sharing
 from statehold.checkpoint.save.sharing import known_files
 from statehold.steps.store import Store
-from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
 from support.faults import DEADLINE_S, SMALL, small
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.levels import remove, step_path
 from support.plain_runs import BASE, CHILD

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from statehold.steps.copying import is_shared
-from statehold.testing import SimFs, checkpointer_on
 from support.descended import Job, begin, check
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.levels import LATER, NEAR, opened_on, settle, step_path, two
 from support.plain_runs import BASE

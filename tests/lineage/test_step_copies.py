@@ -27,8 +27,8 @@ from statehold.errors import (
 )
 from statehold.reading.copying import copy_into
 from statehold.steps.target import DirectoryPlace
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import remove, step_path, steps_at
 from support.plain_runs import (
     BASE,

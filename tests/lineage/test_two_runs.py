@@ -19,9 +19,9 @@ from sim.crash_states import Sample
 from statehold.checkpoint.levels.forking import fork
 from statehold.cli import main
 from statehold.errors import CorruptionError, StateholdError
-from statehold.testing import SimFs, checkpointer_on
 from support.descended import Bits, Job, begin, check
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import remove, step_path
 from support.plain_runs import BASE, CHILD
 from support.sharing import Tuned, names, same, whole_steps

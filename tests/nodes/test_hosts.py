@@ -24,11 +24,11 @@ from statehold.errors import (
 )
 from statehold.steps.directories import make_directories
 from statehold.steps.unfinished import Unfinished
-from statehold.testing import SimFs
-from statehold.testing.memory_board import MemoryStore
-from statehold.testing.memory_network import MemoryExchange, MemoryFiles
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
+from support.in_memory import SimFs
+from support.in_memory.board import MemoryStore
+from support.in_memory.network import MemoryExchange, MemoryFiles
 from support.inside import end, inside
 from support.levels import HeldCopy, remove, status, steps_at
 from support.rank_states import blank, check, state

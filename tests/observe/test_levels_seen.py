@@ -19,8 +19,8 @@ from observe.test_trace import end, named, names, spans
 from statehold.checkpoint.telemetry.watch import copied_text
 from statehold.observe import progress
 from statehold.observe.counters import exposition
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.levels import FAR, HeldCopy, save, settle, status, two
 

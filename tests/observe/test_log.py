@@ -16,9 +16,9 @@ from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.telemetry.watch import UNWATCHED
 from statehold.observe import progress
 from statehold.observe.progress import Progress, pause_after, progress_text
-from statehold.testing import SimFs, checkpointer_on
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.training import Training
 

@@ -20,8 +20,8 @@ from statehold.errors import PortInUseError, StorageError, UsageError
 from statehold.net import reception
 from statehold.observe import counters
 from statehold.observe.counters import Figures, exposition, figures_of
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.training import Training
 
 

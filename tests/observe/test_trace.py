@@ -14,8 +14,8 @@ import statehold
 from observe.conftest import Seen
 from statehold.errors import StorageError, UsageError
 from statehold.observe.tracing import Trace
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.ranks import Ranks
 from support.training import Training

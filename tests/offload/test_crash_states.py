@@ -9,8 +9,8 @@ import torch
 
 from sim.crash_states import Sample
 from statehold import offload
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.twins import Twins, same_bits
 
 BF16 = torch.bfloat16

@@ -20,9 +20,9 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
-from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs
 from support.twins import Twins, snapshot, state_of
 
 BF16 = torch.bfloat16

@@ -26,8 +26,8 @@ from statehold.errors import MissingFileError, NoSpaceError, StorageError, Usage
 from statehold.offload import pipeline
 from statehold.offload.store import StateFiles
 from statehold.planners import placement
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs, checkpointer_on
 from support.mounts import ext4, nearly_full, tmpfs, why_no_ext4, why_no_tmpfs
 from support.seeds import SEED
 from support.twins import Twins, snapshot

@@ -165,7 +165,7 @@ def test_build_without_io_uring_uses_threads_and_says_so(source: Path, tmp_path:
     assert facts["backend"] == "threads"
     assert "built with io_uring" in str(facts["note"])
     assert "built with io_uring" in str(facts["refused"])
-    # As the error of statehold.testing says: who wants the simulated disk asks for it.
+    # Who wants the simulated disk asks for it.
     assert all(word in one_module(target, "_sim").read_bytes() for word in SIMULATED)
     assert run(sys.executable, "-I", "-S", "-c", PROBE_SIM, target, cwd=target).strip() == "sim"
 

@@ -19,8 +19,8 @@ from statehold.errors import (
 from statehold.ranks.board import DirectoryBoard, StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers, job_token
-from statehold.testing import MemoryBoard
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
+from support.in_memory import MemoryBoard
 
 SHORT_S = 0.2
 NEVER_S = 1e6

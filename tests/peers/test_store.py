@@ -11,7 +11,7 @@ import pytest
 from statehold.errors import InvariantError, StateholdError, StorageError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.steps.store import Store
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 
 RUN, RANKS, TOKEN, OTHER = "/runs/x", 3, "5f3a09c1", "00000000"
 

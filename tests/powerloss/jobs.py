@@ -21,9 +21,9 @@ from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from statehold.ranks.joining import PEERS_NAME
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import MemoryBoard, checkpointer_on
-from statehold.testing.memory_board import MemoryStore
 from support.faults import small
+from support.in_memory import MemoryBoard, checkpointer_on
+from support.in_memory.board import MemoryStore
 from support.ranks import Ranks
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from statehold.checkpoint import session as opened
-from statehold.testing import SimFs
 from support import scripts
+from support.in_memory import SimFs
 from support.levels import FAR, LATER, steps_at, two
 from support.rank_states import state
 from support.ranks import Ranks

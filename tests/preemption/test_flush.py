@@ -7,7 +7,7 @@ import time
 import pytest
 
 from statehold.errors import PeerLostError, WaitTimeout
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.inside import inside
 from support.levels import FAR, LATER, HeldCopy, opened_on, save, settle, steps_at, two
 from support.rank_states import state

@@ -12,9 +12,9 @@ from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import Deadline
 from statehold.ranks.preemption.exchange import Hearing, LastStep, Position
 from statehold.ranks.preemption.preemption import Preemption
-from statehold.testing import MemoryBoard
 from support.boards import peers_of
 from support.faults import DEADLINE_S, must
+from support.in_memory import MemoryBoard
 from support.interrupts import interrupt_everywhere
 
 SIZE = 3

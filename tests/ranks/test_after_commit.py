@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from statehold import errors
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must, spy_on
 from support.hosts import HostRanks, disks
+from support.in_memory import SimFs
 from support.inside import inside, passage
 from support.rank_states import state
 from support.ranks import Ranks

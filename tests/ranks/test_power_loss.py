@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from statehold.errors import StateholdError, StorageError
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, small, spy_on
+from support.in_memory import SimFs
 from support.ranks import Ranks
 from support.scheduler import Scheduler
 from support.seeds import SEED

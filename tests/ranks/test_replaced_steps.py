@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from statehold.steps.nearest import Nearest
-from statehold.testing import SimFs
 from support.faults import must
+from support.in_memory import SimFs
 from support.levels import FAR, NEAR, step_path, two
 from support.rank_states import blank, check, state
 from support.ranks import Ranks

@@ -20,8 +20,8 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.format import saved
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL, must, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.rank_states import blank, check, state
 from support.ranks import RUN, Ranks

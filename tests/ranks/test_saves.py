@@ -26,8 +26,8 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from statehold.testing import MemoryBoard, SimFs
 from support.faults import DEADLINE_S, must, spy_on
+from support.in_memory import MemoryBoard, SimFs
 from support.inside import inside, passage, trainer
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks

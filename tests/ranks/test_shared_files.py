@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S
+from support.in_memory import SimFs
 from support.inside import inside
 from support.ranks import RUN, Ranks
 from support.sharing import Tuned, names, same

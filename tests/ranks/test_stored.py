@@ -10,8 +10,8 @@ import torch
 
 from statehold.errors import PeerFailedError, StorageError
 from statehold.layout.layout import Layout, Mesh
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.ranks import RUN, Ranks
 from support.stored import OnFiles

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.seeds import SEED
 
 

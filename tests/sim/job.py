@@ -19,9 +19,9 @@ from statehold.errors import StateholdError
 from statehold.ranks.board import StoreBoard, lost_leader
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import SimFs, checkpointer_on
-from statehold.testing.memory_board import MemoryStore
 from support.faults import Spy, small
+from support.in_memory import SimFs, checkpointer_on
+from support.in_memory.board import MemoryStore
 from support.inside import end, inside
 from support.turns import scheduler
 

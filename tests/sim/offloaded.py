@@ -20,8 +20,8 @@ from typing import Any
 from sim.seeds import Report, used_bytes
 from statehold import Save, offload
 from statehold.errors import CorruptionError, StateholdError, UsageError, WaitTimeout
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
+from support.in_memory import SimFs, checkpointer_on
 from support.offload_trainer import SUBGROUP, Trainer
 from support.scheduler import Deadlock
 from support.stepped import simulated

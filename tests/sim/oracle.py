@@ -26,7 +26,7 @@ import torch
 
 from statehold import Keep
 from statehold.options.keep import kept_of
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.keeping import Said, expected
 
 RUN = "/runs/x"

@@ -25,8 +25,8 @@ from statehold import Directory, Keep, Save
 from statehold.errors import CorruptionError, StateholdError, StepNotFoundError, WaitTimeout
 from statehold.steps.store import Store
 from statehold.steps.whole import whole_steps
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import small
+from support.in_memory import SimFs, checkpointer_on
 from support.inside import end, inside
 from support.scheduler import Deadlock
 from support.sharing import small_files

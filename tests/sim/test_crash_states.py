@@ -22,7 +22,7 @@ from sim.job import HANG_S, Job
 from sim.oracle import Oracle, blank, content, metrics_of
 from statehold import Keep
 from statehold.errors import StateholdError
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.stepped import simulated
 
 # How many crash states to try for each change before some are drawn. With the variable set, all of

@@ -25,7 +25,7 @@ from statehold.errors import StateholdError
 from statehold.io.clients import open_engine
 from statehold.layout.plan import plan_save
 from statehold.tensors.columns import Tensors
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.scheduler import Deadlock
 from support.stepped import simulated
 

@@ -11,7 +11,7 @@ import pytest
 from sim.test_crash_states import ALL, LEAST, Record, Script, new_job, play, recover_all
 from statehold.checkpoint.save import shared
 from statehold.checkpoint.save.writes import Segments
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.stepped import simulated
 
 SHARED: Script = [("save", step) for step in (1, 2, 3, 4, 4, 5, 6)]

@@ -20,7 +20,7 @@ from sim.crash_states import Sample
 from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
 from statehold.steps.store import Store
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 
 RUN, DATA, BYTES = "/run", "data", 5000
 MOST = int(os.environ.get("STATEHOLD_CRASH_STATES", "4"))

@@ -15,8 +15,8 @@ import torch
 
 from sim.crash_states import Sample
 from statehold.steps.store import Store
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs, checkpointer_on
 from support.stored import OnFiles
 
 CUTS = ([("avg", 0, 1024)], [("avg", 1024, 1500)])

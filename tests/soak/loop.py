@@ -26,8 +26,8 @@ import statehold
 from soak.usage import Usage, settled
 from statehold._core import open_fs
 from statehold.errors import NoSpaceError, RunBusyError, StateholdError, StorageError, storage_error
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must, spy_on
+from support.in_memory import SimFs, checkpointer_on
 from support.ranks import Ranks
 from support.training import Training
 

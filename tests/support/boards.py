@@ -13,7 +13,7 @@ import torch.distributed as dist
 from statehold.ranks.board import Board, DirectoryBoard, StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import MemoryBoard
+from support.in_memory import MemoryBoard
 
 T = TypeVar("T")
 DEADLINE_S = 60.0

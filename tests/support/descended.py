@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.plain_runs import BASE
 from support.sharing import Tuned, TunedRun, whole_steps
 

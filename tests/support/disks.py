@@ -15,8 +15,8 @@ import pytest
 
 from statehold import _core
 from statehold.errors import StorageError
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs
 
 BLOCK = 64 << 10
 BUFFER = 256 << 10

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from statehold import Checkpointer, Directory
-from statehold.testing import MemoryNetwork, SimFs, ranks_on_hosts
+from support.in_memory import MemoryNetwork, SimFs, ranks_on_hosts
 from support.ranks import Ranks
 
 LOCAL = "/local"

@@ -25,8 +25,8 @@ from statehold.steps.store import Store
 from statehold.tensors.columns import Tensors as Columns
 from statehold.tensors.columns import described
 from statehold.tensors.devices import Devices
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S
+from support.in_memory import SimFs
 from support.meshes import local_specs
 from support.records import CREATED, cut
 

@@ -9,8 +9,8 @@ import statehold
 from statehold import Directory
 from statehold._core import Fs
 from statehold.checkpoint.levels.promoting import LevelStatus
-from statehold.testing import checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import checkpointer_on
 from support.inside import inside, promoter
 
 NEAR, FAR = "/near", "/far"

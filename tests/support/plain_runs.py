@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from statehold.format.manifest import Commit, Manifest
-from statehold.testing import SimFs, checkpointer_on
 from support.faults import DEADLINE_S, SMALL, must
+from support.in_memory import SimFs, checkpointer_on
 from support.levels import step_path
 from support.rank_states import blank
 from support.rank_states import check as check_state

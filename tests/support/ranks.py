@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from statehold import Checkpointer, Save
 from statehold._core import Fs
-from statehold.testing import ranks_on
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import ranks_on
 from support.inside import end
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ import torch
 
 from statehold import Checkpointer, Save
 from statehold.checkpoint.save import sharing
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, must
+from support.in_memory import SimFs
 from support.inside import inside
 
 

@@ -24,7 +24,7 @@ from unittest import mock
 
 from statehold import _core
 from statehold.checkpoint.save import pipeline, shared, writes
-from statehold.testing import SimFs
+from support.in_memory import SimFs
 from support.scheduler import Scheduler
 from support.turns import replaced
 

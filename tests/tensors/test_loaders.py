@@ -20,8 +20,8 @@ from statehold.errors import UnsupportedValueError
 from statehold.format.selection import Selection
 from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import unchanged
-from statehold.testing import SimFs
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.loading import (
     BATCHES,
     BEFORE,

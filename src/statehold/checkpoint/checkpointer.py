@@ -134,7 +134,7 @@ class Checkpointer:
         self._open: Session | None = None
         self._keeper: Keeper[Session] | None = None  # as soon as it is open
         self._closed = False
-        self._borrowed = Borrowed()  # for statehold.testing
+        self._borrowed = Borrowed()  # for tests
         self._trainer = Trainer()
         self._gate = self._trainer.gate
         self._preemption: Preemption | None = None
@@ -512,5 +512,5 @@ def give_way(ckpt: Checkpointer) -> None:
 
 
 def borrowed_by(ckpt: Checkpointer) -> Borrowed:
-    """What statehold.testing gives to a Checkpointer that is not open yet."""
+    """What a test gives to a Checkpointer that is not open yet."""
     return ckpt._borrowed

@@ -1,14 +1,10 @@
-"""Tools for testing programs that use statehold: a simulated disk, ranks as threads.
+"""A simulated disk, and ranks as threads of one process.
 
 `SimFs` is a file system in memory with seeded faults, and crashes that lose unsynced data.
 `checkpointer_on` returns a Checkpointer on it, `ranks_on` one for each rank of a job. A test that
 injects faults must check `fired`: a fault that did not fire tests nothing. `MemoryBoard` is the
 board of ranks that are threads of one process. With `ranks_on_hosts`, ranks have disks of their
 own, and read each other's files over a `MemoryNetwork`.
-
-A wheel has everything here except `SimFs`. The simulated disk is built for tests. A checkout has
-it, and `pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it. Elsewhere, importing `SimFs`
-raises an ImportError that says so.
 """
 
 from __future__ import annotations
@@ -17,16 +13,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from statehold._sim import SimFs
 from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing.memory_board import MemoryBoard
-from statehold.testing.memory_network import MemoryNetwork
+from support.in_memory.board import MemoryBoard
+from support.in_memory.network import MemoryNetwork
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-    from statehold._sim import SimFs
 
 __all__ = [
     "MemoryBoard",
@@ -36,22 +32,6 @@ __all__ = [
     "ranks_on",
     "ranks_on_hosts",
 ]
-
-
-if not TYPE_CHECKING:  # otherwise a type checker accepts every name
-
-    def __getattr__(name: str) -> Any:
-        if name != "SimFs":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        try:
-            from statehold._sim import SimFs
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "this build of statehold has no SimFs: wheels do not contain the simulated disk. "
-                "`make setup` builds it in a checkout, and "
-                "`pip install . -C cmake.define.STATEHOLD_SIM=ON` installs it"
-            ) from error
-        return SimFs
 
 
 def checkpointer_on(
