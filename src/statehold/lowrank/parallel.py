@@ -16,13 +16,14 @@ That is the norm of the whole x, and then the product: a number for each token c
 c_i only keeps numbers in range, and no gradient passes it.
 
 Invariants: parameters are DTensors of the names that they had, so a step of any layout restores
-into any other. Between modules there are local tensors. The result of an all-reduce is what
+into any other. parallelize() takes every parameter of a model, or refuses the model. Between modules there are local tensors. The result of an all-reduce is what
 keep_bottlenecks() keeps, so nothing is communicated twice.
 Not here: pairs themselves (the package).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -47,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.lowrank import LowRankLinear, kept, swap
 
 Way = Literal["bottleneck", "rank"]
@@ -66,7 +67,11 @@ _LAYERS = (
         ("attention.wo", "feed_forward.w2"),
     ),
 )
+_HEAD_NORMS = ("q_norm", "k_norm")  # beside the pairs of queries and keys
 _EMBEDDINGS, _HEADS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
+_SMALL_HEADS = ("score", "qa_outputs")  # of Hugging Face's classifiers
+_TAKEN = ("a", "b", "bias", "weight")  # parameters that the styles split
+_NAMES_MAX = 8  # in an error
 
 
 # -- exchange --------------------------------------------------------------------------------------
@@ -188,6 +193,9 @@ class _SplitNorm(nn.Module):
     pairs: tuple[LowRankLinear, ...]
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != (features := _local(self.weight).shape[0]):
+            summary = "a norm got hidden states that are not split by features"
+            raise refused(summary, features, x.shape[-1], "give tokens, or this rank's features")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         if self.pairs:
@@ -218,6 +226,16 @@ class _SplitNorm(nn.Module):
         return (squares / features + epsilon).sqrt()
 
 
+class _HeadNorm(_SplitNorm):
+    """An RMSNorm of heads: a rank has some of the heads, and the whole weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = self._scale(wide.square().sum(-1, keepdim=True), x.shape[-1])
+        # The gradient of the weight is the sum over the heads of all ranks.
+        return (wide / scale).to(x.dtype) * _summed(_local(self.weight), self.mesh, "backward")
+
+
 class OnlineRMSNorm(ParallelStyle):
     """An RMSNorm of hidden states that are split by features; one number a token is all-reduced.
 
@@ -235,17 +253,20 @@ class OnlineRMSNorm(ParallelStyle):
 def _split_norm(
     module: nn.Module, mesh: DeviceMesh, *pairs: LowRankLinear, is_gathered: bool = False
 ) -> nn.Module:
-    weight = getattr(module, "weight", None)
-    is_norm = isinstance(module, nn.RMSNorm) or hasattr(module, "variance_epsilon")
-    if not is_norm or weight is None or weight.dim() != 1:
-        facts = {"expected": "an RMSNorm with a weight", "got": type(module).__name__}
-        raise UsageError("a norm cannot be split", facts=facts)
-    _check_divides({"features": weight.shape[0]}, mesh, type(module).__name__)
+    _check_norm(module, mesh, type(module).__name__)
     _shard(module, mesh, {"weight": Shard(0)})
     swap(module, _SplitNorm)
     # Not by setattr: the pairs stay modules of where they are.
     vars(module).update({"mesh": mesh, "is_gathered": is_gathered, "pairs": pairs})
     return module
+
+
+class _NormOfHeads(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _shard(module, device_mesh, {"weight": Replicate()})
+        swap(module, _HeadNorm)
+        vars(module)["mesh"] = device_mesh
+        return module
 
 
 class GroupedPairs(ParallelStyle):
@@ -258,17 +279,21 @@ class GroupedPairs(ParallelStyle):
 
     def __init__(self, norm: str, pairs: Sequence[str]) -> None:
         super().__init__()
-        self._norm, self._pairs = norm, pairs
+        self.names = (norm, *pairs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        pairs, begin = [], 0
-        for name in self._pairs:
-            pair: Any = module.get_submodule(name)
+        norm = module.get_submodule(self.names[0])
+        _check_norm(norm, device_mesh, self.names[0])
+        pairs: list[Any] = [
+            check_pair(module.get_submodule(name), device_mesh, _OfGroup(), name)
+            for name in self.names[1:]
+        ]
+        begin = 0
+        for pair in pairs:
             parallelize_module(pair, device_mesh, _OfGroup())
             pair.begin = begin
             begin += pair.rank
-            pairs.append(pair)
-        _split_norm(module.get_submodule(self._norm), device_mesh, *pairs)
+        _split_norm(norm, device_mesh, *pairs)
         return module
 
 
@@ -310,6 +335,67 @@ def _check_divides(sizes: dict[str, int], mesh: DeviceMesh, where: str) -> None:
             facts = {"layer": where, "expected": f"{what} that {mesh.size()} ranks divide",
                      "got": size}  # fmt: skip
             raise UsageError("a layer cannot be split evenly", facts=facts)
+
+
+def _check_norm(module: nn.Module, mesh: DeviceMesh, where: str) -> None:
+    _check_divides({"features": _features(module, where)}, mesh, where)
+
+
+def _features(norm: nn.Module, where: str) -> int:
+    """Of an RMSNorm. Raises UsageError if it is another module, or has more than a weight."""
+    is_norm = isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon")
+    weights = [each for name, each in norm.named_parameters() if name == "weight"]
+    if not is_norm or len(list(norm.parameters())) != 1 or [each.dim() for each in weights] != [1]:
+        got = type(norm).__name__
+        raise refused("a norm cannot be split", "an RMSNorm with a weight alone", got, layer=where)
+    return weights[0].shape[0]
+
+
+def _check_part(model: nn.Module, name: str, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Raises UsageError if the style cannot split the module of this name."""
+    module = _module(model, name)
+    if isinstance(style, AlongBottleneck):
+        check_pair(module, mesh, style, name)
+    elif isinstance(style, OnlineRMSNorm):
+        _check_norm(module, mesh, name)
+    elif isinstance(style, _NormOfHeads):
+        head = getattr(_module(model, name.rpartition(".")[0]), "head_dim", None)
+        if (found := _features(module, name)) != head:
+            raise refused("a norm is none of heads", f"head_dim: {head}", found, layer=name)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        summary = "a decoder layer lacks a module that can be split"
+        raise refused(summary, "the modules of a Llama", str(error), layer=name) from error
+
+
+def _check_parameters(model: nn.Module, parts: Mapping[str, ParallelStyle]) -> None:
+    """Raises UsageError for parameters that no style takes: each rank would train its own ones."""
+    tied = {id(head.weight) for head, _ in _tied(model)}
+    left, seen = [], dict[int, str]()
+    for name, module in model.named_modules():
+        for own, each in module.named_parameters(recurse=False):
+            where = f"{name}.{own}".lstrip(".")
+            first = seen.setdefault(id(each), where)
+            if isinstance(each, DTensor):
+                hint = "parallelize() comes before fully_shard()"
+                got = type(each).__name__
+                raise refused("a parameter is split already", "a plain one", got, hint, layer=where)
+            if first != where and id(each) not in tied:
+                summary, got = "two modules share a parameter", f"that of {first}"
+                raise refused(summary, "a parameter of its own", got, layer=where)
+            style = parts.get(name)
+            if not (isinstance(style, _Whole) or (style is not None and own in _TAKEN)):
+                left.append(where)
+    if left:
+        more = f", and {len(left) - _NAMES_MAX} more" if len(left) > _NAMES_MAX else ""
+        got = ", ".join(left[:_NAMES_MAX]) + more
+        hint = "for a model with these, give styles to parallelize_module"
+        summary = "the model has parameters that no style splits"
+        raise refused(summary, "the parameters of a Llama", got, hint)
 
 
 # -- a whole model ---------------------------------------------------------------------------------
@@ -354,33 +440,42 @@ def plan(
     if way not in ("bottleneck", "rank"):
         facts = {"expected": "'bottleneck' or 'rank'", "got": shown(way)}
         raise UsageError("pairs cannot be split in this way", facts=facts)
-    found: dict[str, ParallelStyle] = {}
-    style = AlongBottleneck() if way == "bottleneck" else AlongRank()
-    for layer, (*groups, others) in _layers_of(model):
-        for norm, pairs in groups:
+    parts: dict[str, ParallelStyle] = {}
+    groups: dict[str, list[GroupedPairs]] = defaultdict(list)
+    is_split = way == "bottleneck"
+    style = AlongBottleneck() if is_split else AlongRank()
+    for layer, (*normed, others) in _layers_of(model):
+        for norm, pairs in normed:
+            parts[f"{layer}.{norm}"] = OnlineRMSNorm() if is_split else _Whole()
+            parts.update({f"{layer}.{name}": style for name in pairs})
+            groups[layer].append(GroupedPairs(norm, pairs))
             for name in pairs:
                 _check_heads(model, f"{layer}.{name}", mesh, way)
-                check_pair(model.get_submodule(f"{layer}.{name}"), mesh, style, f"{layer}.{name}")
-            if way == "bottleneck" and grouped:
-                found[layer] = _Several(found.get(layer), GroupedPairs(norm, pairs))
-            else:
-                found[f"{layer}.{norm}"] = OnlineRMSNorm() if way == "bottleneck" else _Whole()
-                found.update({f"{layer}.{name}": style for name in pairs})
-        for name in others:
-            check_pair(model.get_submodule(f"{layer}.{name}"), mesh, style, f"{layer}.{name}")
-            found[f"{layer}.{name}"] = style
-    if not found:
+        parts.update({f"{layer}.{name}": style for name in others})
+        attention = f"{layer}.{others[0].rpartition('.')[0]}"
+        for own, child in _module(model, attention).named_children():
+            if own in _HEAD_NORMS and list(child.parameters()):
+                parts[f"{attention}.{own}"] = _NormOfHeads() if is_split else _Whole()
+    if not parts:
         hint = "convert() it first; for other names, give styles to parallelize_module"
         raise UsageError("the model has no decoder layers that are known", hint=hint)
-    return {**found, **_ends(model, way)}
+    parts.update(_ends(model, way))
+    for name, each in parts.items():
+        _check_part(model, name, each, mesh)
+    _check_parameters(model, parts)
+    for layer, several in groups.items() if is_split and grouped else ():
+        parts[layer] = _Several(*several)
+        for own in (name for each in several for name in each.names):
+            del parts[f"{layer}.{own}"]
+    return parts
 
 
 class _Several(ParallelStyle):
     """One style after another, on one module."""
 
-    def __init__(self, *styles: ParallelStyle | None) -> None:
+    def __init__(self, *styles: ParallelStyle) -> None:
         super().__init__()
-        self._styles = [each for each in styles if each is not None]
+        self._styles = styles
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for each in self._styles:
@@ -410,12 +505,14 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
         own = name.rpartition(".")[2]
         if name.startswith(inside):
             continue
-        if own in _EMBEDDINGS:
+        if own in _EMBEDDINGS and isinstance(module, nn.Embedding):
             found[name] = ColwiseParallel(output_layouts=Shard(-1)) if is_split else whole
         elif own == "norm":
             found[name] = OnlineRMSNorm(gather=not is_tied) if is_split else _Whole()
         elif own in _HEADS and isinstance(module, nn.Linear):
             found[name] = head
+        elif own in (*_HEADS, *_SMALL_HEADS) and not is_tied:
+            found[name] = _Whole()  # a pair, or a head of few outputs
     return found
 
 
@@ -433,7 +530,7 @@ def _tied(model: nn.Module) -> list[tuple[Any, Any]]:
 
 def _check_heads(model: nn.Module, name: str, mesh: DeviceMesh, way: Way) -> None:
     """Every rank needs whole heads."""
-    pair: Any = model.get_submodule(name)
-    head = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    pair: Any = _module(model, name)
+    head = getattr(_module(model, name.rpartition(".")[0]), "head_dim", None)
     if way == "bottleneck" and isinstance(head, int) and isinstance(pair, LowRankLinear):
         _check_divides({"heads": pair.out_features // head}, mesh, name)
