@@ -319,11 +319,19 @@ class _Keeping(nn.Module):
     """The forward of a layer under selective checkpointing."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        run = partial(super().forward, **options)
-        if not torch.is_grad_enabled():
-            return run(*args)
+        # A layer that runs again would fill its cache a second time. Who trains has none; outside
+        # of training a cache is meant, and the layer runs once.
+        caches = {name: no for name, no in _NO_CACHE.items() if options.get(name, no) is not no}
+        if not torch.is_grad_enabled() or (caches and not self.training):
+            return super().forward(*args, **options)
+        run = partial(super().forward, **{**options, **caches})
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+# As Hugging Face's layers set caches aside under checkpointing.
+_NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None,
+             "layer_past": None}  # fmt: skip
 
 
 def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:

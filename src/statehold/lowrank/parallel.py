@@ -16,8 +16,9 @@ That is the norm of the whole x, and then the product: a number for each token c
 c_i only keeps numbers in range, and no gradient passes it.
 
 Invariants: parameters are DTensors of the names that they had, so a step of any layout restores
-into any other. parallelize() takes every parameter of a model, or refuses the model. Between modules there are local tensors. The result of an all-reduce is what
-keep_bottlenecks() keeps, so nothing is communicated twice.
+into any other. parallelize() takes every parameter of a model, or refuses the model. Between
+modules there are local tensors. The result of an all-reduce is what keep_bottlenecks() keeps, so
+nothing is communicated twice.
 Not here: pairs themselves (the package).
 """
 
