@@ -95,6 +95,16 @@ def test_a_cache_is_used_outside_of_training() -> None:
     last.sum().backward()
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_a_compiled_model_keeps_its_bottlenecks() -> None:
+    plain, kept = low_rank(2), low_rank(2)
+    lowrank.keep_bottlenecks(kept)
+    kept.compile(backend="aot_eager")
+    expected, found = gradients(plain, tokens_of()), gradients(kept, tokens_of())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def kept_bytes(layers: int, tokens: Tensor) -> int:
     """The bytes of tensors that a forward leaves for its backward."""
 

@@ -16,9 +16,10 @@ import fnmatch
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,8 @@ from torch.utils.checkpoint import (
 from statehold.errors import UsageError, shown
 from statehold.planners.lowrank import check_sizes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 __all__ = ["LowRankLinear", "ReplacedLayer", "convert", "keep_bottlenecks"]
 
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
-    "silu": functional.silu,
-    None: None,
-}
 Start = Literal["published", "svd"]
 
 # The linear layers of a decoder layer, by the names of Hugging Face's Llama and of torchtitan's.
@@ -52,7 +46,7 @@ LLAMA = (
 
 
 class _Kept(threading.local):
-    """Around what a backward keeps. A backward may run forwards again on threads of its own."""
+    """A backward may run forwards again on threads of its own."""
 
     is_on = False
 
@@ -63,7 +57,12 @@ class _Kept(threading.local):
         self.is_on = False
 
 
-kept = _Kept()
+_KEPT = _Kept()
+
+
+def kept() -> AbstractContextManager[None]:
+    """Around what a backward keeps. Compilers, which choose that themselves, do not see it."""
+    return nullcontext() if torch.compiler.is_compiling() else _KEPT
 
 
 class LowRankLinear(nn.Module):
@@ -95,7 +94,7 @@ class LowRankLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(in_features, out_features, rank)
-        if activation not in ACTIVATIONS:
+        if activation not in ("silu", None):
             facts = {"expected": "'silu' or None", "got": shown(activation)}
             raise UsageError("the activation of a pair is not known", facts=facts)
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
@@ -161,13 +160,15 @@ class LowRankLinear(nn.Module):
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        with kept:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             bottleneck = functional.linear(x, self.a)
+        else:
+            with kept():
+                bottleneck = functional.linear(x, self.a)
         return functional.linear(self.activated(bottleneck), self.b, self.bias)
 
     def activated(self, bottleneck: Tensor) -> Tensor:
-        activation = ACTIVATIONS[self.activation]
-        return bottleneck if activation is None else activation(bottleneck)
+        return bottleneck if self.activation is None else functional.silu(bottleneck)
 
     def extra_repr(self) -> str:
         return (
@@ -316,8 +317,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Keeping(nn.Module):
-    """The forward of a layer under selective checkpointing."""
+    """The forward of a layer under selective checkpointing.
 
+    It is not compiled: a compiler would choose itself what a backward keeps.
+    """
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *args: Any, **options: Any) -> Any:
         # A layer that runs again would fill its cache a second time. Who trains has none; outside
         # of training a cache is meant, and the layer runs once.
@@ -335,16 +340,13 @@ _NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None
 
 
 def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_kept = kept.is_on and str(operation) in _KEPT_OPERATIONS
+    name = str(operation)
+    is_kept = name in _REDUCTIONS or (_KEPT.is_on and name in _PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_KEPT_OPERATIONS = {
-    "aten.mm.default",
-    "aten.bmm.default",
-    "_c10d_functional.all_reduce.default",
-    "_c10d_functional.wait_tensor.default",
-}
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default")
+_REDUCTIONS = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
 
 
 def swap(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -92,8 +92,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    with kept:
-        found: Tensor = _wait(funcol.all_reduce(x.contiguous(), "sum", mesh))
+    found: Tensor = _wait(funcol.all_reduce(x.contiguous(), "sum", mesh))
     return found
 
 
@@ -134,7 +133,7 @@ class _BottleneckPair(_Parallel):
 class _RankPair(_Parallel):
     def forward(self, x: Tensor) -> Tensor:
         x = _summed(x, self.mesh, "backward")
-        with kept:
+        with kept():
             bottleneck = functional.linear(x, _local(self.a))
         y = functional.linear(self.activated(bottleneck), _local(self.b))
         y = _summed(y, self.mesh, "forward")
