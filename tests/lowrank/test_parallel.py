@@ -223,6 +223,24 @@ def norms(rank: int, world: int) -> list[float]:
     return worst
 
 
+def of_float16(rank: int, world: int) -> float:
+    """A token of large activations behind a norm of large weights, beside one process."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    alone, model = (low_rank(1, dtype=torch.float16) for _ in range(2))
+    x = (2000 * torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).sign()).half()
+    layers: list[Any] = [alone.model.layers[0], parallelize(model, mesh).model.layers[0]]  # type: ignore[union-attr, index]
+    found = []
+    with torch.no_grad():
+        for layer, part in zip(layers, (x, x.chunk(world, -1)[rank].contiguous()), strict=True):
+            layer.input_layernorm.weight.fill_(64.0)
+            found.append(layer.self_attn.q_proj(layer.input_layernorm(part)))
+    return (found[0].chunk(world, -1)[rank] / found[1] - 1).abs().median().item()
+
+
+def test_a_group_of_float16_has_the_range_of_one_process(tmp_path: Path) -> None:
+    assert max(run_ranks(of_float16, 2, tmp_path)) < 0.01
+
+
 def test_the_online_norm_is_the_norm_at_any_magnitude(tmp_path: Path) -> None:
     for worst in run_ranks(norms, 2, tmp_path):
         assert len(worst) == 6

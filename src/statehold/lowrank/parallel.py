@@ -211,10 +211,10 @@ class _SplitNorm(nn.Module):
         own = self._scale(squares.detach(), wide.shape[-1])
         y = (wide / own).to(dtype) * _local(self.weight)
         first = torch.cat([_local(pair.a) for pair in self.pairs])
-        products = functional.linear(y, first) * own.to(dtype)
-        # The sum of squares of 16-bit floats would pass the range of float16.
+        # What the norm will divide, and its sum of squares, would pass the range of float16.
         sent = torch.float32 if dtype is torch.float16 else dtype
-        both = torch.cat([products.to(sent), squares.to(sent)], -1)
+        products = functional.linear(y, first).to(sent) * own.to(sent)
+        both = torch.cat([products, squares.to(sent)], -1)
         both = _summed(both, self.mesh)
         products, squares = both[..., :-1], both[..., -1:].to(wide.dtype)
         scale = self._scale(squares, self.mesh.size() * wide.shape[-1])
