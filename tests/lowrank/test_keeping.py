@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from functools import partial
 from typing import Any
 
@@ -176,6 +177,25 @@ def test_products_of_the_first_factor_are_not_computed_again() -> None:
     first = 2 * RANK * (6 * WIDTH + FF) * tokens.numel() * 2
     assert flops(whole) - flops(kept) == first
     assert flops(kept) > flops(plain)
+
+
+def test_a_kept_model_is_pickled() -> None:
+    model = low_rank(2)
+    lowrank.keep_bottlenecks(model)
+    expected = gradients(model, tokens_of())
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(copied.model.layers[0]) is type(model.model.layers[0])
+        found = gradients(copied, tokens_of())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_layer_in_two_lists_is_kept_once() -> None:
+    model = low_rank(2)
+    model.blocks = nn.ModuleList(model.model.layers[1:])
+    assert lowrank.keep_bottlenecks(model) == ["model.layers.0", "model.layers.1"]
+    with pytest.raises(UsageError, match="no layer with pairs"):
+        lowrank.keep_bottlenecks(model)
+    assert gradients(model, tokens_of())
 
 
 def test_without_gradients_nothing_is_kept() -> None:

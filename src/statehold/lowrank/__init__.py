@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -304,6 +304,7 @@ def keep_bottlenecks(model: nn.Module, where: str | Sequence[str] = "*") -> list
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost members of lists of modules that have pairs, and are not kept yet."""
     inner: list[str] = []
+    seen: set[nn.Module] = set()  # a layer may stand in two lists
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or name.startswith(tuple(inner)):
             continue
@@ -312,7 +313,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 continue  # its own members are meant
             if any(isinstance(each, LowRankLinear) for each in layer.modules()):
                 inner.append(f"{name}.{own}.")
-                if not isinstance(layer, _Keeping):
+                if not isinstance(layer, _Keeping) and layer not in seen:
+                    seen.add(layer)
                     yield f"{name}.{own}".lstrip("."), layer
 
 
@@ -352,5 +354,22 @@ _REDUCTIONS = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_ten
 def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Put `mixin` before the class of a module, as FSDP does: names of parameters stay, and copies
     of the module have it, too."""
-    own = type(module)
-    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    kinds: Any = mixin, type(module)
+    module.__class__ = _swapped(*kinds)
+
+
+@cache
+def _swapped(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    members = {"__module__": own.__module__, "__reduce_ex__": _reduced}
+    return type(own.__name__, (mixin, own), members)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """For pickle: no module has the class of a swapped one under its name."""
+    state: Any = super(nn.Module, module).__reduce_ex__(protocol)[2]
+    return _made, type(module).__bases__, state
+
+
+def _made(*kinds: Any) -> nn.Module:
+    made = _swapped(*kinds)
+    return made.__new__(made)
