@@ -24,13 +24,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.planners.lowrank import check_sizes
 
 __all__ = ["LowRankLinear", "ReplacedLayer", "convert", "keep_bottlenecks"]
@@ -130,11 +131,13 @@ class LowRankLinear(nn.Module):
             activation=activation, device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         if start == "svd":
+            if weight.is_meta:
+                raise refused("an svd needs trained weights", "a weight with values", "meta")
             made._take(weight, bias)
         elif start != "published":
             facts = {"expected": "'published' or 'svd'", "got": shown(start)}
             raise UsageError("the start of a pair is not known", facts=facts)
-        made.requires_grad_(weight.requires_grad)
+        made.train(linear.training).requires_grad_(weight.requires_grad)
         if made.bias is not None and bias is not None:
             made.bias.requires_grad_(bias.requires_grad)
         return made
@@ -216,9 +219,18 @@ def convert(
     if not chosen:
         facts = {"expected": "a pattern of names, such as '*.q_proj'", "got": shown(where)}
         raise UsageError("the model has no linear layer of these names", facts=facts)
+    for name, module in model.named_modules():
+        if kinds := _WRAPPERS.intersection(each.__name__ for each in type(module).__mro__):
+            facts = {"module": name or "the model itself", "got": ", ".join(kinds)}
+            hint = "convert the model before you wrap it"
+            raise UsageError("a wrapper does not see new parameters", facts=facts, hint=hint)
     owners = _owners(model)
     for name, linear in chosen:
         _check(name, linear, rank, owners)
+        holder = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(holder, _READERS):
+            got = f"a layer of {type(holder).__name__}, which reads its weight"
+            raise refused("a layer cannot become a pair", "a layer that is called", got, layer=name)
     # All are made before one is put in its place: what fails leaves the model as it was.
     made = [
         LowRankLinear.from_linear(linear, rank, activation=activation, start=start)
@@ -253,10 +265,16 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]) -> None:
     if not name:
         raise UsageError("the linear layer is the model itself", hint="use LowRankLinear")
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
-        kind = type(linear) if type(linear) is not nn.Linear else type(linear.weight)
-        facts = {"layer": name, "expected": "nn.Linear that is not sharded", "got": kind.__name__}
-        raise UsageError("a layer of another kind cannot become a pair", facts=facts)
+    if type(linear.weight) is not nn.Parameter:
+        got = type(linear.weight).__name__
+        raise refused("a layer cannot become a pair", "a weight that is not sharded or quantized",
+                      got, layer=name)  # fmt: skip
+    if carried := _carried(linear):
+        got = ", ".join(carried)
+        raise refused("a pair would lose what a layer has", "weight and bias", got, layer=name)
+    if type(linear) is not nn.Linear and not _is_one_product(linear):
+        expected, got = "one product, linear(x, weight, bias)", type(linear).__name__
+        raise refused("a layer of another kind cannot become a pair", expected, got, layer=name)
     others = {each for own in linear.parameters() for each in owners[id(own)] if each != name}
     if others:
         facts = {"layer": name, "also": ", ".join(sorted(others))}
@@ -265,6 +283,55 @@ def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]
             "a layer that shares a parameter cannot become a pair", facts=facts, hint=hint
         )
     check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+
+
+def _carried(linear: nn.Linear) -> list[str]:
+    """What a linear layer has beside weight and bias: hooks, a forward, buffers, parameters."""
+    named = dict(linear.named_parameters(recurse=False))
+    found = [name for name in named if name not in ("weight", "bias")]
+    places = vars(nn.Module()).keys() - {"_parameters", "_buffers"}
+    found += [
+        name for name in sorted(places) if isinstance(has := vars(linear)[name], dict) and has
+    ]
+    found += [name for name, _ in linear.named_buffers(recurse=False)]
+    found += ["forward"] * ("forward" in vars(linear))
+    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return found + [f"{n}: {h}" for n, each in named.items() for h in hooks if getattr(each, h, 0)]
+
+
+class _Calls(TorchFunctionMode):
+    """The functions of torch that are called, with what they get and give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":  # attributes compute nothing
+            self.seen.append((func, args, kwargs or {}, found))
+        return found
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Whether all that a subclass computes is linear(x, weight, bias), as torchtitan's does."""
+    x = torch.empty_like(linear.weight[:1])
+    try:
+        with torch.no_grad(), _Calls() as calls:
+            found = linear.forward(x)
+    except Exception:
+        return False  # it needs more than an input, so it is another kind of layer
+    match calls.seen:
+        case [(functional.linear, (a, b, *c), keywords, product)]:
+            bias = c[0] if c else keywords.get("bias")
+            return a is x and b is linear.weight and bias is linear.bias and product is found
+    return False
+
+
+# What knows the parameters of a model from the moment on when it has wrapped it.
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule",
+             "DeepSpeedEngine"}  # fmt: skip
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of weights of their linear layers
 
 
 def _count(module: nn.Module) -> int:
