@@ -181,7 +181,7 @@ def hooked(change: Callable[[Any], object]) -> nn.Module:
         (lambda x: x.register_full_backward_hook(print), "_backward_hooks"),
         (lambda x: x.register_state_dict_post_hook(lambda *_: None), "_state_dict_hooks"),
         (lambda x: vars(x).update(forward=print), "forward"),
-        (lambda x: x.register_buffer("scale", torch.ones(3)), "scale"),
+        (lambda x: x.register_buffer("scale", torch.ones(3)), "_buffers"),
         (lambda x: x.register_parameter("scale", nn.Parameter(torch.ones(3))), "scale"),
         (lambda x: x.register_module("inner", nn.ReLU()), "_modules"),
         (lambda x: x.weight.register_hook(print), "weight: _backward_hooks"),

@@ -58,12 +58,9 @@ def _shape(config: str) -> LlamaShape:
     heads, width = get("num_attention_heads"), get("hidden_size")
     head, ff = get("head_dim", width // heads), get("intermediate_size")
     query, kv = heads * head, get("num_key_value_heads", heads) * head
-    beside = 2 * head if kind == "qwen3" else 0
-    if kind == "qwen2":  # always; it has no field for them
-        beside += query + 2 * kv
-    elif document.get("attention_bias"):
-        beside += query + 2 * kv + width
-    beside += 2 * ff + width if document.get("mlp_bias") else 0
+    beside = 2 * head * (kind == "qwen3") + (2 * ff + width) * bool(document.get("mlp_bias"))
+    if kind == "qwen2" or document.get("attention_bias"):  # qwen2 always has these, but for o_proj
+        beside += query + 2 * kv + width * (kind != "qwen2")
     return LlamaShape(
         get("num_hidden_layers"), width, ff, query, kv, get("vocab_size"), head=head,
         is_tied=bool(document.get("tie_word_embeddings", False)), beside=beside,

@@ -221,16 +221,11 @@ def convert(
         raise UsageError("the model has no linear layer of these names", facts=facts)
     for name, module in model.named_modules():
         if kinds := _WRAPPERS.intersection(each.__name__ for each in type(module).__mro__):
-            facts = {"module": name or "the model itself", "got": ", ".join(kinds)}
-            hint = "convert the model before you wrap it"
-            raise UsageError("a wrapper does not see new parameters", facts=facts, hint=hint)
+            where, expected = name or "the model itself", "a model that nothing has wrapped yet"
+            raise refused("a wrapper does not see pairs", expected, ", ".join(kinds), module=where)
     owners = _owners(model)
     for name, linear in chosen:
-        _check(name, linear, rank, owners)
-        holder = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(holder, _READERS):
-            got = f"a layer of {type(holder).__name__}, which reads its weight"
-            raise refused("a layer cannot become a pair", "a layer that is called", got, layer=name)
+        _check(name, linear, rank, owners, model.get_submodule(name.rpartition(".")[0]))
     # All are made before one is put in its place: what fails leaves the model as it was.
     made = [
         LowRankLinear.from_linear(linear, rank, activation=activation, start=start)
@@ -262,38 +257,38 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]) -> None:
+def _check(
+    name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]], holder: nn.Module
+) -> None:
     if not name:
         raise UsageError("the linear layer is the model itself", hint="use LowRankLinear")
-    if type(linear.weight) is not nn.Parameter:
-        got = type(linear.weight).__name__
-        raise refused("a layer cannot become a pair", "a weight that is not sharded or quantized",
-                      got, layer=name)  # fmt: skip
-    if carried := _carried(linear):
-        got = ", ".join(carried)
-        raise refused("a pair would lose what a layer has", "weight and bias", got, layer=name)
-    if type(linear) is not nn.Linear and not _is_one_product(linear):
-        expected, got = "one product, linear(x, weight, bias)", type(linear).__name__
-        raise refused("a layer of another kind cannot become a pair", expected, got, layer=name)
     others = {each for own in linear.parameters() for each in owners[id(own)] if each != name}
-    if others:
-        facts = {"layer": name, "also": ", ".join(sorted(others))}
-        hint = "leave it out, with where="
-        raise UsageError(
-            "a layer that shares a parameter cannot become a pair", facts=facts, hint=hint
+    if type(linear.weight) is not nn.Parameter:
+        expected, got = "a weight not sharded or quantized", type(linear.weight).__name__
+    elif carried := _carried(linear):
+        expected, got = "weight and bias alone", f"one that also has {', '.join(carried)}"
+    elif type(linear) is not nn.Linear and not _is_one_product(linear):
+        expected, got = "one product, linear(x, weight, bias)", type(linear).__name__
+    elif isinstance(holder, _READERS):
+        expected, got = "one that is called", f"one whose weight {type(holder).__name__} reads"
+    elif others:
+        expected, got = (
+            "parameters of its own",
+            f"one that shares them: {', '.join(sorted(others))}",
         )
-    check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+    else:
+        check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+        return
+    hint = "leave it out, with where="
+    raise refused("a layer cannot become a pair", expected, got, hint, layer=name)
 
 
 def _carried(linear: nn.Linear) -> list[str]:
     """What a linear layer has beside weight and bias: hooks, a forward, buffers, parameters."""
     named = dict(linear.named_parameters(recurse=False))
     found = [name for name in named if name not in ("weight", "bias")]
-    places = vars(nn.Module()).keys() - {"_parameters", "_buffers"}
-    found += [
-        name for name in sorted(places) if isinstance(has := vars(linear)[name], dict) and has
-    ]
-    found += [name for name, _ in linear.named_buffers(recurse=False)]
+    places = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
+    found += [name for name in places if vars(linear)[name] and name != "_parameters"]
     found += ["forward"] * ("forward" in vars(linear))
     hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
     return found + [f"{n}: {h}" for n, each in named.items() for h in hooks if getattr(each, h, 0)]
@@ -302,9 +297,7 @@ def _carried(linear: nn.Linear) -> list[str]:
 class _Calls(TorchFunctionMode):
     """The functions of torch that are called, with what they get and give."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, ...]] = []
+    seen: list[tuple[Any, ...]]
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -315,9 +308,10 @@ class _Calls(TorchFunctionMode):
 
 def _is_one_product(linear: nn.Linear) -> bool:
     """Whether all that a subclass computes is linear(x, weight, bias), as torchtitan's does."""
-    x = torch.empty_like(linear.weight[:1])
+    x, calls = torch.empty_like(linear.weight[:1]), _Calls()
+    calls.seen = []
     try:
-        with torch.no_grad(), _Calls() as calls:
+        with torch.no_grad(), calls:
             found = linear.forward(x)
     except Exception:
         return False  # it needs more than an input, so it is another kind of layer

@@ -24,7 +24,6 @@ Not here: pairs themselves (the package).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -344,11 +343,11 @@ def _check_norm(module: nn.Module, mesh: DeviceMesh, where: str) -> None:
 def _features(norm: nn.Module, where: str) -> int:
     """Of an RMSNorm. Raises UsageError if it is another module, or has more than a weight."""
     is_norm = isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon")
-    weights = [each for name, each in norm.named_parameters() if name == "weight"]
-    if not is_norm or len(list(norm.parameters())) != 1 or [each.dim() for each in weights] != [1]:
+    shapes = {name: tuple(each.shape) for name, each in norm.named_parameters()}
+    if not is_norm or [*shapes] != ["weight"] or len(shapes["weight"]) != 1:
         got = type(norm).__name__
         raise refused("a norm cannot be split", "an RMSNorm with a weight alone", got, layer=where)
-    return weights[0].shape[0]
+    return shapes["weight"][0]
 
 
 def _check_part(model: nn.Module, name: str, style: ParallelStyle, mesh: DeviceMesh) -> None:
@@ -380,19 +379,15 @@ def _check_parameters(model: nn.Module, parts: Mapping[str, ParallelStyle]) -> N
         for own, each in module.named_parameters(recurse=False):
             where = f"{name}.{own}".lstrip(".")
             first = seen.setdefault(id(each), where)
-            if isinstance(each, DTensor):
-                hint = "parallelize() comes before fully_shard()"
-                got = type(each).__name__
-                raise refused("a parameter is split already", "a plain one", got, hint, layer=where)
-            if first != where and id(each) not in tied:
-                summary, got = "two modules share a parameter", f"that of {first}"
-                raise refused(summary, "a parameter of its own", got, layer=where)
+            if isinstance(each, DTensor) or (first != where and id(each) not in tied):
+                got = "a DTensor" if first == where else f"that of {first}"
+                expected, hint = "one of its own", "parallelize() comes before fully_shard()"
+                raise refused("a parameter cannot be split", expected, got, hint, parameter=where)
             style = parts.get(name)
             if not (isinstance(style, _Whole) or (style is not None and own in _TAKEN)):
                 left.append(where)
     if left:
-        more = f", and {len(left) - _NAMES_MAX} more" if len(left) > _NAMES_MAX else ""
-        got = ", ".join(left[:_NAMES_MAX]) + more
+        got = f"{', '.join(left[:_NAMES_MAX])} ({len(left)} in all)"
         hint = "for a model with these, give styles to parallelize_module"
         summary = "the model has parameters that no style splits"
         raise refused(summary, "the parameters of a Llama", got, hint)
@@ -427,7 +422,8 @@ def parallelize(
     own = mesh[dim]
     styles = plan(model, own, way=way, grouped=grouped)
     tied = _tied(model)
-    parallelize_module(model, own, styles)
+    for name, style in styles:
+        parallelize_module(model, own, {name: style})
     for head, embeddings in tied:
         head.weight = embeddings.weight  # both were split alike, each for itself
     return model
@@ -435,20 +431,23 @@ def parallelize(
 
 def plan(
     model: nn.Module, mesh: DeviceMesh, *, way: Way = "bottleneck", grouped: bool = True
-) -> dict[str, ParallelStyle]:
-    """The styles of parallelize(), by the names of modules. Raises UsageError as it does."""
+) -> list[tuple[str, ParallelStyle]]:
+    """The styles of parallelize(), with the names of modules. Raises UsageError as it does."""
     if way not in ("bottleneck", "rank"):
         facts = {"expected": "'bottleneck' or 'rank'", "got": shown(way)}
         raise UsageError("pairs cannot be split in this way", facts=facts)
     parts: dict[str, ParallelStyle] = {}
-    groups: dict[str, list[GroupedPairs]] = defaultdict(list)
+    groups: list[tuple[str, ParallelStyle]] = []
+    members: set[str] = set()
     is_split = way == "bottleneck"
     style = AlongBottleneck() if is_split else AlongRank()
     for layer, (*normed, others) in _layers_of(model):
         for norm, pairs in normed:
             parts[f"{layer}.{norm}"] = OnlineRMSNorm() if is_split else _Whole()
             parts.update({f"{layer}.{name}": style for name in pairs})
-            groups[layer].append(GroupedPairs(norm, pairs))
+            if is_split and grouped:
+                groups.append((layer, GroupedPairs(norm, pairs)))
+                members.update(f"{layer}.{name}" for name in (norm, *pairs))
             for name in pairs:
                 _check_heads(model, f"{layer}.{name}", mesh, way)
         parts.update({f"{layer}.{name}": style for name in others})
@@ -463,24 +462,7 @@ def plan(
     for name, each in parts.items():
         _check_part(model, name, each, mesh)
     _check_parameters(model, parts)
-    for layer, several in groups.items() if is_split and grouped else ():
-        parts[layer] = _Several(*several)
-        for own in (name for each in several for name in each.names):
-            del parts[f"{layer}.{own}"]
-    return parts
-
-
-class _Several(ParallelStyle):
-    """One style after another, on one module."""
-
-    def __init__(self, *styles: ParallelStyle) -> None:
-        super().__init__()
-        self._styles = styles
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for each in self._styles:
-            parallelize_module(module, device_mesh, each)
-        return module
+    return [*groups, *(each for each in parts.items() if each[0] not in members)]
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
