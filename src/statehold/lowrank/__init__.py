@@ -96,8 +96,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         check_sizes(in_features, out_features, rank)
         if activation not in ("silu", None):
-            facts = {"expected": "'silu' or None", "got": shown(activation)}
-            raise UsageError("the activation of a pair is not known", facts=facts)
+            raise refused("the activation of a pair is not known", "'silu' or None", activation)
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.activation = activation
 
@@ -135,8 +134,7 @@ class LowRankLinear(nn.Module):
                 raise refused("an svd needs trained weights", "a weight with values", "meta")
             made._take(weight, bias)
         elif start != "published":
-            facts = {"expected": "'published' or 'svd'", "got": shown(start)}
-            raise UsageError("the start of a pair is not known", facts=facts)
+            raise refused("the start of a pair is not known", "'published' or 'svd'", start)
         made.train(linear.training).requires_grad_(weight.requires_grad)
         if made.bias is not None and bias is not None:
             made.bias.requires_grad_(bias.requires_grad)
@@ -302,7 +300,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") != "__get__":  # attributes compute nothing
-            self.seen.append((func, args, kwargs or {}, found))
+            given = (*args, *(kwargs or {}).values())
+            self.seen.append((func, [id(each) for each in given if each is not None], found))
         return found
 
 
@@ -313,13 +312,11 @@ def _is_one_product(linear: nn.Linear) -> bool:
     try:
         with torch.no_grad(), calls:
             found = linear.forward(x)
+        ((function, inputs, product),) = calls.seen
     except Exception:
-        return False  # it needs more than an input, so it is another kind of layer
-    match calls.seen:
-        case [(functional.linear, (a, b, *c), keywords, product)]:
-            bias = c[0] if c else keywords.get("bias")
-            return a is x and b is linear.weight and bias is linear.bias and product is found
-    return False
+        return False  # it needs more than an input, or calls more than one function
+    own = [id(each) for each in (x, *linear.parameters())]
+    return function is functional.linear and inputs == own and product is found
 
 
 # What knows the parameters of a model from the moment on when it has wrapped it.
@@ -427,8 +424,7 @@ def _swapped(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """For pickle: no module has the class of a swapped one under its name."""
-    state: Any = super(nn.Module, module).__reduce_ex__(protocol)[2]
-    return _made, type(module).__bases__, state
+    return _made, type(module).__bases__, super(nn.Module, module).__reduce_ex__(protocol)[2]
 
 
 def _made(*kinds: Any) -> nn.Module:

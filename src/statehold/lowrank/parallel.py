@@ -69,9 +69,7 @@ _LAYERS = (
 )
 _HEAD_NORMS = ("q_norm", "k_norm")  # beside the pairs of queries and keys
 _EMBEDDINGS, _HEADS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
-_SMALL_HEADS = ("score", "qa_outputs")  # of Hugging Face's classifiers
 _TAKEN = ("a", "b", "bias", "weight")  # parameters that the styles split
-_NAMES_MAX = 8  # in an error
 
 
 # -- exchange --------------------------------------------------------------------------------------
@@ -331,9 +329,8 @@ def check_pair(
 def _check_divides(sizes: dict[str, int], mesh: DeviceMesh, where: str) -> None:
     for what, size in sizes.items():
         if size % mesh.size():
-            facts = {"layer": where, "expected": f"{what} that {mesh.size()} ranks divide",
-                     "got": size}  # fmt: skip
-            raise UsageError("a layer cannot be split evenly", facts=facts)
+            expected = f"{what} that {mesh.size()} ranks divide"
+            raise refused("a layer cannot be split evenly", expected, size, layer=where)
 
 
 def _check_norm(module: nn.Module, mesh: DeviceMesh, where: str) -> None:
@@ -387,7 +384,7 @@ def _check_parameters(model: nn.Module, parts: Mapping[str, ParallelStyle]) -> N
             if not (isinstance(style, _Whole) or (style is not None and own in _TAKEN)):
                 left.append(where)
     if left:
-        got = f"{', '.join(left[:_NAMES_MAX])} ({len(left)} in all)"
+        got = f"{', '.join(left[:8])} ({len(left)} in all)"
         hint = "for a model with these, give styles to parallelize_module"
         summary = "the model has parameters that no style splits"
         raise refused(summary, "the parameters of a Llama", got, hint)
@@ -420,9 +417,8 @@ def parallelize(
         facts = {"expected": f"a mesh with a dimension {dim!r}", "got": shown(mesh.mesh_dim_names)}
         raise UsageError("the mesh lacks the dimension to split over", facts=facts)
     own = mesh[dim]
-    styles = plan(model, own, way=way, grouped=grouped)
     tied = _tied(model)
-    for name, style in styles:
+    for name, style in plan(model, own, way=way, grouped=grouped):
         parallelize_module(model, own, {name: style})
     for head, embeddings in tied:
         head.weight = embeddings.weight  # both were split alike, each for itself
@@ -434,11 +430,9 @@ def plan(
 ) -> list[tuple[str, ParallelStyle]]:
     """The styles of parallelize(), with the names of modules. Raises UsageError as it does."""
     if way not in ("bottleneck", "rank"):
-        facts = {"expected": "'bottleneck' or 'rank'", "got": shown(way)}
-        raise UsageError("pairs cannot be split in this way", facts=facts)
+        raise refused("pairs cannot be split so", "'bottleneck' or 'rank'", shown(way))
     parts: dict[str, ParallelStyle] = {}
-    groups: list[tuple[str, ParallelStyle]] = []
-    members: set[str] = set()
+    groups: list[tuple[str, GroupedPairs]] = []
     is_split = way == "bottleneck"
     style = AlongBottleneck() if is_split else AlongRank()
     for layer, (*normed, others) in _layers_of(model):
@@ -447,7 +441,6 @@ def plan(
             parts.update({f"{layer}.{name}": style for name in pairs})
             if is_split and grouped:
                 groups.append((layer, GroupedPairs(norm, pairs)))
-                members.update(f"{layer}.{name}" for name in (norm, *pairs))
             for name in pairs:
                 _check_heads(model, f"{layer}.{name}", mesh, way)
         parts.update({f"{layer}.{name}": style for name in others})
@@ -462,6 +455,7 @@ def plan(
     for name, each in parts.items():
         _check_part(model, name, each, mesh)
     _check_parameters(model, parts)
+    members = [f"{layer}.{name}" for layer, group in groups for name in group.names]
     return [*groups, *(each for each in parts.items() if each[0] not in members)]
 
 
@@ -493,8 +487,8 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
             found[name] = OnlineRMSNorm(gather=not is_tied) if is_split else _Whole()
         elif own in _HEADS and isinstance(module, nn.Linear):
             found[name] = head
-        elif own in (*_HEADS, *_SMALL_HEADS) and not is_tied:
-            found[name] = _Whole()  # a pair, or a head of few outputs
+        elif own in (*_HEADS, "score", "qa_outputs") and not is_tied:
+            found[name] = _Whole()  # a pair, or a classifier of Hugging Face
     return found
 
 
