@@ -49,13 +49,59 @@ def test_the_document(ask: Ask, words: list[str]) -> None:
     assert timed["use"] == "rank"  # on one device it is what the bottleneck is, and comes first
 
 
+def test_the_default_rank_fits_keys_and_values(ask: Ask, words: list[str]) -> None:
+    (Path(words[-1]) / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 8}))
+    assert ask(*words)[1]["rank"] == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("Llama", {}),
+        ("Llama", {"attention_bias": True}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 16}),
+        ("Mistral", {"head_dim": 16}),
+        ("Granite", {"attention_bias": True}),
+        ("SmolLM3", {"attention_bias": True, "mlp_bias": True, "pad_token_id": 0}),
+    ],
+)
+@pytest.mark.thorough
+def test_parameters_are_those_of_transformers(
+    ask: Ask, words: list[str], kind: str, change: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from statehold import lowrank
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **change})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    config.save_pretrained(words[-1])
+    code, found = ask(*words, "--rank", "8")
+    assert code == 0
+    assert found["parameters"]["full"] == sum(each.numel() for each in model.parameters())
+    lowrank.convert(model, rank=8)
+    assert found["parameters"]["lowrank"] == sum(each.numel() for each in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("more", "change", "why"),
     [
         (["--rank", "3000"], {}, "q_proj"),
         (["--rank", "0"], {}, "the rank of a pair makes no sense"),
         (["--tokens", "0"], {}, "--tokens is out of range"),
+        (["--rank", "3000"], {}, "--rank) up to 2048"),
         (["--tp", "3", "--device", DEVICE], {}, "3 ranks divide"),
+        (["--tp", "3"], {}, "3 ranks divide"),
+        (["--tp", "16"], {"num_key_value_heads": 8}, "KV heads"),
+        (["--pp", "33"], {}, "1 to 32 stages"),
+        ([], {"model_type": "gpt_neox"}, "gpt_neox"),
+        ([], {"model_type": "bert"}, "llama, mistral, qwen2"),
         (["--pp", "33", "--device", DEVICE], {}, "1 to 32 stages"),
         (["--device", "fast"], {}, "--device is out of range"),
         (["--device", "flops=1e14,memory=1TB"], {}, "--device is out of range"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
 from statehold import lowrank
 from statehold.errors import UsageError
@@ -122,11 +126,91 @@ def test_what_cannot_be_a_pair_is_refused_by_name() -> None:
     biases[1].bias = biases[0].bias
     assert "shares" in refusal(biases, where="1")
 
-    class Other(nn.Linear):
-        pass
-
-    assert "Other" in refusal(nn.Sequential(Other(16, 16)), where="0")
+    assert "values" in refusal(
+        nn.Sequential(nn.Linear(8, 8, device="meta")), where="0", start="svd"
+    )
+    assert "layers.0.linear1" in refusal(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16), 1, enable_nested_tensor=False),
+        where="*1",
+    )
+    assert "out_proj" in refusal(nn.Sequential(nn.MultiheadAttention(16, 2)), where="*")
     assert "the model itself" in refusal(nn.Linear(16, 16), where="*")
+
+
+class Same(nn.Linear):
+    """As torchtitan's: a class of its own, and the product of nn.Linear."""
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x, self.weight, self.bias)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mul_(2)
+
+
+class Needing(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_subclass_that_computes_the_same_product_becomes_a_pair(device: str) -> None:
+    for bias in (False, True):
+        model = nn.Sequential(Same(16, 16, bias=bias, device=device))
+        lowrank.convert(model, rank=4, where="0")
+        assert isinstance(model[0], LowRankLinear)
+    for kind in (Scaled, Needing):
+        assert kind.__name__ in refusal(nn.Sequential(kind(16, 16, device=device)), where="0")
+
+
+def hooked(change: Callable[[Any], object]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16))
+    change(model[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda x: x.register_forward_hook(print), "_forward_hooks"),
+        (lambda x: x.register_forward_pre_hook(print), "_forward_pre_hooks"),
+        (lambda x: x.register_full_backward_hook(print), "_backward_hooks"),
+        (lambda x: x.register_state_dict_post_hook(lambda *_: None), "_state_dict_hooks"),
+        (lambda x: vars(x).update(forward=print), "forward"),
+        (lambda x: x.register_buffer("scale", torch.ones(3)), "_buffers"),
+        (lambda x: x.register_parameter("scale", nn.Parameter(torch.ones(3))), "scale"),
+        (lambda x: x.register_module("inner", nn.ReLU()), "_modules"),
+        (lambda x: x.weight.register_hook(print), "weight: _backward_hooks"),
+        (lambda x: x.bias.register_post_accumulate_grad_hook(print), "bias: _post_accumulate"),
+    ],
+)
+def test_what_a_pair_would_lose_is_refused(change: Callable[[Any], object], name: str) -> None:
+    assert name in refusal(hooked(change), where="0")
+
+
+def test_a_layer_in_eval_becomes_a_pair_in_eval() -> None:
+    model = Titan().eval()
+    lowrank.convert(model, rank=4)
+    assert not any(each.training for each in model.modules())
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
+    """DistributedDataParallel would average no gradient of a pair."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 16)))
+        assert "DistributedDataParallel" in refusal(wrapped, where="*")
+        holder = nn.ModuleDict({"inner": wrapped})
+        assert "inner" in refusal(holder, where="*")
+    finally:
+        dist.destroy_process_group()
+    assert "OptimizedModule" in refusal(torch.compile(nn.Sequential(nn.Linear(16, 16))), where="*")
 
 
 def test_pairs_are_not_converted_again() -> None:

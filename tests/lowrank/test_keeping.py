@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -55,15 +57,21 @@ def test_gradients_have_the_same_bits(dtype: torch.dtype, dropout: float) -> Non
     assert all(each.any() for each in expected.values())
 
 
-def test_a_llama_of_hugging_face_keeps_its_bottlenecks() -> None:
+def hugging_face() -> Any:
+    """With the default of Hugging Face, use_cache=True."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=64, use_cache=False,
+        num_key_value_heads=2, vocab_size=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config).train()
     lowrank.convert(model, rank=8)
+    return model
+
+
+def test_a_llama_of_hugging_face_keeps_its_bottlenecks() -> None:
+    model = hugging_face()
     tokens = torch.arange(12)[None]
     losses = []
     for each in (model, copy.deepcopy(model)):
@@ -74,6 +82,28 @@ def test_a_llama_of_hugging_face_keeps_its_bottlenecks() -> None:
         losses.append((loss.detach(), [p.grad for p in each.parameters()]))
     assert torch.equal(losses[0][0], losses[1][0])
     assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
+def test_a_cache_is_used_outside_of_training() -> None:
+    """With gradients on, too: who forgets no_grad still gets the tokens of the cache."""
+    model = hugging_face().eval()
+    tokens = torch.arange(12)[None]
+    expected = model(input_ids=tokens).logits[:, -1]
+    lowrank.keep_bottlenecks(model)
+    first = model(input_ids=tokens[:, :-1], use_cache=True)
+    last = model(input_ids=tokens[:, -1:], past_key_values=first.past_key_values).logits[:, -1]
+    torch.testing.assert_close(last, expected)
+    last.sum().backward()
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it
+def test_a_compiled_model_keeps_its_bottlenecks() -> None:
+    plain, kept = low_rank(2), low_rank(2)
+    lowrank.keep_bottlenecks(kept)
+    kept.compile(backend="aot_eager")
+    expected, found = gradients(plain, tokens_of()), gradients(kept, tokens_of())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def kept_bytes(layers: int, tokens: Tensor) -> int:
@@ -147,6 +177,25 @@ def test_products_of_the_first_factor_are_not_computed_again() -> None:
     first = 2 * RANK * (6 * WIDTH + FF) * tokens.numel() * 2
     assert flops(whole) - flops(kept) == first
     assert flops(kept) > flops(plain)
+
+
+def test_a_kept_model_is_pickled() -> None:
+    model = low_rank(2)
+    lowrank.keep_bottlenecks(model)
+    expected = gradients(model, tokens_of())
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(copied.model.layers[0]) is type(model.model.layers[0])
+        found = gradients(copied, tokens_of())
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_layer_in_two_lists_is_kept_once() -> None:
+    model = low_rank(2)
+    model.blocks = nn.ModuleList(model.model.layers[1:])
+    assert lowrank.keep_bottlenecks(model) == ["model.layers.0", "model.layers.1"]
+    with pytest.raises(UsageError, match="no layer with pairs"):
+        lowrank.keep_bottlenecks(model)
+    assert gradients(model, tokens_of())
 
 
 def test_without_gradients_nothing_is_kept() -> None:

@@ -27,6 +27,17 @@ def test_the_product_is_that_of_the_factors(bias: bool, activation: str | None) 
     assert (layer.a.shape, layer.b.shape) == ((5, 12), (20, 5))
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_pair_is_compiled_exported_and_scripted_as_a_whole(activation: str | None) -> None:
+    layer, x = LowRankLinear(16, 16, 4, bias=True, activation=activation), torch.ones(2, 16)
+    programs = [torch.export.export(layer, (x,), strict=each).module() for each in (True, False)]
+    made = [torch.compile(layer, fullgraph=True, backend="eager"), torch.jit.script(layer)]
+    for each in (*made, torch.jit.trace(layer, (x,)), *programs):
+        torch.testing.assert_close(each(x), layer(x))
+
+
 def test_the_start_is_as_published() -> None:
     torch.manual_seed(0)
     layer = LowRankLinear(512, 1536, 128, bias=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,7 +23,7 @@ from statehold import lowrank
 from statehold.errors import UsageError
 from statehold.lowrank.parallel import OnlineRMSNorm, parallelize
 from support.gloo import run_ranks
-from support.small_llama import FF, RANK, WIDTH, loss_of, low_rank, tokens_of
+from support.small_llama import FF, RANK, VOCABULARY, WIDTH, loss_of, low_rank, tokens_of
 
 LAYERS = 2
 WAYS: list[dict[str, Any]] = [
@@ -58,6 +60,56 @@ class Communicated(CommDebugMode):
         unhooked = {"__enter__": lambda own: own, "__exit__": lambda *_: None}
         tracker.__class__ = type("Unhooked", (type(tracker),), unhooked)
         tracker.name, tracker.module_parents_dict = "Global", {"Global": set()}
+
+
+def differences_of(
+    mesh: DeviceMesh, make: Callable[[], nn.Module], **options: Any
+) -> dict[str, float]:
+    """The largest differences of the loss and of the gradients between ranks and one process."""
+    alone, model = make(), make()
+    expected, found = loss_of(alone, tokens_of()), None
+    expected.backward()
+    parallelize(model, mesh, **options)
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    found = loss_of(model, tokens_of())
+    found.backward()
+    differences = {"loss": (found - expected).abs().item()}
+    for (name, one), each in zip(alone.named_parameters(), model.parameters(), strict=True):
+        differences[name] = (whole(each.grad) - whole(one.grad)).abs().max().item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), foreach=True).step()
+    return differences
+
+
+def normed_heads() -> nn.Module:
+    """Norms of queries and keys, and a head that is a pair."""
+    model = low_rank(1, has_head_norms=True)
+    lowrank.convert(model, rank=RANK, where="lm_head")
+    return model
+
+
+def classifier() -> nn.Module:
+    """A head that Hugging Face's classifiers have, of a size that the ranks do not divide."""
+    model: Any = low_rank(1)
+    del model.lm_head
+    model.score = nn.Linear(WIDTH, VOCABULARY + 1, dtype=torch.float64)
+    model.forward = lambda tokens: model.score(model.model(tokens))
+    return model
+
+
+def beside_pairs(rank: int, world: int) -> list[dict[str, float]]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    makes = normed_heads, classifier
+    return [differences_of(mesh, make, **options) for options in WAYS for make in makes]
+
+
+@pytest.mark.thorough
+def test_every_parameter_has_the_gradient_of_one_process(tmp_path: Path) -> None:
+    """Also those that the ranks share: norms of heads add up over the ranks, and heads do not."""
+    for found in run_ranks(beside_pairs, 2, tmp_path):
+        assert len(found) == 2 * len(WAYS)
+        assert "model.layers.0.self_attn.q_norm.weight" in found[0]
+        assert max(max(each.values()) for each in found) < 1e-12
 
 
 def as_in_one_process(rank: int, world: int) -> list[dict[str, float]]:
@@ -171,6 +223,24 @@ def norms(rank: int, world: int) -> list[float]:
     return worst
 
 
+def of_float16(rank: int, world: int) -> float:
+    """A token of large activations behind a norm of large weights, beside one process."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    alone, model = (low_rank(1, dtype=torch.float16) for _ in range(2))
+    x = (2000 * torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).sign()).half()
+    layers: list[Any] = [alone.model.layers[0], parallelize(model, mesh).model.layers[0]]  # type: ignore[union-attr, index]
+    found = []
+    with torch.no_grad():
+        for layer, part in zip(layers, (x, x.chunk(world, -1)[rank].contiguous()), strict=True):
+            layer.input_layernorm.weight.fill_(64.0)
+            found.append(layer.self_attn.q_proj(layer.input_layernorm(part)))
+    return (found[0].chunk(world, -1)[rank] / found[1] - 1).abs().median().item()
+
+
+def test_a_group_of_float16_has_the_range_of_one_process(tmp_path: Path) -> None:
+    assert max(run_ranks(of_float16, 2, tmp_path)) < 0.01
+
+
 def test_the_online_norm_is_the_norm_at_any_magnitude(tmp_path: Path) -> None:
     for worst in run_ranks(norms, 2, tmp_path):
         assert len(worst) == 6
@@ -203,16 +273,37 @@ def refusals(rank: int, world: int) -> list[str]:
     heads = low_rank(1)
     heads.model.layers[0].self_attn.head_dim = WIDTH
     refused(heads)
+    second = low_rank(2)
+    second.model.layers[1].input_layernorm = nn.LayerNorm(WIDTH)
+    refused(second)
+    missing = low_rank(2)
+    del missing.model.layers[1].self_attn.k_proj
+    refused(missing)
+    unknown = low_rank(2)
+    unknown.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    refused(unknown)
+    shared = low_rank(2)
+    shared.model.layers[1].mlp.up_proj.a = shared.model.layers[0].mlp.up_proj.a
+    refused(shared)
+    wide = low_rank(1)
+    wide.model.layers[0].self_attn.k_norm = nn.RMSNorm(WIDTH)
+    refused(wide)
+    refused(fully_shard(low_rank(1), mesh=mesh))
     twice = parallelize(low_rank(1), mesh)
     with pytest.raises(UsageError, match="no pair that can be split"):
         parallelize(twice, mesh)
+    with pytest.raises(UsageError, match="not split by features"):
+        twice.model.layers[0](torch.zeros(1, 2, WIDTH, dtype=torch.float64))  # type: ignore[operator, index, union-attr]
     return found
 
 
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     for found in run_ranks(refusals, 2, tmp_path):
         words = ["'model'", "'columns'", "no decoder layers", "layers.0.mlp.up_proj",
-                 "layers.0.mlp.down_proj", "layers.0.self_attn.o_proj", "heads"]  # fmt: skip
+                 "layers.0.mlp.down_proj", "layers.0.self_attn.o_proj", "heads",
+                 "model.layers.1.input_layernorm", "model.layers.1.self_attn.k_proj",
+                 "model.layers.1.self_attn.sinks", "that of model.layers.0.mlp.up_proj.a",
+                 "model.layers.0.self_attn.k_norm", "before fully_shard"]  # fmt: skip
         assert [word for word, text in zip(words, found, strict=True) if word not in text] == []
 
 
@@ -248,8 +339,6 @@ def test_a_llama_of_hugging_face_on_two_ranks(tmp_path: Path) -> None:
 
 def mean_of_data(rank: int, world: int) -> dict[str, float]:
     """FSDP2 over two, along the bottleneck over two: the gradient of the mean of both batches."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     alone = low_rank(LAYERS)
     batches = [tokens_of(seed) for seed in range(2)]

@@ -18,12 +18,14 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (
             f(x).view(shape).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
         )
+        q, k = self.q_norm(q), self.k_norm(k)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -86,10 +88,15 @@ def low_rank(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
     is_tied: bool = False,
+    has_head_norms: bool = False,
 ) -> Llama:
     """The same model for the same seed, made of pairs; its norms are not all ones."""
     torch.manual_seed(seed)
     model = Llama(layers, dropout)
+    for layer in model.model.layers if has_head_norms else ():
+        layer.self_attn.q_norm, layer.self_attn.k_norm = (  # type: ignore[union-attr]
+            nn.RMSNorm(WIDTH // HEADS, eps=1e-6) for _ in range(2)
+        )
     lowrank.convert(model, rank=RANK)
     with torch.no_grad():
         for module in model.modules():

@@ -378,7 +378,7 @@ def _add_plan_lowrank(group: Any) -> None:
     _add_options(
         found,
         ("config", "FILE", str, _NEEDED, "the config.json of the model"),
-        ("rank", "R", whole, None, "of the pairs (a quarter of the width)"),
+        ("rank", "R", whole, None, "of the pairs (a quarter of the width, if it fits)"),
         ("device", "RATES", str, None, "what a device reaches, for times (docs/lowrank.md)"),
         ("tokens", "N", whole, 16384, "of a step (16384)"),
         ("length", "N", whole, 4096, "tokens of a sequence (4096)"),

@@ -23,14 +23,20 @@ from statehold.units import format_bytes, format_seconds, parse_bytes
 _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 _LIMITS = {"tokens": (1, 10**9), "length": (1, 10**9), "tp": (1, 4096), "pp": (1, 4096),
            "microbatches": (1, 10**6)}  # fmt: skip
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")  # with a Llama's layers
 _FORM = "flops=2.8e14,memory=900GB,link=280GB,host=1e-3"
 
 
 def run(args: argparse.Namespace) -> int:
     check_limits(args, _LIMITS)
     shape = _shape(args.config)
-    costs = LowRankCosts(shape, shape.width // 4 if args.rank is None else args.rank)
+    least = min(map(min, shape.linears.values()))
+    costs = LowRankCosts(
+        shape, min(shape.width // 4, least // 2) if args.rank is None else args.rank
+    )
     job = TrainingJob(args.tokens, args.length, args.tp, args.pp, args.microbatches)
+    for way in WAYS:
+        costs.check(way, job)
     device = None if args.device is None else _device(args.device)
     steps = {way: costs.step(way, job, device) for way in WAYS} if device else {}
     document = _document(costs, _ITEMSIZE[args.dtype], steps)
@@ -45,12 +51,19 @@ def _shape(config: str) -> LlamaShape:
         if get(name, 0, least=0):
             summary = "the model has layers that pairs are not planned for"
             raise refused(summary, "the layers of a Llama", f"{name} {get(name)}")
+    kind = document.get("model_type", "llama")
+    if kind not in _KINDS:
+        summary = "pairs are not planned for models of this type"
+        raise refused(summary, ", ".join(_KINDS), kind)
     heads, width = get("num_attention_heads"), get("hidden_size")
-    head = get("head_dim", width // heads)
+    head, ff = get("head_dim", width // heads), get("intermediate_size")
+    query, kv = heads * head, get("num_key_value_heads", heads) * head
+    beside = 2 * head * (kind == "qwen3") + (2 * ff + width) * bool(document.get("mlp_bias"))
+    if kind == "qwen2" or document.get("attention_bias"):  # qwen2 always has these, but for o_proj
+        beside += query + 2 * kv + width * (kind != "qwen2")
     return LlamaShape(
-        get("num_hidden_layers"), width, get("intermediate_size"), heads * head,
-        get("num_key_value_heads", heads) * head, get("vocab_size"),
-        is_tied=bool(document.get("tie_word_embeddings", False)),
+        get("num_hidden_layers"), width, ff, query, kv, get("vocab_size"), head=head,
+        is_tied=bool(document.get("tie_word_embeddings", False)), beside=beside,
     )  # fmt: skip
 
 

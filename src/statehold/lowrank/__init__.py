@@ -16,31 +16,26 @@ import fnmatch
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.planners.lowrank import check_sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["LowRankLinear", "ReplacedLayer", "convert", "keep_bottlenecks"]
 
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor] | None] = {
-    "silu": functional.silu,
-    None: None,
-}
 Start = Literal["published", "svd"]
 
 # The linear layers of a decoder layer, by the names of Hugging Face's Llama and of torchtitan's.
@@ -52,7 +47,7 @@ LLAMA = (
 
 
 class _Kept(threading.local):
-    """Around what a backward keeps. A backward may run forwards again on threads of its own."""
+    """A backward may run forwards again on threads of its own."""
 
     is_on = False
 
@@ -63,7 +58,12 @@ class _Kept(threading.local):
         self.is_on = False
 
 
-kept = _Kept()
+_KEPT = _Kept()
+
+
+def kept() -> AbstractContextManager[None]:
+    """Around what a backward keeps. Compilers, which choose that themselves, do not see it."""
+    return nullcontext() if torch.compiler.is_compiling() else _KEPT
 
 
 class LowRankLinear(nn.Module):
@@ -95,9 +95,8 @@ class LowRankLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(in_features, out_features, rank)
-        if activation not in ACTIVATIONS:
-            facts = {"expected": "'silu' or None", "got": shown(activation)}
-            raise UsageError("the activation of a pair is not known", facts=facts)
+        if activation not in ("silu", None):
+            raise refused("the activation of a pair is not known", "'silu' or None", activation)
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.activation = activation
 
@@ -131,11 +130,12 @@ class LowRankLinear(nn.Module):
             activation=activation, device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         if start == "svd":
+            if weight.is_meta:
+                raise refused("an svd needs trained weights", "a weight with values", "meta")
             made._take(weight, bias)
         elif start != "published":
-            facts = {"expected": "'published' or 'svd'", "got": shown(start)}
-            raise UsageError("the start of a pair is not known", facts=facts)
-        made.requires_grad_(weight.requires_grad)
+            raise refused("the start of a pair is not known", "'published' or 'svd'", start)
+        made.train(linear.training).requires_grad_(weight.requires_grad)
         if made.bias is not None and bias is not None:
             made.bias.requires_grad_(bias.requires_grad)
         return made
@@ -161,13 +161,15 @@ class LowRankLinear(nn.Module):
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        with kept:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
             bottleneck = functional.linear(x, self.a)
+        else:
+            with kept():
+                bottleneck = functional.linear(x, self.a)
         return functional.linear(self.activated(bottleneck), self.b, self.bias)
 
     def activated(self, bottleneck: Tensor) -> Tensor:
-        activation = ACTIVATIONS[self.activation]
-        return bottleneck if activation is None else activation(bottleneck)
+        return bottleneck if self.activation is None else functional.silu(bottleneck)
 
     def extra_repr(self) -> str:
         return (
@@ -215,9 +217,13 @@ def convert(
     if not chosen:
         facts = {"expected": "a pattern of names, such as '*.q_proj'", "got": shown(where)}
         raise UsageError("the model has no linear layer of these names", facts=facts)
+    for name, module in model.named_modules():
+        if kinds := _WRAPPERS.intersection(each.__name__ for each in type(module).__mro__):
+            where, expected = name or "the model itself", "a model that nothing has wrapped yet"
+            raise refused("a wrapper does not see pairs", expected, ", ".join(kinds), module=where)
     owners = _owners(model)
     for name, linear in chosen:
-        _check(name, linear, rank, owners)
+        _check(name, linear, rank, owners, model.get_submodule(name.rpartition(".")[0]))
     # All are made before one is put in its place: what fails leaves the model as it was.
     made = [
         LowRankLinear.from_linear(linear, rank, activation=activation, start=start)
@@ -249,21 +255,74 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _check(name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]]) -> None:
+def _check(
+    name: str, linear: nn.Linear, rank: int, owners: dict[int, list[str]], holder: nn.Module
+) -> None:
     if not name:
         raise UsageError("the linear layer is the model itself", hint="use LowRankLinear")
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
-        kind = type(linear) if type(linear) is not nn.Linear else type(linear.weight)
-        facts = {"layer": name, "expected": "nn.Linear that is not sharded", "got": kind.__name__}
-        raise UsageError("a layer of another kind cannot become a pair", facts=facts)
     others = {each for own in linear.parameters() for each in owners[id(own)] if each != name}
-    if others:
-        facts = {"layer": name, "also": ", ".join(sorted(others))}
-        hint = "leave it out, with where="
-        raise UsageError(
-            "a layer that shares a parameter cannot become a pair", facts=facts, hint=hint
+    if type(linear.weight) is not nn.Parameter:
+        expected, got = "a weight not sharded or quantized", type(linear.weight).__name__
+    elif carried := _carried(linear):
+        expected, got = "weight and bias alone", f"one that also has {', '.join(carried)}"
+    elif type(linear) is not nn.Linear and not _is_one_product(linear):
+        expected, got = "one product, linear(x, weight, bias)", type(linear).__name__
+    elif isinstance(holder, _READERS):
+        expected, got = "one that is called", f"one whose weight {type(holder).__name__} reads"
+    elif others:
+        expected, got = (
+            "parameters of its own",
+            f"one that shares them: {', '.join(sorted(others))}",
         )
-    check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+    else:
+        check_sizes(linear.in_features, linear.out_features, rank, layer=name)
+        return
+    hint = "leave it out, with where="
+    raise refused("a layer cannot become a pair", expected, got, hint, layer=name)
+
+
+def _carried(linear: nn.Linear) -> list[str]:
+    """What a linear layer has beside weight and bias: hooks, a forward, buffers, parameters."""
+    named = dict(linear.named_parameters(recurse=False))
+    found = [name for name in named if name not in ("weight", "bias")]
+    places = [name for name, each in vars(nn.Module()).items() if isinstance(each, dict)]
+    found += [name for name in places if vars(linear)[name] and name != "_parameters"]
+    found += ["forward"] * ("forward" in vars(linear))
+    hooks = "_backward_hooks", "_post_accumulate_grad_hooks"
+    return found + [f"{n}: {h}" for n, each in named.items() for h in hooks if getattr(each, h, 0)]
+
+
+class _Calls(TorchFunctionMode):
+    """The functions of torch that are called, with what they get and give."""
+
+    seen: list[tuple[Any, ...]]
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":  # attributes compute nothing
+            given = (*args, *(kwargs or {}).values())
+            self.seen.append((func, [id(each) for each in given if each is not None], found))
+        return found
+
+
+def _is_one_product(linear: nn.Linear) -> bool:
+    """Whether all that a subclass computes is linear(x, weight, bias), as torchtitan's does."""
+    x, calls = torch.empty_like(linear.weight[:1]), _Calls()
+    calls.seen = []
+    try:
+        with torch.no_grad(), calls:
+            found = linear.forward(x)
+        ((function, inputs, product),) = calls.seen
+    except Exception:
+        return False  # it needs more than an input, or calls more than one function
+    own = [id(each) for each in (x, *linear.parameters())]
+    return function is functional.linear and inputs == own and product is found
+
+
+# What knows the parameters of a model from the moment on when it has wrapped it.
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule",
+             "DeepSpeedEngine"}  # fmt: skip
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of weights of their linear layers
 
 
 def _count(module: nn.Module) -> int:
@@ -303,6 +362,7 @@ def keep_bottlenecks(model: nn.Module, where: str | Sequence[str] = "*") -> list
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost members of lists of modules that have pairs, and are not kept yet."""
     inner: list[str] = []
+    seen: set[nn.Module] = set()  # a layer may stand in two lists
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict) or name.startswith(tuple(inner)):
             continue
@@ -311,36 +371,62 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 continue  # its own members are meant
             if any(isinstance(each, LowRankLinear) for each in layer.modules()):
                 inner.append(f"{name}.{own}.")
-                if not isinstance(layer, _Keeping):
+                if not isinstance(layer, _Keeping) and layer not in seen:
+                    seen.add(layer)
                     yield f"{name}.{own}".lstrip("."), layer
 
 
 class _Keeping(nn.Module):
-    """The forward of a layer under selective checkpointing."""
+    """The forward of a layer under selective checkpointing.
 
+    It is not compiled: a compiler would choose itself what a backward keeps.
+    """
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *args: Any, **options: Any) -> Any:
-        run = partial(super().forward, **options)
-        if not torch.is_grad_enabled():
-            return run(*args)
+        # A layer that runs again would fill its cache a second time. Who trains has none; outside
+        # of training a cache is meant, and the layer runs once.
+        caches = {name: no for name, no in _NO_CACHE.items() if options.get(name, no) is not no}
+        if not torch.is_grad_enabled() or (caches and not self.training):
+            return super().forward(*args, **options)
+        run = partial(super().forward, **{**options, **caches})
         contexts = partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 
+# As Hugging Face's layers set caches aside under checkpointing.
+_NO_CACHE = {"use_cache": False, "past_key_values": None, "past_key_value": None,
+             "layer_past": None}  # fmt: skip
+
+
 def _policy(_: object, operation: object, *__: Any, **___: Any) -> CheckpointPolicy:
-    is_kept = kept.is_on and str(operation) in _KEPT_OPERATIONS
+    name = str(operation)
+    is_kept = name in _REDUCTIONS or (_KEPT.is_on and name in _PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_KEPT_OPERATIONS = {
-    "aten.mm.default",
-    "aten.bmm.default",
-    "_c10d_functional.all_reduce.default",
-    "_c10d_functional.wait_tensor.default",
-}
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default")
+_REDUCTIONS = ("_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default")
 
 
 def swap(module: nn.Module, mixin: type[nn.Module]) -> None:
     """Put `mixin` before the class of a module, as FSDP does: names of parameters stay, and copies
     of the module have it, too."""
-    own = type(module)
-    module.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__})
+    kinds: Any = mixin, type(module)
+    module.__class__ = _swapped(*kinds)
+
+
+@cache
+def _swapped(mixin: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    members = {"__module__": own.__module__, "__reduce_ex__": _reduced}
+    return type(own.__name__, (mixin, own), members)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """For pickle: no module has the class of a swapped one under its name."""
+    return _made, type(module).__bases__, super(nn.Module, module).__reduce_ex__(protocol)[2]
+
+
+def _made(*kinds: Any) -> nn.Module:
+    made = _swapped(*kinds)
+    return made.__new__(made)

@@ -16,8 +16,9 @@ That is the norm of the whole x, and then the product: a number for each token c
 c_i only keeps numbers in range, and no gradient passes it.
 
 Invariants: parameters are DTensors of the names that they had, so a step of any layout restores
-into any other. Between modules there are local tensors. The result of an all-reduce is what
-keep_bottlenecks() keeps, so nothing is communicated twice.
+into any other. parallelize() takes every parameter of a model, or refuses the model. Between
+modules there are local tensors. The result of an all-reduce is what keep_bottlenecks() keeps, so
+nothing is communicated twice.
 Not here: pairs themselves (the package).
 """
 
@@ -47,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.lowrank import LowRankLinear, kept, swap
 
 Way = Literal["bottleneck", "rank"]
@@ -66,7 +67,9 @@ _LAYERS = (
         ("attention.wo", "feed_forward.w2"),
     ),
 )
+_HEAD_NORMS = ("q_norm", "k_norm")  # beside the pairs of queries and keys
 _EMBEDDINGS, _HEADS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
+_TAKEN = ("a", "b", "bias", "weight")  # parameters that the styles split
 
 
 # -- exchange --------------------------------------------------------------------------------------
@@ -86,8 +89,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    with kept:
-        found: Tensor = _wait(funcol.all_reduce(x.contiguous(), "sum", mesh))
+    found: Tensor = _wait(funcol.all_reduce(x.contiguous(), "sum", mesh))
     return found
 
 
@@ -128,7 +130,7 @@ class _BottleneckPair(_Parallel):
 class _RankPair(_Parallel):
     def forward(self, x: Tensor) -> Tensor:
         x = _summed(x, self.mesh, "backward")
-        with kept:
+        with kept():
             bottleneck = functional.linear(x, _local(self.a))
         y = functional.linear(self.activated(bottleneck), _local(self.b))
         y = _summed(y, self.mesh, "forward")
@@ -188,6 +190,9 @@ class _SplitNorm(nn.Module):
     pairs: tuple[LowRankLinear, ...]
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != (features := _local(self.weight).shape[0]):
+            summary = "a norm got hidden states that are not split by features"
+            raise refused(summary, features, x.shape[-1], "give tokens, or this rank's features")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(-1, keepdim=True)
         if self.pairs:
@@ -203,10 +208,10 @@ class _SplitNorm(nn.Module):
         own = self._scale(squares.detach(), wide.shape[-1])
         y = (wide / own).to(dtype) * _local(self.weight)
         first = torch.cat([_local(pair.a) for pair in self.pairs])
-        products = functional.linear(y, first) * own.to(dtype)
-        # The sum of squares of 16-bit floats would pass the range of float16.
+        # What the norm will divide, and its sum of squares, would pass the range of float16.
         sent = torch.float32 if dtype is torch.float16 else dtype
-        both = torch.cat([products.to(sent), squares.to(sent)], -1)
+        products = functional.linear(y, first).to(sent) * own.to(sent)
+        both = torch.cat([products, squares.to(sent)], -1)
         both = _summed(both, self.mesh)
         products, squares = both[..., :-1], both[..., -1:].to(wide.dtype)
         scale = self._scale(squares, self.mesh.size() * wide.shape[-1])
@@ -216,6 +221,16 @@ class _SplitNorm(nn.Module):
         epsilon = getattr(self, "variance_epsilon", getattr(self, "eps", None))
         epsilon = torch.finfo(squares.dtype).eps if epsilon is None else epsilon
         return (squares / features + epsilon).sqrt()
+
+
+class _HeadNorm(_SplitNorm):
+    """An RMSNorm of heads: a rank has some of the heads, and the whole weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = self._scale(wide.square().sum(-1, keepdim=True), x.shape[-1])
+        # The gradient of the weight is the sum over the heads of all ranks.
+        return (wide / scale).to(x.dtype) * _summed(_local(self.weight), self.mesh, "backward")
 
 
 class OnlineRMSNorm(ParallelStyle):
@@ -235,17 +250,20 @@ class OnlineRMSNorm(ParallelStyle):
 def _split_norm(
     module: nn.Module, mesh: DeviceMesh, *pairs: LowRankLinear, is_gathered: bool = False
 ) -> nn.Module:
-    weight = getattr(module, "weight", None)
-    is_norm = isinstance(module, nn.RMSNorm) or hasattr(module, "variance_epsilon")
-    if not is_norm or weight is None or weight.dim() != 1:
-        facts = {"expected": "an RMSNorm with a weight", "got": type(module).__name__}
-        raise UsageError("a norm cannot be split", facts=facts)
-    _check_divides({"features": weight.shape[0]}, mesh, type(module).__name__)
+    _check_norm(module, mesh, type(module).__name__)
     _shard(module, mesh, {"weight": Shard(0)})
     swap(module, _SplitNorm)
     # Not by setattr: the pairs stay modules of where they are.
     vars(module).update({"mesh": mesh, "is_gathered": is_gathered, "pairs": pairs})
     return module
+
+
+class _NormOfHeads(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _shard(module, device_mesh, {"weight": Replicate()})
+        swap(module, _HeadNorm)
+        vars(module)["mesh"] = device_mesh
+        return module
 
 
 class GroupedPairs(ParallelStyle):
@@ -258,17 +276,21 @@ class GroupedPairs(ParallelStyle):
 
     def __init__(self, norm: str, pairs: Sequence[str]) -> None:
         super().__init__()
-        self._norm, self._pairs = norm, pairs
+        self.names = (norm, *pairs)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        pairs, begin = [], 0
-        for name in self._pairs:
-            pair: Any = module.get_submodule(name)
+        norm = module.get_submodule(self.names[0])
+        _check_norm(norm, device_mesh, self.names[0])
+        pairs: list[Any] = [
+            check_pair(module.get_submodule(name), device_mesh, _OfGroup(), name)
+            for name in self.names[1:]
+        ]
+        begin = 0
+        for pair in pairs:
             parallelize_module(pair, device_mesh, _OfGroup())
             pair.begin = begin
             begin += pair.rank
-            pairs.append(pair)
-        _split_norm(module.get_submodule(self._norm), device_mesh, *pairs)
+        _split_norm(norm, device_mesh, *pairs)
         return module
 
 
@@ -307,9 +329,65 @@ def check_pair(
 def _check_divides(sizes: dict[str, int], mesh: DeviceMesh, where: str) -> None:
     for what, size in sizes.items():
         if size % mesh.size():
-            facts = {"layer": where, "expected": f"{what} that {mesh.size()} ranks divide",
-                     "got": size}  # fmt: skip
-            raise UsageError("a layer cannot be split evenly", facts=facts)
+            expected = f"{what} that {mesh.size()} ranks divide"
+            raise refused("a layer cannot be split evenly", expected, size, layer=where)
+
+
+def _check_norm(module: nn.Module, mesh: DeviceMesh, where: str) -> None:
+    _check_divides({"features": _features(module, where)}, mesh, where)
+
+
+def _features(norm: nn.Module, where: str) -> int:
+    """Of an RMSNorm. Raises UsageError if it is another module, or has more than a weight."""
+    is_norm = isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon")
+    shapes = {name: tuple(each.shape) for name, each in norm.named_parameters()}
+    if not is_norm or [*shapes] != ["weight"] or len(shapes["weight"]) != 1:
+        got = type(norm).__name__
+        raise refused("a norm cannot be split", "an RMSNorm with a weight alone", got, layer=where)
+    return shapes["weight"][0]
+
+
+def _check_part(model: nn.Module, name: str, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Raises UsageError if the style cannot split the module of this name."""
+    module = _module(model, name)
+    if isinstance(style, AlongBottleneck):
+        check_pair(module, mesh, style, name)
+    elif isinstance(style, OnlineRMSNorm):
+        _check_norm(module, mesh, name)
+    elif isinstance(style, _NormOfHeads):
+        head = getattr(_module(model, name.rpartition(".")[0]), "head_dim", None)
+        if (found := _features(module, name)) != head:
+            raise refused("a norm is none of heads", f"head_dim: {head}", found, layer=name)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        summary = "a decoder layer lacks a module that can be split"
+        raise refused(summary, "the modules of a Llama", str(error), layer=name) from error
+
+
+def _check_parameters(model: nn.Module, parts: Mapping[str, ParallelStyle]) -> None:
+    """Raises UsageError for parameters that no style takes: each rank would train its own ones."""
+    tied = {id(head.weight) for head, _ in _tied(model)}
+    left, seen = [], dict[int, str]()
+    for name, module in model.named_modules():
+        for own, each in module.named_parameters(recurse=False):
+            where = f"{name}.{own}".lstrip(".")
+            first = seen.setdefault(id(each), where)
+            if isinstance(each, DTensor) or (first != where and id(each) not in tied):
+                got = "a DTensor" if first == where else f"that of {first}"
+                expected, hint = "one of its own", "parallelize() comes before fully_shard()"
+                raise refused("a parameter cannot be split", expected, got, hint, parameter=where)
+            style = parts.get(name)
+            if not (isinstance(style, _Whole) or (style is not None and own in _TAKEN)):
+                left.append(where)
+    if left:
+        got = f"{', '.join(left[:8])} ({len(left)} in all)"
+        hint = "for a model with these, give styles to parallelize_module"
+        summary = "the model has parameters that no style splits"
+        raise refused(summary, "the parameters of a Llama", got, hint)
 
 
 # -- a whole model ---------------------------------------------------------------------------------
@@ -339,9 +417,9 @@ def parallelize(
         facts = {"expected": f"a mesh with a dimension {dim!r}", "got": shown(mesh.mesh_dim_names)}
         raise UsageError("the mesh lacks the dimension to split over", facts=facts)
     own = mesh[dim]
-    styles = plan(model, own, way=way, grouped=grouped)
     tied = _tied(model)
-    parallelize_module(model, own, styles)
+    for name, style in plan(model, own, way=way, grouped=grouped):
+        parallelize_module(model, own, {name: style})
     for head, embeddings in tied:
         head.weight = embeddings.weight  # both were split alike, each for itself
     return model
@@ -349,43 +427,36 @@ def parallelize(
 
 def plan(
     model: nn.Module, mesh: DeviceMesh, *, way: Way = "bottleneck", grouped: bool = True
-) -> dict[str, ParallelStyle]:
-    """The styles of parallelize(), by the names of modules. Raises UsageError as it does."""
+) -> list[tuple[str, ParallelStyle]]:
+    """The styles of parallelize(), with the names of modules. Raises UsageError as it does."""
     if way not in ("bottleneck", "rank"):
-        facts = {"expected": "'bottleneck' or 'rank'", "got": shown(way)}
-        raise UsageError("pairs cannot be split in this way", facts=facts)
-    found: dict[str, ParallelStyle] = {}
-    style = AlongBottleneck() if way == "bottleneck" else AlongRank()
-    for layer, (*groups, others) in _layers_of(model):
-        for norm, pairs in groups:
+        raise refused("pairs cannot be split so", "'bottleneck' or 'rank'", shown(way))
+    parts: dict[str, ParallelStyle] = {}
+    groups: list[tuple[str, GroupedPairs]] = []
+    is_split = way == "bottleneck"
+    style = AlongBottleneck() if is_split else AlongRank()
+    for layer, (*normed, others) in _layers_of(model):
+        for norm, pairs in normed:
+            parts[f"{layer}.{norm}"] = OnlineRMSNorm() if is_split else _Whole()
+            parts.update({f"{layer}.{name}": style for name in pairs})
+            if is_split and grouped:
+                groups.append((layer, GroupedPairs(norm, pairs)))
             for name in pairs:
                 _check_heads(model, f"{layer}.{name}", mesh, way)
-                check_pair(model.get_submodule(f"{layer}.{name}"), mesh, style, f"{layer}.{name}")
-            if way == "bottleneck" and grouped:
-                found[layer] = _Several(found.get(layer), GroupedPairs(norm, pairs))
-            else:
-                found[f"{layer}.{norm}"] = OnlineRMSNorm() if way == "bottleneck" else _Whole()
-                found.update({f"{layer}.{name}": style for name in pairs})
-        for name in others:
-            check_pair(model.get_submodule(f"{layer}.{name}"), mesh, style, f"{layer}.{name}")
-            found[f"{layer}.{name}"] = style
-    if not found:
+        parts.update({f"{layer}.{name}": style for name in others})
+        attention = f"{layer}.{others[0].rpartition('.')[0]}"
+        for own, child in _module(model, attention).named_children():
+            if own in _HEAD_NORMS and list(child.parameters()):
+                parts[f"{attention}.{own}"] = _NormOfHeads() if is_split else _Whole()
+    if not parts:
         hint = "convert() it first; for other names, give styles to parallelize_module"
         raise UsageError("the model has no decoder layers that are known", hint=hint)
-    return {**found, **_ends(model, way)}
-
-
-class _Several(ParallelStyle):
-    """One style after another, on one module."""
-
-    def __init__(self, *styles: ParallelStyle | None) -> None:
-        super().__init__()
-        self._styles = [each for each in styles if each is not None]
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for each in self._styles:
-            parallelize_module(module, device_mesh, each)
-        return module
+    parts.update(_ends(model, way))
+    for name, each in parts.items():
+        _check_part(model, name, each, mesh)
+    _check_parameters(model, parts)
+    members = [f"{layer}.{name}" for layer, group in groups for name in group.names]
+    return [*groups, *(each for each in parts.items() if each[0] not in members)]
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -410,12 +481,14 @@ def _ends(model: nn.Module, way: Way) -> dict[str, ParallelStyle]:
         own = name.rpartition(".")[2]
         if name.startswith(inside):
             continue
-        if own in _EMBEDDINGS:
+        if own in _EMBEDDINGS and isinstance(module, nn.Embedding):
             found[name] = ColwiseParallel(output_layouts=Shard(-1)) if is_split else whole
         elif own == "norm":
             found[name] = OnlineRMSNorm(gather=not is_tied) if is_split else _Whole()
         elif own in _HEADS and isinstance(module, nn.Linear):
             found[name] = head
+        elif own in (*_HEADS, "score", "qa_outputs") and not is_tied:
+            found[name] = _Whole()  # a pair, or a classifier of Hugging Face
     return found
 
 
@@ -433,7 +506,7 @@ def _tied(model: nn.Module) -> list[tuple[Any, Any]]:
 
 def _check_heads(model: nn.Module, name: str, mesh: DeviceMesh, way: Way) -> None:
     """Every rank needs whole heads."""
-    pair: Any = model.get_submodule(name)
-    head = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    pair: Any = _module(model, name)
+    head = getattr(_module(model, name.rpartition(".")[0]), "head_dim", None)
     if way == "bottleneck" and isinstance(head, int) and isinstance(pair, LowRankLinear):
         _check_divides({"heads": pair.out_features // head}, mesh, name)

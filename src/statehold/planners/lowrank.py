@@ -37,12 +37,16 @@ def check_sizes(in_features: int, out_features: int, rank: int, **where: str) ->
     if min(in_features, out_features) < 2 * rank:
         expected = f"in and out of at least twice the rank: {2 * rank}"
         got = f"{in_features} and {out_features}"
-        raise refused("a layer is too small for a pair of this rank", expected, got, **where)
+        hint = f"a rank (rank=, --rank) up to {min(in_features, out_features) // 2}"
+        raise refused("a layer is too small for a pair of this rank", expected, got, hint, **where)
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """query, kv: features of all heads together."""
+    """query, kv: features of all heads together. head: those of one.
+
+    beside: parameters of a decoder layer that pairs have, too: biases, and norms of heads.
+    """
 
     layers: int
     width: int
@@ -51,6 +55,8 @@ class LlamaShape:
     kv: int
     vocabulary: int
     is_tied: bool = False
+    head: int = 1
+    beside: int = 0
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -118,7 +124,7 @@ class LowRankCosts:
         shape = self.shape
         tables = shape.vocabulary * shape.width * (1 if shape.is_tied else 2)
         norms = (2 * shape.layers + 1) * shape.width
-        return shape.layers * self.matrices(way) + tables + norms
+        return shape.layers * (self.matrices(way) + shape.beside) + tables + norms
 
     def state_bytes(self, way: str, itemsize: int) -> int:
         """A step: weights and both moments of AdamW."""
@@ -148,7 +154,7 @@ class LowRankCosts:
 
     def step(self, way: str, job: TrainingJob, device: DeviceRates) -> dict[str, float]:
         """Seconds of a step, by what takes them. Raises UsageError if the ranks do not divide."""
-        self._check(way, job)
+        self.check(way, job)
         layers = self.shape.layers / job.pp
         head = 2 * self.shape.vocabulary * self.shape.width / job.tp / job.pp
         flop = 3 * job.tokens * (layers * self._flop(way, job) + head)
@@ -185,8 +191,13 @@ class LowRankCosts:
             return of_width + inner + narrow / tp
         return (of_width + inner) / tp + narrow
 
-    def _check(self, way: str, job: TrainingJob) -> None:
-        sizes = {"of pairs": (self.rank,)} if way == "rank" else self.shape.linears
+    def check(self, way: str, job: TrainingJob) -> None:
+        """Raises UsageError if the ranks do not divide the model."""
+        shape = self.shape
+        sizes: dict[str, tuple[int, ...]] = {"of pairs": (self.rank,)}
+        if way != "rank":
+            heads = {"heads": (shape.query // shape.head,), "KV heads": (shape.kv // shape.head,)}
+            sizes = {**shape.linears, **heads}
         for name, each in sizes.items():
             if uneven := [size for size in each if size % job.tp]:
                 expected = f"a size that {job.tp} ranks divide"
