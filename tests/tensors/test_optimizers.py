@@ -304,6 +304,19 @@ def test_a_group_out_of_several_has_to_agree_on_options() -> None:
     assert live.optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
+def test_a_new_group_takes_no_options_of_another_one() -> None:
+    body, adapter, head = (nn.Linear(2, 2) for _ in range(3))
+    model = nn.ModuleList([body, head])
+    before = torch.optim.SGD([{"params": body.parameters()}, {"params": head.parameters()}], 0.5)
+    before.param_groups[1]["lr"] = 0.25
+    step = MemoryStep({"m": model, "o": before})
+    groups = [{"params": each.parameters(), "lr": 9.0} for each in (body, adapter, head)]
+    live, selection = torch.optim.SGD(groups), Selection(strict=False)
+    model.append(adapter)
+    step.restore({"m": model, "o": live}, selection=selection)
+    assert [group["lr"] for group in live.param_groups] == [0.5, 9.0, 0.25]
+
+
 @pytest.mark.parametrize(("of_step", "of_run"), [("adamw", "sgd momentum"), ("sgd", "adamw")])
 def test_a_step_of_another_kind_of_optimizer_is_no_match(of_step: str, of_run: str) -> None:
     saved, live = Run(OPTIMIZERS[of_step]), Run(OPTIMIZERS[of_run])

@@ -392,16 +392,19 @@ def are_by_name(groups: Sequence[Group]) -> bool:
 
 
 def options_for(
-    names: Sequence[str], position: int, owners: Owners, groups: Sequence[Group]
+    names: Sequence[Sequence[str]], position: int, owners: Owners, groups: Sequence[Group]
 ) -> tuple[Group, list[str]]:
-    """The saved group for a live one that holds `names`, and the options in which it differs from
-    other saved groups of these names.
+    """The saved group for the live one at `position`, and the options in which it differs from
+    other saved groups of its parameters. names: those of each live group.
 
-    A live group without any saved parameter goes by its position: there may be such options.
+    A live group without any saved parameter goes by its position, because there may be such
+    options, unless the group there is that of another one.
     """
-    found = list({id(group): group for name in names for group in owners.get(name, ())}.values())
+    owning = [owners.get(name, ()) for name in names[position]]
+    found = list({id(group): group for group in chain(*owning)}.values())
     if not found:
-        return (groups[position] if position < len(groups) else {}), []
+        there = groups[position] if position < len(groups) else {}
+        return {} if set(chain(*names)) & set(there.get(PARAMS, ())) else there, []
     first, *others = found
     keys = dict.fromkeys(key for group in found for key in group if key != PARAMS)
     return first, [key for key in keys if any(each.get(key) != first.get(key) for each in others)]
@@ -608,38 +611,34 @@ class _ByName:
         return options
 
     def _options(self) -> list[Group]:
-        """The saved options for each live group, which they will replace."""
-        by_group: list[list[str]] = [[] for _ in self._live.param_groups]
-        for index, name, _ in self._found:
-            by_group[index].append(name)
-        found: list[Group] = []
-        for index, names in enumerate(by_group):
-            where = f"{self._path}.{GROUPS}.{index}"
-            options, differing = options_for(names, index, self._owners, self._groups)
-            if differing:
-                got = f"parameters of several groups, which differ in {', '.join(differing)}"
-                self._to.problem(where, "the options of one group of the step", got)
-                options = {}
-            self._check_options(self._live.param_groups[index], options, where)
-            found.append(options)
-        return found
+        """The saved options for each live group, which they will replace.
 
-    def _check_options(self, group: Group, saved: Group, path: str) -> None:
-        """Refuse a saved group of another kind of optimizer: each side has options of its own.
-
+        A saved group of another kind of optimizer is refused: each side has options of its own.
         Options of one side alone are no sign of that: another version of torch added them, or a
         scheduler. A step that holds none says nothing.
         """
-        to, live = self._to, self._live
-        unknown = [key for key in missing_of(saved, group) if self._takes(f"{path}.{key}")]
-        lacking = [key for key in missing_of(live.defaults, saved) if key in group]
-        if saved and unknown and lacking:
-            to.restoration.missing += [f"{path}.{key}" for key in lacking]
-            to.restoration.unexpected += [f"{path}.{key}" for key in unknown]
-            if to.selection.strict:
-                ours = f"the options of {type(live).__name__} ({', '.join(lacking)})"
-                theirs = f"those of another kind of optimizer ({', '.join(unknown)})"
-                to.problem(path, ours, theirs)
+        to, live, found = self._to, self._live, list[Group]()
+        by_group: list[list[str]] = [[] for _ in live.param_groups]
+        for index, name, _ in self._found:
+            by_group[index].append(name)
+        for index, group in enumerate(live.param_groups):
+            where = f"{self._path}.{GROUPS}.{index}"
+            options, differing = options_for(by_group, index, self._owners, self._groups)
+            if differing:
+                got = f"parameters of several groups, which differ in {', '.join(differing)}"
+                to.problem(where, "the options of one group of the step", got)
+                options = {}
+            found.append(options)
+            unknown = [key for key in missing_of(options, group) if self._takes(f"{where}.{key}")]
+            lacking = [key for key in missing_of(live.defaults, options) if key in group]
+            if options and unknown and lacking:
+                to.restoration.missing += [f"{where}.{key}" for key in lacking]
+                to.restoration.unexpected += [f"{where}.{key}" for key in unknown]
+                if to.selection.strict:
+                    ours = f"the options of {type(live).__name__} ({', '.join(lacking)})"
+                    theirs = f"those of another kind of optimizer ({', '.join(unknown)})"
+                    to.problem(where, ours, theirs)
+        return found
 
     def _group(self, index: int, live: Group, saved: Group) -> dict[str, Any]:
         """The saved options that replace the live ones; those the step lacks stay."""
