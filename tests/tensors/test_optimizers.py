@@ -298,6 +298,9 @@ def test_a_group_out_of_several_has_to_agree_on_options() -> None:
     with pytest.raises(StateMismatchError) as caught:
         MemoryStep(saved.state).prepare(live.state)
     assert "weight_decay" in caught.value.facts["optimizer.param_groups.0"]
+    for skip in (["optimizer.param_groups.0"], ["*.weight_decay", "*.lr"]):
+        MemoryStep(saved.state).restore(live.state, selection=Selection(skip=skip))
+        assert live.optimizer.param_groups[0]["weight_decay"] == 0.01
     for group in saved.optimizer.param_groups:
         group |= {"weight_decay": 0.25, "lr": 0.5}
     MemoryStep(saved.state).restore(live.state)

@@ -624,7 +624,7 @@ class _ByName:
         for index, group in enumerate(live.param_groups):
             where = f"{self._path}.{GROUPS}.{index}"
             options, differing = options_for(by_group, index, self._owners, self._groups)
-            if differing:
+            if differing := [key for key in differing if self._takes(f"{where}.{key}")]:
                 got = f"parameters of several groups, which differ in {', '.join(differing)}"
                 to.problem(where, "the options of one group of the step", got)
                 options = {}
