@@ -318,6 +318,7 @@ class Matching:
         self.selection, self.modules, self.names = selection, modules, names
         # The nodes of live tensors, by tie_of(). Only a state that lacks a name asks.
         self.tied: Callable[[], Mapping[Any, Any]] = dict
+        self.later: list[Callable[[], None]] = []  # checks, for when all of the state is matched
         self.other_ranks = world is not None and world != saved.world_size
         self._saved, self._kind_of, self._alone = saved, kind_of, alone
         self._casts = Casts(names) if selection.cast else None

@@ -63,6 +63,8 @@ def prepare(
         paths = [path for path, _ in found]
         to = Matching(saved, selection, kind_of, paths, names, replicas, rank, alone, world)
         _match(to, state, saved.state, selection, entries)
+        for check in to.later:
+            check()
         to.take_casts()
     restoration = to.restoration
     if rank is None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -103,6 +104,24 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def may_make(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shapes: Collection[tuple[int, ...]]
+) -> bool:
+    """Whether step() may keep tensors of these shapes for a parameter.
+
+    Those of torch keep tensors of its shape, factors of them (Adafactor), or one row of all
+    parameters (LBFGS). Of others nothing is known.
+    """
+    way, own = type(optimizer).step.__module__, tuple(parameter.shape)
+    if way == "torch.optim.lbfgs":
+        own = (sum(each.numel() * (1 + each.is_complex()) for each in parameters_of(optimizer)),)
+    if own in shapes or not way.startswith("torch.optim."):
+        return True
+    with suppress(RuntimeError):  # they are no factors: somebody keeps something else there
+        return torch.broadcast_shapes(*shapes) in (own, ())  # type: ignore[no-untyped-call]
+    return True
 
 
 def owned_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

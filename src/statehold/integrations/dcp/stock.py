@@ -58,6 +58,7 @@ from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.tensors.kinds import modules, optimizers
 from statehold.tensors.matching import holds_state, places, tie_of
+from statehold.tensors.nodes import PARAMS
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.storable import empty_on, is_stateful
 
@@ -345,7 +346,7 @@ class _StockMatcher:
 
     def _options(self, group: dict[str, Any], where: str, path: str, places: list[str]) -> None:
         for key in group:
-            if key == optimizers.PARAMS:
+            if key == PARAMS:
                 continue
             heads = (f"{path}.param_groups", "param_groups")
             candidates = [f"{head}.{place}.{key}" for place in places for head in heads]

@@ -9,7 +9,7 @@ unless it has gathered_state(), because its state lies elsewhere than in `state`
 Wrappers, such as Accelerate's and Lightning's, are looked through: names are the same without them.
 
 Owns: which saved group has the options for a live one, which saved entries a parameter gets, and in
-what kind of tensors; the forms in which torch.distributed.checkpoint has an optimizer.
+what kind of tensors.
 Invariants: parameters are known by their names where these were saved, else by their places as in
 torch. A step may hold more of them than this process, as that of a pipeline does. Ranks may have
 had different groups: all are looked at. What is made for a sharded parameter is sharded as it is.
@@ -17,7 +17,7 @@ had different groups: all are looked at. What is made for a sharded parameter is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, count
@@ -25,9 +25,9 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from statehold.encoding import values
-from statehold.format.trees import Differs
 from statehold.layout.layout import Box
 from statehold.tensors import foreign, nodes, placements
 from statehold.tensors.captured import STATES, Capturing, Flat
@@ -35,8 +35,9 @@ from statehold.tensors.composed import is_composed
 from statehold.tensors.found import Eager
 from statehold.tensors.kinds import objects
 from statehold.tensors.matching import ABSENT, HOST, Matching, Walk, missing_of, replace_content
+from statehold.tensors.nodes import GROUPS, OTHER, PARAMS, STATE, Group
 from statehold.tensors.placements import Placed
-from statehold.tensors.stepping import parameters_of
+from statehold.tensors.stepping import may_make, parameters_of
 from statehold.tensors.storable import device_of, is_dtensor, local_of, storage_of
 from statehold.tensors.stored import (
     GathersState,
@@ -46,8 +47,6 @@ from statehold.tensors.stored import (
     saved_parameters,
 )
 
-PARAMS = "params"
-STATE, GROUPS, OTHER = "state", "param_groups", "other"
 LEVELS = 3  # of nodes: an optimizer, its state or groups, a parameter or a group
 _WRAPPED = ("optimizer", "_optimizer")  # where wrappers keep the optimizer that they wrap
 _HOOKS = tuple(
@@ -333,90 +332,13 @@ class _States:
         return values.mapping_of(to.found.nodes(state, path, to.eager(Eager.NONE), given, other))
 
 
-# -- parameter groups of a step --------------------------------------------------------------------
-
-
-Group = Mapping[str, Any]
-_FLAT = (f"{STATE}.", f"{GROUPS}.")
-Owners = Mapping[str, Sequence[Group]]
-
-
-def members_of(node: Any) -> dict[Any, Any] | None:
-    """The members of a saved optimizer in the form of a step; None for a value of another kind.
-
-    DCP makes texts of the numbers of parameters, and torch's flatten_optimizer_state_dict has names
-    such as "state.0.weight.exp_avg" and "param_groups.0.weight.lr" instead of dicts.
-    """
-    found = nodes.members(node)
-    if found and all(type(key) is str and key.startswith(_FLAT) for key in found):
-        return _unflattened(found)
-    states = nodes.members((found or {}).get(STATE))
-    of_groups = saved_groups((found or {}).get(GROUPS, [])) or []
-    known = chain.from_iterable(group.get(PARAMS, []) for group in of_groups)
-    numbers = {str(key): key for key in known if type(key) is int}
-    if found is None or not states or not numbers:
-        return found
-    return {**found, STATE: foreign.mapping_of({numbers.get(k, k): v for k, v in states.items()})}
-
-
-def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
-    for path, node in flat.items():
-        part, _, rest = path.partition(".")
-        name, _, key = rest.rpartition(".")
-        found[part].setdefault(name, {})[key] = node
-    groups = [{**options, PARAMS: [name]} for name, options in found[GROUPS].items()]
-    return {STATE: found[STATE], GROUPS: groups}
-
-
-def saved_groups(node: Any) -> list[Group] | None:
-    """The groups of a saved optimizer, of all ranks where they had different ones."""
-    lists = node.values if isinstance(node, Differs) else (node,)
-    if not all(type(each) is list for each in lists):
-        return None
-    return [nodes.members(group) or {} for each in lists for group in each]
-
-
-def owners_of(groups: Sequence[Group]) -> Owners:
-    """The groups of each saved parameter; several where ranks had different ones."""
-    owners: dict[str, list[Group]] = {}
-    for group in groups:
-        for name in group.get(PARAMS, []):
-            owners.setdefault(name, []).append(group)
-    return owners
-
-
-def are_by_name(groups: Sequence[Group]) -> bool:
-    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
-    return all(type(name) is str for group in groups for name in group.get(PARAMS, []))
-
-
-def options_for(
-    names: Sequence[Sequence[str]], position: int, owners: Owners, groups: Sequence[Group]
-) -> tuple[Group, list[str]]:
-    """The saved group for the live one at `position`, and the options in which it differs from
-    other saved groups of its parameters. names: those of each live group.
-
-    A live group without any saved parameter goes by its position, because there may be such
-    options, unless the group there is that of another one.
-    """
-    owning = [owners.get(name, ()) for name in names[position]]
-    found = list({id(group): group for group in chain(*owning)}.values())
-    if not found:
-        there = groups[position] if position < len(groups) else {}
-        return {} if set(chain(*names)) & set(there.get(PARAMS, ())) else there, []
-    first, *others = found
-    keys = dict.fromkeys(key for group in found for key in group if key != PARAMS)
-    return first, [key for key in keys if any(each.get(key) != first.get(key) for each in others)]
-
-
 # -- out of a step: names --------------------------------------------------------------------------
 
 
 def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iterator[str]:
-    whole = members_of(node) or {}
-    found = saved_groups(whole.get(GROUPS, [])) or []
-    if not are_by_name(found):
+    whole = nodes.members_of_optimizer(node) or {}
+    found = nodes.saved_groups(whole.get(GROUPS, [])) or []
+    if not nodes.are_by_name(found):
         yield path
         return
     renamed = walk.selection.renamed
@@ -425,7 +347,7 @@ def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iter
     for _, name, parameter in parameters(live, walk.names_of_parameters):
         where, entry = f"{path}.{STATE}.{name}", nodes.members(states.pop(name, None))
         yield from walk.content(live.state.get(parameter, {}), entry or {}, where)
-    owners = map(renamed, owners_of(found))
+    owners = map(renamed, nodes.owners_of(found))
     yield from (f"{path}.{STATE}.{name}" for name in (*states, *owners))
     for index, group in enumerate(live.param_groups):
         saved = found[index] if index < len(found) else {}
@@ -439,10 +361,14 @@ def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iter
 
 def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> None:
     to.restoration.trains = True
-    whole = members_of(node)
+    whole = nodes.members_of_optimizer(node)
     said = whole or {}
-    states, groups, saved = nodes.members(said.get(STATE)), saved_groups(said.get(GROUPS)), None
-    if states is not None and groups is not None and are_by_name(groups):
+    states, groups, saved = (
+        nodes.members(said.get(STATE)),
+        nodes.saved_groups(said.get(GROUPS)),
+        None,
+    )
+    if states is not None and groups is not None and nodes.are_by_name(groups):
         saved = _ByName(to, live, path, states, groups, said.get(OTHER, {}))
     if saved is not None and saved.streamed():
         return
@@ -477,15 +403,15 @@ class _ByName:
         self._states_at = f"{path}.{STATE}"
         self._memory, self._takes = to.memory, to.selection.takes
         self._found = list(parameters(live, to.names))
-        renamed = self._renaming(owners_of(groups))
+        renamed = self._renaming(nodes.owners_of(groups))
         self._states = {renamed(name): each for name, each in states.items()}
         self._groups = [
             {**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in groups
         ]
-        self._owners = owners_of(self._groups)
+        self._owners = nodes.owners_of(self._groups)
         self._other = other
 
-    def _renaming(self, saved: Owners) -> Callable[[str], str]:
+    def _renaming(self, saved: Iterable[str]) -> Callable[[str], str]:
         """From saved names of parameters to live ones. Torch's get_state_dict() leaves the name of
         the model out of them."""
         renamed = self._to.selection.renamed
@@ -623,7 +549,7 @@ class _ByName:
             by_group[index].append(name)
         for index, group in enumerate(live.param_groups):
             where = f"{self._path}.{GROUPS}.{index}"
-            options, differing = options_for(by_group, index, self._owners, self._groups)
+            options, differing = nodes.options_for(by_group, index, self._owners, self._groups)
             if differing := [key for key in differing if self._takes(f"{where}.{key}")]:
                 got = f"parameters of several groups, which differ in {', '.join(differing)}"
                 to.problem(where, "the options of one group of the step", got)
@@ -669,9 +595,21 @@ class _ByName:
                 known = nodes.members(self._states.get(name)) or {}
                 merged = {**self._live.param_groups[index], **options[index]}
                 content[parameter] = self._state(has, merged, parameter, known, where)
+        to.later.append(self._check_shapes)
         for name in missing_of(self._owners, {name for _, name, _ in self._found}):
             to.unexpected(f"{self._states_at}.{name}", "a parameter of the step's optimizer")
         return content
+
+    def _check_shapes(self) -> None:
+        """Refuse the state of parameters that do not take their values, and had other shapes."""
+        to, live = self._to, self._live
+        alike = set(to.restoration.loaded).difference(path for path, _ in to.problems)
+        odd = [each for each in self._found if each[1] not in alike]
+        of_all = isinstance(live, torch.optim.LBFGS)  # one parameter has the state of all
+        for _, name, parameter in self._found if odd and of_all else odd:
+            said = to.of_another_name(parameter) if id(parameter) in to.names else ABSENT
+            where = f"{self._states_at}.{name}"
+            _check_shape(to, live, parameter, self._states.get(name), where, said)
 
     def _others(self, live: dict[Any, Any]) -> dict[Any, Any]:
         """The entries whose keys are no parameters."""
@@ -726,6 +664,33 @@ class _ByName:
         return self._memory.make(name, device, parameter)
 
 
+def _check_shape(
+    to: Matching,
+    live: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    state: Any,
+    path: str,
+    said: Any = ABSENT,
+) -> None:
+    """Refuse the state of a parameter of another shape. said: what the step has of the parameter.
+
+    Where that says nothing, the shapes in the state do, if they are made by torch's own step().
+    """
+    shapes = {
+        key: to.memory.shape_of(name)
+        for key, node in (nodes.members(state) or {}).items()
+        if (name := nodes.payload(node, "$tensor")) is not None
+    }
+    before, takes = nodes.payload(said, "$tensor"), to.selection.takes
+    taken = [key for key, shape in shapes.items() if shape and takes(f"{path}.{key}")]
+    if not taken or is_lazy(parameter):
+        return
+    is_same = before is None or to.memory.shape_of(before) == tuple(parameter.shape)
+    if not (is_same and may_make(live, parameter, shapes.values())):
+        got = ", ".join(f"{key} of shape {list(shapes[key])}" for key in taken)
+        to.problem(path, f"the state of a parameter of shape {list(parameter.shape)}", got)
+
+
 def _set_state(
     optimizer: torch.optim.Optimizer,
     state: Mapping[torch.Tensor, dict[str, Any]],
@@ -757,6 +722,9 @@ def _handed_over(
     value: Any = {}
     if owners:
         current = has[STATE]
+        for key, entries in (nodes.members(rest[STATE]) or {}).items():
+            if key in owners:
+                _check_shape(to, live, owners[key], entries, path)
         value[STATE] = {
             key: to.rebuild(current.get(key, ABSENT), entries, HOST, owners.get(key))
             for key, entries in (nodes.members(rest.pop(STATE)) or {}).items()
