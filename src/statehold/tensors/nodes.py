@@ -92,7 +92,11 @@ def _insert(saved: dict[Any, Any], live: Any, path: str, node: Any) -> None:
     inner = live if isinstance(live, Mapping) and not isinstance(live, nn.Module) else {}
     holders = [key for key in inner if type(key) is str and path.startswith(f"{key}.")]
     if path in inner or not holders:
-        saved[path] = _united(saved.get(path), node)
+        within = members(node) if isinstance(live, nn.Module) else None
+        if within and any(f".{name}".endswith(f".{path}") for name, _ in live.named_modules()):
+            saved |= {f"{path}.{name}": item for name, item in within.items()}
+        else:
+            saved[path] = _united(saved.get(path), node)
         return
     key = max(holders, key=len)
     below = dict(members(saved.get(key, {})) or {})
