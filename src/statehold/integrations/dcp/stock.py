@@ -60,7 +60,7 @@ from statehold.options.paths import check_path
 from statehold.tensors import nodes
 from statehold.tensors.kinds import modules, optimizers
 from statehold.tensors.matching import holds_state, missing_of, places, tie_of
-from statehold.tensors.nodes import GROUPS, PARAMS, Group
+from statehold.tensors.nodes import GROUPS, PARAMS
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.stepping import may_make
 from statehold.tensors.storable import empty_on, is_stateful
@@ -353,7 +353,7 @@ class _StockMatcher:
                     put = partial(setitem, group, key)
                     self._value(f"{where}.{key}", [f"{base}.{key}"], put)
 
-    def _groups(self, path: str) -> dict[str, Group]:
+    def _groups(self, path: str) -> dict[str, dict[str, Any]]:
         """The options and the parameters of each saved group, by its name."""
         for head in (f"{path}.{GROUPS}.", f"{GROUPS}."):
             found = {
