@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from statehold.tensors.columns import BATCH
 from statehold.tensors.composed import parts_of
@@ -33,14 +34,14 @@ class Stepping:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # a signal handler may save inside
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+    def saw(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step."""
         with self._guard:
             self._seen.add(optimizer)
 
-    def take(self) -> list[torch.optim.Optimizer]:
+    def take(self) -> list[Optimizer]:
         """Those that have stepped since the last call."""
         with self._guard:
             seen = list(self._seen)
@@ -61,7 +62,7 @@ class Storages:
     state: frozenset[int]
 
     @classmethod
-    def of(cls, stepping: Iterable[torch.optim.Optimizer]) -> Storages:
+    def of(cls, stepping: Iterable[Optimizer]) -> Storages:
         parameters, gradients, state = set[int](), set[int](), set[int]()
         for optimizer in stepping:
             updated = list(parameters_of(optimizer))
@@ -102,12 +103,12 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
     return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)}
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
 def may_make(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, shapes: Collection[tuple[int, ...]]
+    optimizer: Optimizer, parameter: torch.Tensor, shapes: Collection[tuple[int, ...]]
 ) -> bool:
     """Whether step() may keep tensors of these shapes for a parameter.
 
@@ -124,12 +125,12 @@ def may_make(
     return True
 
 
-def owned_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def owned_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that only step() changes: the parameters and the state at its top level."""
     return [*parameters_of(optimizer), *_state_tensors(optimizer)]
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors at the top level of the state of each parameter."""
     dicts = [state for state in optimizer.state.values() if isinstance(state, dict)]
     values = chain.from_iterable(state.values() for state in dicts)
@@ -180,11 +181,9 @@ class Gradients:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # a signal handler may save inside
-        self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Used] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._used: weakref.WeakKeyDictionary[Optimizer, _Used] = weakref.WeakKeyDictionary()
 
-    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+    def saw(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step."""
         with self._guard:
             known = self._used.get(optimizer)

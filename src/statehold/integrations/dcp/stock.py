@@ -20,6 +20,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import setitem
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from statehold.errors import CorruptionError, StateMismatchError
 from statehold.format.selection import Answer, Names, Selection, check_answers
@@ -60,7 +62,7 @@ from statehold.options.paths import check_path
 from statehold.tensors import nodes
 from statehold.tensors.kinds import modules, optimizers
 from statehold.tensors.matching import holds_state, missing_of, places, tie_of
-from statehold.tensors.nodes import GROUPS, PARAMS
+from statehold.tensors.nodes import GROUPS, PARAMS, Group
 from statehold.tensors.restore import check_takes_values
 from statehold.tensors.stepping import may_make
 from statehold.tensors.storable import empty_on, is_stateful
@@ -240,16 +242,13 @@ class _StockMatcher:
             self._tensor(live, path, [path])
         elif isinstance(live, nn.Module):
             self._module(live, path)
-        elif isinstance(live, torch.optim.Optimizer):
+        elif isinstance(live, Optimizer):
             self._optimizer(live, path)
         elif is_stateful(live):
             self._object(live, path)
-        elif isinstance(live, MutableMapping):
-            for inner, part in live.items():
+        elif isinstance(live, MutableMapping) or (isinstance(live, list) and holds_state(live)):
+            for inner, part in enumerate(live) if isinstance(live, list) else live.items():
                 self.match(live, inner, part, f"{path}.{inner}")
-        elif isinstance(live, list) and holds_state(live):
-            for index, part in enumerate(live):
-                self.match(live, index, part, f"{path}.{index}")
         else:
             self._value(path, [path], partial(setitem, holder, key))
 
@@ -312,34 +311,36 @@ class _StockMatcher:
 
     # -- optimizers ------------------------------------------------------------------------------
 
-    def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
+    def _optimizer(self, live: Optimizer, path: str) -> None:
         self._rename_parameters(path)
         groups = self._groups(path)
-        saved, owners = list(groups.values()), nodes.owners_of(list(groups.values()))
-        numbers = iter(owners) if groups and not nodes.are_by_name(saved) else None
+        saved = list(groups.values())
+        owners, by_name = nodes.owners_of(saved), nodes.are_by_name(saved)
         by_group: list[list[str]] = [[] for _ in live.param_groups]
-        sizes = [len(group[PARAMS]) for group in live.param_groups]
-        if numbers is not None and sizes != [len(group[PARAMS]) for group in saved]:
-            got = f"groups of {', '.join(str(len(group[PARAMS])) for group in saved)}"
-            self._found.problems[path] = (
-                f"expected groups of {', '.join(map(str, sizes))}, got {got}"
-            )
+        sizes, got = (
+            ", ".join(str(len(group[PARAMS])) for group in each)
+            for each in (live.param_groups, saved)
+        )
+        if not by_name and sizes != got:
+            self._found.problems[path] = f"expected groups of {sizes}, got groups of {got}"
             return
-        has_state = False
-        for running, (at, full, parameter) in enumerate(
+        numbers, has_state = chain(*(group[PARAMS] for group in saved)), bool(groups)
+        for number, (at, full, parameter) in enumerate(
             optimizers.parameters(live, self._parameters)
         ):
             inner = full.partition(".")[2] or full
-            names = [inner, full] if groups else [inner, full, str(running)]
-            names = [*filter(owners.__contains__, names)] or names
-            where = f"{path}.state.{inner}"
-            if numbers is not None:
-                names = [next(numbers)]
-            elif groups and names[0] not in owners:
-                self._found.missing.append(where)
-            by_group[at].append(names[0])
-            has_state |= self._parameter(live, at, parameter, path, where, [*map(str, names)])
-        if not groups and not has_state:
+            known = [each for each in (inner, full) if each in owners]
+            known = known if by_name else [next(numbers)]
+            if groups and not known:
+                self._found.missing.append(f"{path}.state.{inner}")
+            by_group[at] += known[:1]
+            names = [*map(str, known)] or [inner, full, str(number)]
+            bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
+            self._asked.update(dict.fromkeys((*bases, *names)))
+            fields = next((self._fields[base] for base in bases if base in self._fields), {})
+            has_state |= bool(fields)
+            self._state(live, live.param_groups[at], parameter, f"{path}.state.{inner}", fields)
+        if not has_state:
             self._found.missing.append(path)
         for index, group in enumerate(live.param_groups if groups else ()):
             options, differing = nodes.options_for(by_group, index, owners, saved)
@@ -362,8 +363,8 @@ class _StockMatcher:
                 if base.startswith(head)
             }
             for base, group in found.items():
-                own = group.get(PARAMS, [base.removeprefix(head)])
-                renamed = self._selection.renamed
+                own, renamed = group.get(PARAMS), self._selection.renamed
+                own = own if isinstance(own, list) else [base.removeprefix(head)]
                 group[PARAMS] = [renamed(each) if type(each) is str else each for each in own]
             if found:
                 return found
@@ -378,19 +379,9 @@ class _StockMatcher:
                 new = head + self._selection.renamed(base[len(head) :])
                 self._fields.setdefault(new, self._fields[base])
 
-    def _parameter(
-        self,
-        live: torch.optim.Optimizer,
-        group: int,
-        parameter: torch.Tensor,
-        path: str,
-        where: str,
-        names: list[str],
-    ) -> bool:
-        """Whether the checkpoint has a state for a parameter."""
-        bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
-        self._asked.update(dict.fromkeys((*bases, *names)))
-        fields = next((self._fields[base] for base in bases if base in self._fields), {})
+    def _state(
+        self, live: Optimizer, group: Group, parameter: torch.Tensor, where: str, fields: Group
+    ) -> None:
         state, shapes = live.state.get(parameter, {}), []
         self._found.missing += [f"{where}.{key}" for key in state if key not in fields]
         for key, name in fields.items():
@@ -402,17 +393,16 @@ class _StockMatcher:
             tensor = state.get(key)
             shapes.append(tuple(saved.size))
             if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
-                tensor = _made(saved, key, live.param_groups[group], parameter)
+                tensor = _made(saved, key, group, parameter)
                 self.acts.append(partial(_set_state, live, parameter, key, tensor))
             self._tensor(tensor, f"{where}.{key}", [name])
         if not may_make(live, parameter, shapes):
             got = f"got tensors of {', '.join(map(str, map(list, shapes)))}"
             self._found.problems[where] = f"expected the state of {list(parameter.shape)}, {got}"
-        return bool(fields)
 
 
 def _set_state(
-    live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, _: object = None
+    live: Optimizer, parameter: torch.Tensor, key: str, value: Any, _: object = None
 ) -> None:
     def there(each: Any) -> Any:
         return each.to(parameter.device) if isinstance(each, torch.Tensor) else each

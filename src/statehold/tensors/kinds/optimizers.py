@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from statehold.encoding import values
 from statehold.layout.layout import Box
@@ -56,23 +57,23 @@ _HOOKS = tuple(
 )
 
 
-def of(value: Any) -> torch.optim.Optimizer | None:
+def of(value: Any) -> Optimizer | None:
     """The optimizer that `value` is, or around which it is a wrapper; None for anything else."""
     while (inner := _wrapped(value)) is not None:
         value = inner
-    return value if isinstance(value, torch.optim.Optimizer) else None
+    return value if isinstance(value, Optimizer) else None
 
 
-def _wrapped(value: Any) -> torch.optim.Optimizer | None:
+def _wrapped(value: Any) -> Optimizer | None:
     """The optimizer to which `value` passes everything on, if it does."""
     for name in _WRAPPED:
         inner = getattr(value, "__dict__", {}).get(name)
-        if isinstance(inner, torch.optim.Optimizer) and _passes_on(value, inner):
+        if isinstance(inner, Optimizer) and _passes_on(value, inner):
             return inner
     return None
 
 
-def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+def _passes_on(wrapper: Any, inner: Optimizer) -> bool:
     """Whether a wrapper has no state of its own: groups and state are those of `inner`, the same
     objects, and its state_dict() shows nothing else."""
     has = getattr(wrapper, GROUPS, None), getattr(wrapper, STATE, None)
@@ -84,7 +85,7 @@ def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
     return shown.keys() == expected.keys() and _same_entries(shown[STATE], expected[STATE])
 
 
-def _shows(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+def _shows(wrapper: Any, inner: Optimizer) -> bool:
     """Whether its state_dict() is that of `inner`, which is not asked: it would read all state."""
     stand_in = {STATE: {0: {"value": object()}}, GROUPS: [{PARAMS: [0]}]}
     vars(inner)["state_dict"] = lambda: stand_in
@@ -123,9 +124,7 @@ def is_by_name(shown: Any) -> bool:
     )
 
 
-def keys_by_parameter(
-    optimizer: torch.optim.Optimizer, shown: Any
-) -> dict[torch.Tensor, Any] | None:
+def keys_by_parameter(optimizer: Optimizer, shown: Any) -> dict[torch.Tensor, Any] | None:
     """What its state_dict() calls each parameter, in their order; None where that cannot be told
     from the places in the groups."""
     if not is_state_dict(shown):
@@ -137,18 +136,18 @@ def keys_by_parameter(
     return dict(zip(chain(*live), chain(*keys), strict=True))
 
 
-def is_standard(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state lies where torch.optim.Optimizer keeps it."""
+def is_standard(optimizer: Optimizer) -> bool:
+    """Whether the state lies where Optimizer keeps it."""
     kind = type(optimizer)
     return (
-        kind.state_dict is torch.optim.Optimizer.state_dict
-        and kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        kind.state_dict is Optimizer.state_dict
+        and kind.load_state_dict is Optimizer.load_state_dict
         and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
     )
 
 
 def _names_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str]
 ) -> tuple[list[list[str]], list[torch.Tensor]]:
     """The names of the parameters of each group, as parameters() has them, and all parameters."""
     found: list[torch.Tensor] = []
@@ -165,7 +164,7 @@ def _names_of(
 
 
 def parameters(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(group index, name, parameter) of every parameter, in the order of the groups."""
     running = count()
@@ -174,9 +173,7 @@ def parameters(
             yield index, names.get(id(parameter), str(number)), parameter
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> list[Any | None]:
+def _states_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any | None]:
     """What the optimizer keeps for each of its parameters; None where it keeps nothing."""
     state: Mapping[torch.Tensor, Any] = optimizer.state
     if isinstance(optimizer, GathersState):
@@ -186,7 +183,7 @@ def _states_of(
     return [state.get(parameter) for parameter in parameters]
 
 
-def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def other_state(optimizer: Optimizer) -> dict[Any, Any]:
     """The entries of the state whose keys are no parameters, such as a common step."""
     kinds = set(map(type, optimizer.state))
     if all(issubclass(kind, torch.Tensor) for kind in kinds):
@@ -199,7 +196,7 @@ def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.device:
     """Where a state tensor lives that has to be made: with its parameter.
 
-    Only `step` stays on the host, unless the update reads it on the device (torch.optim.Optimizer
+    Only `step` stays on the host, unless the update reads it on the device (Optimizer
     .load_state_dict has the same rule).
     """
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -209,15 +206,13 @@ def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) ->
 # -- into a step -----------------------------------------------------------------------------------
 
 
-def capture(to: Capturing, optimizer: torch.optim.Optimizer, path: str) -> Any:
+def capture(to: Capturing, optimizer: Optimizer, path: str) -> Any:
     if not (is_standard(optimizer) or isinstance(optimizer, GathersState)):
         return objects.capture(to, optimizer, path)
     return to.values.within(partial(_captured, to), optimizer, path, LEVELS)
 
 
-def _captured(
-    to: Capturing, _: values.Encoder, optimizer: torch.optim.Optimizer, path: str
-) -> dict[str, Any]:
+def _captured(to: Capturing, _: values.Encoder, optimizer: Optimizer, path: str) -> dict[str, Any]:
     to.values.check_depth(optimizer, path)  # for the state and the options of a parameter
     by_group, found = _names_of(optimizer, to.names)
     names = list(chain.from_iterable(by_group))
@@ -258,9 +253,7 @@ class _States:
     # it is then written whole, by the first replica, as files are.
     whole: set[int] = field(default_factory=set)
 
-    def node(
-        self, optimizer: torch.optim.Optimizer, names: list[str], found: list[torch.Tensor]
-    ) -> Any:
+    def node(self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]) -> Any:
         """Of each parameter that has a state, by the parameter's name."""
         held = self._stored(optimizer, names, found)
         held = _states_of(optimizer, found) if held is None else held
@@ -276,7 +269,7 @@ class _States:
         return self.to.seen.mapping(self.path, nodes, lambda: zip(names, flat, strict=True))
 
     def _stored(
-        self, optimizer: torch.optim.Optimizer, names: list[str], found: list[torch.Tensor]
+        self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]
     ) -> list[Any] | None:
         """What the optimizer keeps for each parameter, a part of it in files; None: all of it is
         in memory."""
@@ -335,7 +328,7 @@ class _States:
 # -- out of a step: names --------------------------------------------------------------------------
 
 
-def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iterator[str]:
+def names(walk: Walk, live: Optimizer, node: Any, path: str) -> Iterator[str]:
     whole = nodes.members_of_optimizer(node) or {}
     found = nodes.saved_groups(whole.get(GROUPS, [])) or []
     if not nodes.are_by_name(found):
@@ -359,19 +352,16 @@ def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iter
 # -- out of a step: match --------------------------------------------------------------------------
 
 
-def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> None:
+def match(to: Matching, live: Optimizer, node: Any, path: str) -> None:
     to.restoration.trains = True
-    whole = nodes.members_of_optimizer(node)
+    whole, saved = nodes.members_of_optimizer(node), None
     said = whole or {}
-    states, groups, saved = (
-        nodes.members(said.get(STATE)),
-        nodes.saved_groups(said.get(GROUPS)),
-        None,
-    )
-    if states is not None and groups is not None and nodes.are_by_name(groups):
-        saved = _ByName(to, live, path, states, groups, said.get(OTHER, {}))
-    if saved is not None and saved.streamed():
-        return
+    has_states = nodes.members(said.get(STATE)) is not None
+    groups = nodes.saved_groups(said.get(GROUPS)) if has_states else None
+    if groups is not None and nodes.are_by_name(groups):
+        saved = _ByName(to, live, path, said, groups)
+        if saved.streamed():
+            return
     node = node if whole is None else foreign.mapping_of(whole)
     if not is_standard(live):
         shown = live.state_dict() if saved is None else saved.shown()
@@ -381,7 +371,7 @@ def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> No
             _handed_over(to, live, shown, node, path)
     elif saved is not None:
         saved.in_place()
-    elif states is not None and groups is not None:
+    elif groups is not None:
         _handed_over(to, live, live.state_dict(), node, path)
     else:
         to.problem(path, "the state of an optimizer", "a value of another kind")
@@ -391,25 +381,21 @@ class _ByName:
     """A live optimizer, and what a step has by the names of its parameters: the live ones here."""
 
     def __init__(
-        self,
-        to: Matching,
-        live: torch.optim.Optimizer,
-        path: str,
-        states: Mapping[str, Any],
-        groups: Sequence[Group],
-        other: Any,
+        self, to: Matching, live: Optimizer, path: str, said: Group, groups: Sequence[Group]
     ) -> None:
         self._to, self._live, self._path = to, live, path
         self._states_at = f"{path}.{STATE}"
         self._memory, self._takes = to.memory, to.selection.takes
         self._found = list(parameters(live, to.names))
         renamed = self._renaming(nodes.owners_of(groups))
-        self._states = {renamed(name): each for name, each in states.items()}
+        self._states = {
+            renamed(name): each for name, each in (nodes.members(said[STATE]) or {}).items()
+        }
         self._groups = [
             {**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in groups
         ]
         self._owners = nodes.owners_of(self._groups)
-        self._other = other
+        self._other = said.get(OTHER, {})
 
     def _renaming(self, saved: Iterable[str]) -> Callable[[str], str]:
         """From saved names of parameters to live ones. Torch's get_state_dict() leaves the name of
@@ -436,7 +422,7 @@ class _ByName:
                 for key in nodes.members(state) or {}
             )
             if all(map(self._takes, entries)):
-                return torch.optim.Optimizer.state_dict(self._live)
+                return Optimizer.state_dict(self._live)
         return self._live.state_dict()
 
     def in_place(self) -> None:
@@ -618,12 +604,7 @@ class _ByName:
         return dict(self._to.rebuild(live, self._other))
 
     def _state(
-        self,
-        current: Mapping[str, Any],
-        options: Mapping[str, Any],
-        parameter: torch.Tensor,
-        saved: Mapping[str, Any],
-        path: str,
+        self, current: Group, options: Group, parameter: torch.Tensor, saved: Group, path: str
     ) -> dict[str, Any]:
         beside = self._memory.place(parameter, path)
         content = {}
@@ -635,22 +616,15 @@ class _ByName:
                     content[key] = current[key]
             elif key in saved:
                 self._to.restoration.loaded.append(where)
-                device = state_device(options, key, parameter)
                 value = current.get(key, ABSENT)
-                content[key] = self._entry(value, saved[key], parameter, beside, key, device)
+                content[key] = self._entry(value, saved[key], parameter, beside, key, options)
         return content
 
     def _entry(
-        self,
-        live: Any,
-        node: Any,
-        parameter: torch.Tensor,
-        beside: Placed,
-        key: str,
-        device: torch.device,
+        self, live: Any, node: Any, parameter: torch.Tensor, beside: Placed, key: str, group: Group
     ) -> Any:
         """One entry of the state of a parameter, which lies where `beside` says."""
-        name = nodes.payload(node, "$tensor")
+        name, device = nodes.payload(node, "$tensor"), state_device(group, key, parameter)
         is_tensor = isinstance(live, torch.Tensor)
         if name is None and not (is_tensor and is_composed(node)):
             return self._to.rebuild(live, node, device, parameter)
@@ -665,12 +639,7 @@ class _ByName:
 
 
 def _check_shape(
-    to: Matching,
-    live: torch.optim.Optimizer,
-    parameter: torch.Tensor,
-    state: Any,
-    path: str,
-    said: Any = ABSENT,
+    to: Matching, live: Optimizer, parameter: torch.Tensor, state: Any, path: str, said: Any = None
 ) -> None:
     """Refuse the state of a parameter of another shape. said: what the step has of the parameter.
 
@@ -692,7 +661,7 @@ def _check_shape(
 
 
 def _set_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     state: Mapping[torch.Tensor, dict[str, Any]],
     others: Mapping[Any, Any],
 ) -> None:
@@ -710,9 +679,7 @@ def _set_state(
 # -- out of a step: through load_state_dict() ------------------------------------------------------
 
 
-def _handed_over(
-    to: Matching, live: torch.optim.Optimizer, shown: Any, node: Any, path: str
-) -> None:
+def _handed_over(to: Matching, live: Optimizer, shown: Any, node: Any, path: str) -> None:
     """Hand what its state_dict() returned to an optimizer, in tensors as its parameters are."""
     if not to.takes(path) or to.differs(node, path):
         return
@@ -739,7 +706,7 @@ def _handed_over(
 
 
 def _parameters_by_key(
-    to: Matching, live: torch.optim.Optimizer, shown: Any, saved: Mapping[str, Any], path: str
+    to: Matching, live: Optimizer, shown: Any, saved: Mapping[str, Any], path: str
 ) -> dict[Any, torch.Tensor]:
     """The parameters by the keys of their saved state; none where these say nothing."""
     keys = keys_by_parameter(live, shown)
@@ -757,7 +724,7 @@ def _parameters_by_key(
     return {}
 
 
-def _check_kinds(to: Matching, live: torch.optim.Optimizer, made: set[str]) -> None:
+def _check_kinds(to: Matching, live: Optimizer, made: set[str]) -> None:
     """Refuse plain tensors where they may well stand for pieces of sharded parameters."""
     sharded = list(filter(is_dtensor, parameters_of(live)))
     for name in sorted(made):
