@@ -40,7 +40,7 @@ from statehold.tensors.composed import (
     remark_of,
 )
 from statehold.tensors.destinations import Casts, Destination, Destinations, can_cast
-from statehold.tensors.marks import Mark
+from statehold.tensors.marks import Mark, bare
 from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     KindOf,
@@ -274,13 +274,6 @@ def tie_of(tensor: torch.Tensor) -> Any:
     """Equal for the names of one tensor: its memory, or its id where that says nothing."""
     is_seen = type(tensor) in _PLAIN and tensor.numel() and tensor.device.type != "meta"
     return memory_of(tensor) if is_seen else id(tensor)
-
-
-def bare(value: Any) -> Any:
-    """What is inside of marks."""
-    while isinstance(value, Mark):
-        value = value.value
-    return value
 
 
 def saved_names(node: Any, path: str) -> Iterator[str]:

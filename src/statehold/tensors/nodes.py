@@ -17,7 +17,7 @@ from torch import nn
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
 from statehold.tensors import foreign
-from statehold.tensors.marks import Mark
+from statehold.tensors.marks import bare
 
 
 def members(node: Any) -> dict[Any, Any] | None:
@@ -87,8 +87,7 @@ def _without_moved(
 
 def _insert(saved: dict[Any, Any], live: Any, path: str, node: Any) -> None:
     """Put a node where the live state looks for `path`: modules have flat names, dicts nested."""
-    while isinstance(live, Mark):
-        live = live.value
+    live = bare(live)
     inner = live if isinstance(live, Mapping) and not isinstance(live, nn.Module) else {}
     holders = [key for key in inner if type(key) is str and path.startswith(f"{key}.")]
     if path in inner or not holders:

@@ -28,10 +28,10 @@ from statehold.tensors import nodes
 from statehold.tensors.destinations import apart
 from statehold.tensors.kinds import kind_of, modules, parts
 from statehold.tensors.kinds.rng import unchanged
+from statehold.tensors.marks import bare
 from statehold.tensors.matching import (
     Matching,
     Restoration,
-    bare,
     below,
     mismatch,
     missing_of,

@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     from statehold._core import Fs
     from statehold._sim import SimFs
 
-__all__ = [
-    "MemoryBoard",
-    "MemoryNetwork",
-    "SimFs",
-    "checkpointer_on",
-    "ranks_on",
-    "ranks_on_hosts",
-]
+__all__ = ["MemoryBoard", "MemoryNetwork", "SimFs", "checkpointer_on", "ranks_on", "ranks_on_hosts"]
 
 
 if not TYPE_CHECKING:  # otherwise a type checker accepts every name

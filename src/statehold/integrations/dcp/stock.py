@@ -188,7 +188,9 @@ class _StockMatcher:
         return StockReport(tuple(self._found.names), tuple(self._found.missing), tuple(rest))
 
     def check(self, path: str, strict: bool) -> None:
-        self._check_prefixes()
+        # As for a step of our own, a pattern that matches nothing is a typing error.
+        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
+        check_answers([Answer(self._selection.answers(names), loads=True, has_rest=False)])
         self._take_ties()
         missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
         problems = self._found.problems | (missing if strict else {})
@@ -230,12 +232,6 @@ class _StockMatcher:
             more = f", and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""
             facts["only there"] = f"{', '.join(rest[:_SHOWN])}{more}"
         raise StateMismatchError(summary, facts=facts, hint=hint)
-
-    def _check_prefixes(self) -> None:
-        """As for a step of our own, a pattern that matches nothing is a typing error."""
-        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
-        answer = Answer(self._selection.answers(names), loads=True, has_rest=False)
-        check_answers([answer])
 
     def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
         if isinstance(live, torch.Tensor):
@@ -283,7 +279,7 @@ class _StockMatcher:
         saved = self._saved[name]
         if isinstance(saved, TensorStorageMetadata):
             made = self.targets.setdefault(
-                name, torch.empty(saved.size, dtype=_dtype(saved), device="cpu")
+                name, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             )
             self.acts.append(lambda _: put(made))
         else:
@@ -421,12 +417,10 @@ def _made(
 ) -> torch.Tensor:
     """A new state tensor, sharded like its parameter if it has the same shape."""
     if isinstance(parameter, DTensor) and saved.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
-    return empty_on(optimizers.state_device(group, key, parameter), saved.size, _dtype(saved))
-
-
-def _dtype(saved: TensorStorageMetadata) -> torch.dtype:
-    return saved.properties.dtype
+        return torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+    return empty_on(
+        optimizers.state_device(group, key, parameter), saved.size, saved.properties.dtype
+    )
 
 
 # -- reading -------------------------------------------------------------------------------------

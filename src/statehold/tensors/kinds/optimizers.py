@@ -119,9 +119,7 @@ def is_state_dict(value: Any) -> bool:
 
 def is_by_name(shown: Any) -> bool:
     """Whether a state_dict() calls parameters by names; torch's own calls them by numbers."""
-    return is_state_dict(shown) and all(
-        type(name) is str for group in shown[GROUPS] for name in group.get(PARAMS, ())
-    )
+    return is_state_dict(shown) and nodes.are_by_name(shown[GROUPS])
 
 
 def keys_by_parameter(optimizer: Optimizer, shown: Any) -> dict[torch.Tensor, Any] | None:
@@ -594,8 +592,8 @@ class _ByName:
         of_all = isinstance(live, torch.optim.LBFGS)  # one parameter has the state of all
         for _, name, parameter in self._found if odd and of_all else odd:
             said = to.of_another_name(parameter) if id(parameter) in to.names else ABSENT
-            where = f"{self._states_at}.{name}"
-            _check_shape(to, live, parameter, self._states.get(name), where, said)
+            state, where = self._states.get(name), f"{self._states_at}.{name}"
+            _check_shape(to, live, parameter, state, where, said)
 
     def _others(self, live: dict[Any, Any]) -> dict[Any, Any]:
         """The entries whose keys are no parameters."""
@@ -661,9 +659,7 @@ def _check_shape(
 
 
 def _set_state(
-    optimizer: Optimizer,
-    state: Mapping[torch.Tensor, dict[str, Any]],
-    others: Mapping[Any, Any],
+    optimizer: Optimizer, state: Mapping[torch.Tensor, dict[str, Any]], others: Mapping[Any, Any]
 ) -> None:
     """Give every parameter exactly the saved entries, in the dicts that are already there."""
     for key in other_state(optimizer).keys() - others.keys():
@@ -688,13 +684,12 @@ def _handed_over(to: Matching, live: Optimizer, shown: Any, node: Any, path: str
     has = shown if isinstance(shown, Mapping) else {}
     value: Any = {}
     if owners:
-        current = has[STATE]
-        for key, entries in (nodes.members(rest[STATE]) or {}).items():
-            if key in owners:
-                _check_shape(to, live, owners[key], entries, path)
+        current, states = has[STATE], nodes.members(rest.pop(STATE)) or {}
+        for key in filter(owners.__contains__, states):
+            _check_shape(to, live, owners[key], states[key], path)
         value[STATE] = {
             key: to.rebuild(current.get(key, ABSENT), entries, HOST, owners.get(key))
-            for key, entries in (nodes.members(rest.pop(STATE)) or {}).items()
+            for key, entries in states.items()
         }
     known = set(to.memory.made_plain)
     if nodes.members(node) is None:
