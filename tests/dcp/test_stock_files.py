@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import lr_scheduler
 
 import statehold
 from statehold.errors import (
@@ -253,6 +256,122 @@ def test_a_mapping_renames_parameters_of_optimizers(tmp_path: Path) -> None:
     report = restore_stock(tmp_path / "c.pt", live, rename={"net": "model"})
     assert not report.unexpected
     assert_equal(by_index, live["optim"].state_dict()["state"])
+
+
+def halves(net: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": net[2].parameters()}, {"params": net[0].parameters(), "lr": 0.25}]
+
+
+def turned(net: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(group["params"])[::-1]} for group in halves(net)]
+
+
+@pytest.mark.parametrize("now", [lambda net: net.parameters(), halves, turned])
+def test_numbered_moments_go_to_no_other_parameters(tmp_path: Path, now: Any) -> None:
+    net, other = trained(1)["model"], trained(2)["model"]
+    before = list(net.parameters()) if now is halves else halves(net)
+    optimizer = torch.optim.AdamW(before, lr=0.5)
+    net(torch.randn(6, 4)).square().sum().backward()
+    optimizer.step()
+    torch.save(handed({"model": net, "optim": optimizer}), tmp_path / "c.pt")
+    live = torch.optim.AdamW(now(other), lr=0.125)
+    weights = handed({"": other})[""]["0.weight"].clone()
+    with pytest.raises(StateMismatchError, match=r"optim.*expected (groups|the state) of"):
+        restore_stock(tmp_path / "c.pt", {"model": other, "optim": live}, strict=False)
+    assert not live.state
+    assert live.param_groups[0]["lr"] == 0.125
+    assert torch.equal(other[0].weight, weights)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_groups_are_found_by_the_names_of_parameters(tmp_path: Path, is_flat: bool) -> None:
+    net, other = trained(1)["model"], trained(2)["model"]
+    first, *others = net.parameters()
+    optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.25}, {"params": others}], 0.5)
+    net(torch.randn(6, 4)).square().sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    saved = get_optimizer_state_dict(net, optimizer, options=options)
+    saved = {f"optim.{key}": each for key, each in saved.items()} if is_flat else {"optim": saved}
+    torch.save({"model": net.state_dict(), **saved}, tmp_path / "c.pt")
+    first, *others = other.parameters()
+    live = torch.optim.AdamW([{"params": others}, {"params": [first]}])
+    assert not restore_stock(tmp_path / "c.pt", {"model": other, "optim": live}).missing
+    assert [group["lr"] for group in live.param_groups] == [0.5, 0.25]
+    for one, two in zip(net.parameters(), other.parameters(), strict=True):
+        assert_equal(optimizer.state[one], live.state[two])
+    live = torch.optim.AdamW(other.parameters())
+    with pytest.raises(StateMismatchError, match="several groups, which differ in lr"):
+        restore_stock(tmp_path / "c.pt", {"model": other, "optim": live})
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_is_missing(tmp_path: Path) -> None:
+    saved = handed(trained(1))
+    for key in ("other", "optim"):
+        torch.save({"model": saved["model"], key: saved["optim"]}, tmp_path / "c.pt")
+        live = trained(2, is_fresh=True)
+        state = {"model": live["model"], "optim": live["optim"]}
+        if key == "other":
+            with pytest.raises(StateMismatchError, match=r"optim +not in the checkpoint"):
+                restore_stock(tmp_path / "c.pt", state)
+            assert restore_stock(tmp_path / "c.pt", state, strict=False).missing == ("optim",)
+            assert not live["optim"].state
+    assert not restore_stock(tmp_path / "c.pt", state).missing
+    live["optim"].add_param_group({"params": [torch.ones(2, requires_grad=True)]})
+    with pytest.raises(StateMismatchError, match="expected groups of 6, 1, got groups of 6"):
+        restore_stock(tmp_path / "c.pt", state)
+
+
+SCHEDULERS = [
+    lambda each: lr_scheduler.OneCycleLR(each, 0.1, 20),
+    lambda each: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(each, 0.9)]),
+    lambda each: lr_scheduler.SequentialLR(
+        each, [lr_scheduler.LinearLR(each), lr_scheduler.CosineAnnealingLR(each, 5)], [2]
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("is_dcp", [True, False])
+@pytest.mark.parametrize(
+    "rename", [None, {"old": "sched"}, lambda name: name.replace("old", "sched")]
+)
+def test_lists_in_the_state_of_an_object(
+    tmp_path: Path, make: Any, is_dcp: bool, rename: Any
+) -> None:
+    saved, live = (
+        make(torch.optim.SGD(nn.Linear(2, 2).parameters(), momentum=0.9)) for _ in range(2)
+    )
+    saved.optimizer.step()
+    saved.step()
+    state = {"old" if rename else "sched": saved.state_dict()}
+    if is_dcp:
+        dcp.save(state, checkpoint_id=tmp_path, storage_writer=dcp.FileSystemWriter(tmp_path))
+    else:
+        torch.save(state, tmp_path / "c.pt")
+    path = tmp_path if is_dcp else tmp_path / "c.pt"
+    report = restore_stock(path, {"sched": live}, rename=rename)
+    assert (report.missing, report.unexpected) == ((), ())
+    assert live.state_dict() == saved.state_dict()
+
+
+def test_lists_in_the_state_of_an_optimizer(tmp_path: Path) -> None:
+    def stepped(net: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.ones(3, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        return float(optimizer.step(closure))
+
+    net, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer, live = torch.optim.LBFGS(net.parameters()), torch.optim.LBFGS(other.parameters())
+    stepped(net, optimizer)
+    torch.save(handed({"model": net, "optim": optimizer}), tmp_path / "c.pt")
+    report = restore_stock(tmp_path / "c.pt", {"model": other, "optim": live})
+    assert "optim.state.weight.old_dirs" in report.loaded
+    assert stepped(net, optimizer) == stepped(other, live)
 
 
 @pytest.mark.parametrize(

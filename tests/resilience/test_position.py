@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from resilience.jobs import Meeting, coordinated, replica
 from resilience.replica import BATCH, MICROBATCHES, SAMPLES, SEED, data, model_of, weights
 from statehold import Checkpointer
 from statehold.errors import UsageError
 from statehold.resilience import Replicas, Step
+from statehold.resilience.position import Position
 
 UNTIL, CUT = 6, 3
 Save = Callable[[Step], object]
@@ -123,3 +126,37 @@ def test_names_that_are_taken_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="taken") as refused:
         replica("127.0.0.1:1", state={name: nn.Linear(1, 1)})
     assert refused.value.facts["name"] == name
+
+
+SCHEDULERS: list[Callable[..., Any]] = [
+    lambda each: lr_scheduler.ExponentialLR(each, 0.5),
+    lambda each: lr_scheduler.OneCycleLR(each, 0.1, 20),
+    lambda each: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(each, 1)]),
+    lambda each: lr_scheduler.SequentialLR(
+        each, [lr_scheduler.LinearLR(each), lr_scheduler.StepLR(each, 1)], [1]
+    ),
+    lambda each: torch.optim.swa_utils.SWALR(each, 0.1),
+    lr_scheduler.ReduceLROnPlateau,
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+@pytest.mark.parametrize("holder", [lambda each: each, lambda each: [{"s": each}]])
+def test_every_scheduler_counts_wherever_the_state_has_it(make: Any, holder: Any) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = make(optimizer)
+    state = {"optimizer": optimizer, "more": holder(scheduler)}
+    sums: Any = SimpleNamespace(state_dict=dict, load_state_dict=id)
+    position = Position(None, sums, list(model.parameters()), state)  # type: ignore[arg-type]
+    metrics = [0.5] if make is lr_scheduler.ReduceLROnPlateau else []
+    for number in range(2):
+        position.committed(number)
+        optimizer.step()
+        scheduler.step(*metrics)
+        position.ended(number)
+    position.committed(2)
+    optimizer.step()
+    position.go_back()
+    assert position.is_torn
+    position.close()

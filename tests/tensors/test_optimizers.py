@@ -298,10 +298,91 @@ def test_a_group_out_of_several_has_to_agree_on_options() -> None:
     with pytest.raises(StateMismatchError) as caught:
         MemoryStep(saved.state).prepare(live.state)
     assert "weight_decay" in caught.value.facts["optimizer.param_groups.0"]
+    for skip in (["optimizer.param_groups.0"], ["*.weight_decay", "*.lr"]):
+        MemoryStep(saved.state).restore(live.state, selection=Selection(skip=skip))
+        assert live.optimizer.param_groups[0]["weight_decay"] == 0.01
     for group in saved.optimizer.param_groups:
         group |= {"weight_decay": 0.25, "lr": 0.5}
     MemoryStep(saved.state).restore(live.state)
     assert live.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def widened(kind: str, width: int) -> dict[str, Any]:
+    """A model and an optimizer that has stepped; only the first weight has the width."""
+    model = nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 2))
+    optimizer = OPTIMIZERS[kind](model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, width)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_state_of_a_parameter_of_another_shape_is_refused(kind: str, is_fresh: bool) -> None:
+    step, live = MemoryStep(widened(kind, 3)), widened(kind, 5)
+    if is_fresh:
+        live["optimizer"] = OPTIMIZERS[kind](live["model"])
+    skip = ["model.0.weight"]
+    if kind != "sgd":  # which keeps nothing
+        for only in (None, ["optimizer"]):
+            with pytest.raises(StateMismatchError) as caught:
+                step.prepare(live, selection=Selection(only, skip))
+            (name,) = caught.value.facts
+            assert name == (
+                "optimizer" if kind == "overriding" else "optimizer.state.model.0.weight"
+            )
+            assert f'skip=["{name}"]' in caught.value.hint
+        skip += [name]
+    step.restore(live, selection=Selection(skip=skip))
+    live["optimizer"].step(lambda: live["model"](torch.ones(3, 5)).square().mean())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "sgd"])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_state_without_names_is_known_by_its_shapes(kind: str, by_hand: bool) -> None:
+    def named(state: dict[str, Any]) -> dict[str, Any]:
+        optimizer = state["optimizer"]
+        return {"optimizer": optimizer.state_dict() if by_hand else optimizer}
+
+    step, live = MemoryStep(named(widened(kind, 3))), OPTIMIZERS[kind](widened(kind, 3)["model"])
+    step.restore({"optimizer": live})
+    live = OPTIMIZERS[kind](widened(kind, 5)["model"])
+    with pytest.raises(StateMismatchError, match="optimizer"):
+        step.prepare({"optimizer": live})
+
+
+def test_state_goes_with_a_module_that_takes_another_shape() -> None:
+    class Growing(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            self.weight.data = self.weight.data.new_empty(state[f"{prefix}weight"].shape)
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    saved = widened("adamw", 5)
+    live = nn.Sequential(Growing(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(live.parameters())
+    MemoryStep(saved).restore({"optimizer": optimizer, "model": live})
+    assert content(optimizer.state_dict()["state"]) == content(
+        saved["optimizer"].state_dict()["state"]
+    )
+
+
+def test_a_new_group_takes_no_options_of_another_one() -> None:
+    body, adapter, head = (nn.Linear(2, 2) for _ in range(3))
+    model = nn.ModuleList([body, head])
+    before = torch.optim.SGD([{"params": body.parameters()}, {"params": head.parameters()}], 0.5)
+    before.param_groups[1]["lr"] = 0.25
+    step = MemoryStep({"m": model, "o": before})
+    groups = [{"params": each.parameters(), "lr": 9.0} for each in (body, adapter, head)]
+    live, selection = torch.optim.SGD(groups), Selection(strict=False)
+    model.append(adapter)
+    step.restore({"m": model, "o": live}, selection=selection)
+    assert [group["lr"] for group in live.param_groups] == [0.5, 9.0, 0.25]
 
 
 @pytest.mark.parametrize(("of_step", "of_run"), [("adamw", "sgd momentum"), ("sgd", "adamw")])

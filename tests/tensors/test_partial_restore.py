@@ -146,6 +146,38 @@ def test_a_part_of_a_module_under_another_name() -> None:
     assert torch.equal(into, torch.ones(2))
 
 
+class Noted(nn.Linear):
+    """One with a dict beside its tensors."""
+
+    def __init__(self, note: int) -> None:
+        super().__init__(2, 2)
+        self.note = {"a": note}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.note
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, torch.compile])
+@pytest.mark.parametrize("rename", [{"m": "m.inner"}, {"m.0": "m.inner.0"}])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_module_is_found_in_a_wrapper(wrap: Any, rename: dict[str, str]) -> None:
+    def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    saved, live = nn.Sequential(Noted(1)), nn.Sequential(Noted(2))
+    step = MemoryStep({"m": saved, "o": optimizer_of(saved)})
+    wrapper, optimizer = nn.ModuleDict({"inner": live}), optimizer_of(live)
+    step.restore({"m": wrap(wrapper), "o": optimizer}, selection=Selection(rename=rename))
+    assert torch.equal(live[0].weight, saved[0].weight)
+    assert live[0].note == {"a": 1}
+
+
 def test_averages_take_the_place_of_weights() -> None:
     model, average = nn.Linear(2, 2), nn.Linear(2, 2)
     step = MemoryStep({"model": model, "ema": average})

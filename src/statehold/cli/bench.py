@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def study_at(
-    args: argparse.Namespace,
-    bench: Callable[[str, int], Bench],
-    more: Sequence[Contrast] = (),
+    args: argparse.Namespace, bench: Callable[[str, int], Bench], more: Sequence[Contrast] = ()
 ) -> study.Study:
     """Measure, choose, write the profile and the records, and print.
 

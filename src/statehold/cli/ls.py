@@ -107,7 +107,7 @@ def _steps_table(steps: list[dict[str, Any]]) -> Table:
 
 
 _TIMES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "CREATED": lambda step: step.get("created", "-"),
+    "CREATED": lambda step: step.get("created", "-")
 }
 _TIMES_IN_A_WINDOW: dict[str, Callable[[dict[str, Any]], object]] = {
     "CREATED (UTC)": lambda step: to_the_second(step.get("created", "-")),

@@ -101,11 +101,7 @@ def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
 
 
 # What a time of a save means for people.
-_COSTS = {
-    "blocked_s": "save() took",
-    "gate_s": "optimizers waited",
-    "committed_s": "durable after",
-}
+_COSTS = {"blocked_s": "save() took", "gate_s": "optimizers waited", "committed_s": "durable after"}
 
 
 # -- the top -------------------------------------------------------------------------------

@@ -52,11 +52,7 @@ _SUBCLASS = ("class", "context", "shape", "stride", "part", "tensors")
 
 
 def encode(
-    value: Any,
-    path: str,
-    leaf: Leaf | None = None,
-    members: Members | None = None,
-    depth: int = 0,
+    value: Any, path: str, leaf: Leaf | None = None, members: Members | None = None, depth: int = 0
 ) -> Any:
     """The JSON node for `value`, a snapshot that shares no container with it.
 

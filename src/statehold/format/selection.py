@@ -296,10 +296,7 @@ def _texts(given: Any, argument: str) -> list[str]:
     if not is_list or not all(type(each) is str and each for each in texts):
         raise UsageError(
             f"{argument} is a list of names or patterns",
-            facts={
-                "expected": 'for example ["model"]',
-                "got": shown(texts if is_list else given),
-            },
+            facts={"expected": 'for example ["model"]', "got": shown(texts if is_list else given)},
         )
     return texts
 

@@ -45,10 +45,7 @@ class Wire:
     """A connected socket, which it owns. Not thread-safe, except for hang_up()."""
 
     def __init__(
-        self,
-        connected: socket.socket,
-        frame_max: int = FRAME_MAX,
-        revoked: Flag | None = None,
+        self, connected: socket.socket, frame_max: int = FRAME_MAX, revoked: Flag | None = None
     ) -> None:
         self.socket = connected
         self.frame_max = frame_max
@@ -208,11 +205,7 @@ class Wire:
 
 
 def connect(
-    address: tuple[str, int],
-    door: str,
-    secret: Secret,
-    until: float,
-    revoked: Flag | None = None,
+    address: tuple[str, int], door: str, secret: Secret, until: float, revoked: Flag | None = None
 ) -> Wire:
     """A wire to a door of another process of the job. Raises OSError, and SecretError."""
     left_s = max(0.001, until - time.monotonic())
@@ -220,11 +213,7 @@ def connect(
 
 
 def entered(
-    connected: socket.socket,
-    door: str,
-    secret: Secret,
-    until: float,
-    revoked: Flag | None = None,
+    connected: socket.socket, door: str, secret: Secret, until: float, revoked: Flag | None = None
 ) -> Wire:
     """A wire on a socket that is connected to a door. The socket is closed if that fails."""
     wire = Wire(connected, revoked=revoked)

@@ -154,10 +154,7 @@ class _Host:
     """The Side of a strip on the host, with memory for its gradients."""
 
     def __init__(
-        self,
-        grads: Mapping[int, torch.Tensor],
-        scale: torch.Tensor | None,
-        scratch: torch.Tensor,
+        self, grads: Mapping[int, torch.Tensor], scale: torch.Tensor | None, scratch: torch.Tensor
     ) -> None:
         self._grads, self.scale, self._scratch = grads, scale, scratch
 

@@ -84,10 +84,7 @@ def copy_into(
         return there
     store = Store(fs, os.path.realpath(destination), reuse=False)
     with opened(store, destination, "destination", _BUFFER_BYTES) as target:
-        watch = CopyWatch(
-            LevelWatch("copy", 0, None, Figures({}), BackgroundLog()),
-            "write",
-        )
+        watch = CopyWatch(LevelWatch("copy", 0, None, Figures({}), BackgroundLog()), "write")
         before = _counted(part.nbytes, report)
         near = where if link else None
         target.take(Copy(step, None, part, source, before, watch, near))

@@ -51,17 +51,15 @@ class Position:
         self._next: int | None = None
         self._versions = 0
         self._is_updating = self._has_failed = self._is_mixed = False
-        updating = {id(each): each for _, each in parts(state)} | {
-            id(each): each for each in state.values() if isinstance(each, LRScheduler)
-        }
+        updating = {id(each): each for _, each in parts(state)}
         optimizers = [each for each in updating.values() if _has_hooks(each)]
         self._updates: Counter[int] = Counter()
-        self._counts: list[Callable[[], int]] = [
+        self._counts: list[Callable[[], Any]] = [
             partial(self._updates.__getitem__, id(each)) for each in optimizers
         ]
         self._optimizers = set(range(len(self._counts)))
         self._counts += filter(None, map(_count_of, updating.values()))
-        self._before_body: list[int] | None = None
+        self._before_body: list[Any] | None = None
         self._habit: set[int] | None = None
         self._hooks = [
             hook
@@ -111,7 +109,7 @@ class Position:
     def _moved(self) -> int:
         return sum(version_of(local_of(each)) for each in self._params)
 
-    def _counted(self) -> list[int]:
+    def _counted(self) -> list[Any]:
         return [count() for count in self._counts]
 
     def _updated(self) -> set[int]:
@@ -164,12 +162,18 @@ def _has_hooks(each: object) -> bool:
     return isinstance(each, torch.optim.Optimizer) and hasattr(each, "_optimizer_step_pre_hooks")
 
 
-def _count_of(each: object) -> Callable[[], int] | None:
+def _count_of(each: object) -> Callable[[], Any] | None:
     """What has another value after each update of a scheduler or a module."""
     if isinstance(each, LRScheduler):
-        return lambda: each.last_epoch
+        return partial(_epochs, each)
     if isinstance(each, nn.Module):
         return lambda: sum(
             version_of(local_of(tensor)) for tensor in chain(each.parameters(), each.buffers())
         )
     return None
+
+
+def _epochs(scheduler: Any) -> Any:
+    """How far a scheduler is, and those that it has: ChainedScheduler does not count itself."""
+    chained = list(map(_epochs, getattr(scheduler, "_schedulers", ())))
+    return getattr(scheduler, "last_epoch", None), chained

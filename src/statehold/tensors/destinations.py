@@ -325,21 +325,11 @@ class Destinations:
 
     def _sums(self, saved: SavedTensor) -> list[tuple[Box, list[int], str]]:
         """(box, the sizes of the pieces with a checksum, checksums) of each chunk."""
-        found, block = (
-            self._saved.chunks(saved.name, Box.whole(saved.shape)),
-            self._saved.block_bytes,
-        )
-        return sorted(
-            (
-                (
-                    each.box,
-                    [b - a for a, b in pieces(each.begin, each.end - each.begin, block)],
-                    each.sums,
-                )
-                for each in found
-            ),
-            key=lambda each: str(each[0]),
-        )
+        block, found = self._saved.block_bytes, list[tuple[Box, list[int], str]]()
+        for each in self._saved.chunks(saved.name, Box.whole(saved.shape)):
+            sizes = [b - a for a, b in pieces(each.begin, each.end - each.begin, block)]
+            found.append((each.box, sizes, each.sums))
+        return sorted(found, key=lambda each: str(each[0]))
 
 
 # -- memory that several tensors share -------------------------------------------------------------

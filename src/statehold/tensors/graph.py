@@ -38,7 +38,7 @@ from statehold.format.selection import Names, Selection
 from statehold.tensors import dtypes
 from statehold.tensors.composed import is_allowed
 from statehold.tensors.kinds import modules, parts
-from statehold.tensors.matching import bare
+from statehold.tensors.marks import bare
 from statehold.tensors.storable import local_of
 
 # -- the graph of a model --------------------------------------------------------------------------

@@ -9,7 +9,7 @@ No torch here: a state can be marked before torch is imported.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -43,3 +43,10 @@ class Gated(Mark[T]):
     """
 
     __slots__ = ()
+
+
+def bare(value: Any) -> Any:
+    """What is inside of marks."""
+    while isinstance(value, Mark):
+        value = value.value
+    return value

@@ -40,7 +40,7 @@ from statehold.tensors.composed import (
     remark_of,
 )
 from statehold.tensors.destinations import Casts, Destination, Destinations, can_cast
-from statehold.tensors.marks import Mark
+from statehold.tensors.marks import Mark, bare
 from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     KindOf,
@@ -276,13 +276,6 @@ def tie_of(tensor: torch.Tensor) -> Any:
     return memory_of(tensor) if is_seen else id(tensor)
 
 
-def bare(value: Any) -> Any:
-    """What is inside of marks."""
-    while isinstance(value, Mark):
-        value = value.value
-    return value
-
-
 def saved_names(node: Any, path: str) -> Iterator[str]:
     """The names in a saved tree, which prefixes in `rename` are of."""
     members = nodes.members(node)
@@ -318,6 +311,7 @@ class Matching:
         self.selection, self.modules, self.names = selection, modules, names
         # The nodes of live tensors, by tie_of(). Only a state that lacks a name asks.
         self.tied: Callable[[], Mapping[Any, Any]] = dict
+        self.later: list[Callable[[], None]] = []  # checks, for when all of the state is matched
         self.other_ranks = world is not None and world != saved.world_size
         self._saved, self._kind_of, self._alone = saved, kind_of, alone
         self._casts = Casts(names) if selection.cast else None

@@ -1,4 +1,5 @@
-"""Looking into the saved tree: members of dicts, tags, places where ranks differ, renaming.
+"""Looking into the saved tree: members of dicts, tags, places where ranks differ, renaming; groups
+of optimizers, also in the forms of torch.distributed.checkpoint.
 
 Invariants: nothing here changes a node that it was given.
 
@@ -7,7 +8,8 @@ Not here: what the nodes mean (values), what becomes of them (matching).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
 from statehold.tensors import foreign
-from statehold.tensors.marks import Mark
+from statehold.tensors.marks import bare
 
 
 def members(node: Any) -> dict[Any, Any] | None:
@@ -85,12 +87,15 @@ def _without_moved(
 
 def _insert(saved: dict[Any, Any], live: Any, path: str, node: Any) -> None:
     """Put a node where the live state looks for `path`: modules have flat names, dicts nested."""
-    while isinstance(live, Mark):
-        live = live.value
+    live = bare(live)
     inner = live if isinstance(live, Mapping) and not isinstance(live, nn.Module) else {}
     holders = [key for key in inner if type(key) is str and path.startswith(f"{key}.")]
     if path in inner or not holders:
-        saved[path] = _united(saved.get(path), node)
+        within = members(node) if isinstance(live, nn.Module) else None
+        if within and any(f".{name}".endswith(f".{path}") for name, _ in live.named_modules()):
+            saved |= {f"{path}.{name}": item for name, item in within.items()}
+        else:
+            saved[path] = _united(saved.get(path), node)
         return
     key = max(holders, key=len)
     below = dict(members(saved.get(key, {})) or {})
@@ -104,3 +109,82 @@ def _united(one: Any, other: Any) -> Any:
     if ours is None or theirs is None:
         return other
     return foreign.mapping_of({**ours, **theirs})
+
+
+# -- optimizers of a step --------------------------------------------------------------------------
+
+
+PARAMS = "params"
+STATE, GROUPS, OTHER = "state", "param_groups", "other"
+Group = Mapping[str, Any]
+_FLAT = (f"{STATE}.", f"{GROUPS}.")
+Owners = Mapping[str, Sequence[Group]]
+
+
+def members_of_optimizer(node: Any) -> dict[Any, Any] | None:
+    """The members of a saved optimizer in the form of a step; None for a value of another kind.
+
+    DCP makes texts of the numbers of parameters, and torch's flatten_optimizer_state_dict has names
+    such as "state.0.weight.exp_avg" and "param_groups.0.weight.lr" instead of dicts.
+    """
+    found = members(node)
+    if found and all(type(key) is str and key.startswith(_FLAT) for key in found):
+        return _unflattened(found)
+    states = members((found or {}).get(STATE))
+    of_groups = saved_groups((found or {}).get(GROUPS, [])) or []
+    known = chain.from_iterable(group.get(PARAMS, []) for group in of_groups)
+    numbers = {str(key): key for key in known if type(key) is int}
+    if found is None or not states or not numbers:
+        return found
+    return {**found, STATE: foreign.mapping_of({numbers.get(k, k): v for k, v in states.items()})}
+
+
+def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
+    for path, node in flat.items():
+        part, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        found[part].setdefault(name, {})[key] = node
+    groups = [{**options, PARAMS: [name]} for name, options in found[GROUPS].items()]
+    return {STATE: found[STATE], GROUPS: groups}
+
+
+def saved_groups(node: Any) -> list[Group] | None:
+    """The groups of a saved optimizer, of all ranks where they had different ones."""
+    lists = node.values if isinstance(node, Differs) else (node,)
+    if not all(type(each) is list for each in lists):
+        return None
+    return [members(group) or {} for each in lists for group in each]
+
+
+def owners_of(groups: Sequence[Group]) -> Owners:
+    """The groups of each saved parameter; several where ranks had different ones."""
+    owners: dict[str, list[Group]] = {}
+    for group in groups:
+        for name in group.get(PARAMS, []):
+            owners.setdefault(name, []).append(group)
+    return owners
+
+
+def are_by_name(groups: Sequence[Group]) -> bool:
+    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
+    return all(type(name) is str for group in groups for name in group.get(PARAMS, []))
+
+
+def options_for(
+    names: Sequence[Sequence[str]], position: int, owners: Owners, groups: Sequence[Group]
+) -> tuple[Group, list[str]]:
+    """The saved group for the live one at `position`, and the options in which it differs from
+    other saved groups of its parameters. names: those of each live group.
+
+    A live group without any saved parameter goes by its position, because there may be such
+    options, unless the group there is that of another one.
+    """
+    owning = [owners.get(name, ()) for name in names[position]]
+    found = list({id(group): group for group in chain(*owning)}.values())
+    if not found:
+        there = groups[position] if position < len(groups) else {}
+        return {} if set(chain(*names)) & set(there.get(PARAMS, ())) else there, []
+    first, *others = found
+    keys = dict.fromkeys(key for group in found for key in group if key != PARAMS)
+    return first, [key for key in keys if any(each.get(key) != first.get(key) for each in others)]

@@ -28,10 +28,10 @@ from statehold.tensors import nodes
 from statehold.tensors.destinations import apart
 from statehold.tensors.kinds import kind_of, modules, parts
 from statehold.tensors.kinds.rng import unchanged
+from statehold.tensors.marks import bare
 from statehold.tensors.matching import (
     Matching,
     Restoration,
-    bare,
     below,
     mismatch,
     missing_of,
@@ -63,6 +63,8 @@ def prepare(
         paths = [path for path, _ in found]
         to = Matching(saved, selection, kind_of, paths, names, replicas, rank, alone, world)
         _match(to, state, saved.state, selection, entries)
+        for check in to.later:
+            check()
         to.take_casts()
     restoration = to.restoration
     if rank is None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from statehold.tensors.columns import BATCH
 from statehold.tensors.composed import parts_of
@@ -32,14 +34,14 @@ class Stepping:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # a signal handler may save inside
-        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+    def saw(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step."""
         with self._guard:
             self._seen.add(optimizer)
 
-    def take(self) -> list[torch.optim.Optimizer]:
+    def take(self) -> list[Optimizer]:
         """Those that have stepped since the last call."""
         with self._guard:
             seen = list(self._seen)
@@ -60,7 +62,7 @@ class Storages:
     state: frozenset[int]
 
     @classmethod
-    def of(cls, stepping: Iterable[torch.optim.Optimizer]) -> Storages:
+    def of(cls, stepping: Iterable[Optimizer]) -> Storages:
         parameters, gradients, state = set[int](), set[int](), set[int]()
         for optimizer in stepping:
             updated = list(parameters_of(optimizer))
@@ -101,16 +103,34 @@ def _storages(tensors: list[torch.Tensor]) -> set[int]:
     return {storage_of(local_of(tensor)) for tensor in plain if is_storable(tensor)}
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def owned_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def may_make(
+    optimizer: Optimizer, parameter: torch.Tensor, shapes: Collection[tuple[int, ...]]
+) -> bool:
+    """Whether step() may keep tensors of these shapes for a parameter.
+
+    Those of torch keep tensors of its shape, factors of them (Adafactor), or one row of all
+    parameters (LBFGS). Of others nothing is known.
+    """
+    way, own = type(optimizer).step.__module__, tuple(parameter.shape)
+    if way == "torch.optim.lbfgs":
+        own = (sum(each.numel() * (1 + each.is_complex()) for each in parameters_of(optimizer)),)
+    if own in shapes or not way.startswith("torch.optim."):
+        return True
+    with suppress(RuntimeError):  # they are no factors: somebody keeps something else there
+        return torch.broadcast_shapes(*shapes) in (own, ())  # type: ignore[no-untyped-call]
+    return True
+
+
+def owned_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors that only step() changes: the parameters and the state at its top level."""
     return [*parameters_of(optimizer), *_state_tensors(optimizer)]
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     """The tensors at the top level of the state of each parameter."""
     dicts = [state for state in optimizer.state.values() if isinstance(state, dict)]
     values = chain.from_iterable(state.values() for state in dicts)
@@ -161,11 +181,9 @@ class Gradients:
 
     def __init__(self) -> None:
         self._guard = threading.RLock()  # a signal handler may save inside
-        self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Used] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._used: weakref.WeakKeyDictionary[Optimizer, _Used] = weakref.WeakKeyDictionary()
 
-    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+    def saw(self, optimizer: Optimizer) -> None:
         """`optimizer` is about to step."""
         with self._guard:
             known = self._used.get(optimizer)

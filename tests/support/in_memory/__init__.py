@@ -24,14 +24,7 @@ from support.in_memory.network import MemoryNetwork
 if TYPE_CHECKING:
     from statehold._core import Fs
 
-__all__ = [
-    "MemoryBoard",
-    "MemoryNetwork",
-    "SimFs",
-    "checkpointer_on",
-    "ranks_on",
-    "ranks_on_hosts",
-]
+__all__ = ["MemoryBoard", "MemoryNetwork", "SimFs", "checkpointer_on", "ranks_on", "ranks_on_hosts"]
 
 
 def checkpointer_on(

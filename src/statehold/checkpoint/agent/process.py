@@ -185,12 +185,7 @@ class Persisting:
         self._watch = Watch(orders.run, log=log)
         self._fs = _core.open_fs(orders.backend, orders.queue_depth)
         places = open_places(
-            orders.levels,
-            orders.run,
-            self._fs,
-            orders.buffer_bytes,
-            reuse=False,
-            yields=True,
+            orders.levels, orders.run, self._fs, orders.buffer_bytes, reuse=False, yields=True
         )
         assert isinstance(places[0], DirectoryPlace)
         self._source = places[0]

@@ -126,10 +126,7 @@ class MeasuredCosts:
             return self._step_s()
 
     def chosen(
-        self,
-        rates: Sequence[float],
-        fixed_s: Sequence[float | None],
-        now: Mapping[str, Interval],
+        self, rates: Sequence[float], fixed_s: Sequence[float | None], now: Mapping[str, Interval]
     ) -> dict[str, Interval]:
         """The intervals of all levels from now on; those of `now` unless a change is worth it.
 

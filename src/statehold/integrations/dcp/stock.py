@@ -16,10 +16,11 @@ StorageReader); the meaning of `rename` (selection).
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from operator import setitem
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from statehold.errors import CorruptionError, StateMismatchError
 from statehold.format.selection import Answer, Names, Selection, check_answers
@@ -48,6 +50,7 @@ from statehold.integrations.formats.streamed import (
     Streamed,
     StreamedChunk,
     in_memory,
+    is_entered,
     leaves,
     part_of,
     read_now,
@@ -56,9 +59,12 @@ from statehold.integrations.formats.streamed import (
 )
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
+from statehold.tensors import nodes
 from statehold.tensors.kinds import modules, optimizers
-from statehold.tensors.matching import holds_state, places, tie_of
+from statehold.tensors.matching import holds_state, missing_of, places, tie_of
+from statehold.tensors.nodes import GROUPS, PARAMS, Group
 from statehold.tensors.restore import check_takes_values
+from statehold.tensors.stepping import may_make
 from statehold.tensors.storable import empty_on, is_stateful
 
 _SHOWN = 20
@@ -152,11 +158,18 @@ class _StockMatcher:
         self._are_equal = reader.are_equal
         self._selection = Selection(rename=None if callable(rename) else rename)
         renamed = rename if callable(rename) else self._selection.renamed
-        self._names = {renamed(name): name for name in self._saved}
+        self._value_of, wholes = reader.value_of, dict[str, str]()
+        self._names = {renamed(name): name for name in missing_of(self._saved, reader.wholes)}
+        for name, leaf in reader.wholes.items():
+            below = leaf.removeprefix(name)
+            if (new := renamed(leaf)).endswith(below):
+                wholes[new.removesuffix(below)] = name
+        self._known = ChainMap(self._names, wholes)
         self._fields: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for name in self._names:
+        for name in (*self._names, *wholes):
             base, _, last = name.rpartition(".")
-            self._fields[base][last] = name
+            if name in self._names or base in self._fields:
+                self._fields[base][last] = name
         self._found = _Found({})
         self._asked: dict[str, None] = {}
         self._parameters: dict[int, str] = {}
@@ -166,11 +179,18 @@ class _StockMatcher:
 
     def report(self) -> StockReport:
         used = set(self._found.names.values())
-        rest = [name for name, own in self._names.items() if own not in used]
+        inside = tuple(f"{name}." for name in used.intersection(self._known.maps[1].values()))
+        rest = [
+            name
+            for name, own in self._names.items()
+            if own not in used and not own.startswith(inside)
+        ]
         return StockReport(tuple(self._found.names), tuple(self._found.missing), tuple(rest))
 
     def check(self, path: str, strict: bool) -> None:
-        self._check_prefixes()
+        # As for a step of our own, a pattern that matches nothing is a typing error.
+        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
+        check_answers([Answer(self._selection.answers(names), loads=True, has_rest=False)])
         self._take_ties()
         missing = dict.fromkeys(self._found.missing, "not in the checkpoint")
         problems = self._found.problems | (missing if strict else {})
@@ -213,42 +233,33 @@ class _StockMatcher:
             facts["only there"] = f"{', '.join(rest[:_SHOWN])}{more}"
         raise StateMismatchError(summary, facts=facts, hint=hint)
 
-    def _check_prefixes(self) -> None:
-        """As for a step of our own, a pattern that matches nothing is a typing error."""
-        names = Names(taken=(), saved=list(self._saved), live=list(self._asked))
-        answer = Answer(self._selection.answers(names), loads=True, has_rest=False)
-        check_answers([answer])
-
     def match(self, holder: Any, key: Any, live: Any, path: str) -> None:
         if isinstance(live, torch.Tensor):
             self._tensor(live, path, [path])
         elif isinstance(live, nn.Module):
             self._module(live, path)
-        elif isinstance(live, torch.optim.Optimizer):
+        elif isinstance(live, Optimizer):
             self._optimizer(live, path)
         elif is_stateful(live):
             self._object(live, path)
-        elif isinstance(live, MutableMapping):
-            for inner, part in live.items():
+        elif isinstance(live, MutableMapping) or (isinstance(live, list) and holds_state(live)):
+            for inner, part in enumerate(live) if isinstance(live, list) else live.items():
                 self.match(live, inner, part, f"{path}.{inner}")
-        elif isinstance(live, list) and holds_state(live):
-            for index, part in enumerate(live):
-                self.match(live, index, part, f"{path}.{index}")
         else:
             self._value(path, [path], partial(setitem, holder, key))
 
-    def _name(self, path: str, candidates: list[str]) -> str | None:
+    def _name(self, path: str, candidates: list[str], known: Mapping[str, str]) -> str | None:
         """The name in the checkpoint; noted as loaded, or as missing."""
         self._asked.update(dict.fromkeys((path, *candidates)))
-        found = next((name for name in candidates if name in self._names), None)
+        found = next((known[name] for name in candidates if name in known), None)
         if found is None:
             self._found.missing.append(path)
-            return None
-        self._found.names[path] = self._names[found]
-        return self._names[found]
+        else:
+            self._found.names[path] = found
+        return found
 
     def _tensor(self, live: torch.Tensor, path: str, candidates: list[str]) -> None:
-        name = self._name(path, candidates)
+        name = self._name(path, candidates, self._names)
         self._tensors[path] = tie_of(live)
         if name is None:
             return
@@ -262,13 +273,13 @@ class _StockMatcher:
             self.targets[name] = live
 
     def _value(self, path: str, candidates: list[str], put: Callable[[Any], Any]) -> None:
-        name = self._name(path, candidates)
+        name = self._name(path, candidates, self._known)
         if name is None:
             return
         saved = self._saved[name]
         if isinstance(saved, TensorStorageMetadata):
             made = self.targets.setdefault(
-                name, torch.empty(saved.size, dtype=_dtype(saved), device="cpu")
+                name, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             )
             self.acts.append(lambda _: put(made))
         else:
@@ -296,18 +307,64 @@ class _StockMatcher:
 
     # -- optimizers ------------------------------------------------------------------------------
 
-    def _optimizer(self, live: torch.optim.Optimizer, path: str) -> None:
-        ids: dict[int, list[list[str]]] = defaultdict(list)
+    def _optimizer(self, live: Optimizer, path: str) -> None:
         self._rename_parameters(path)
-        for running, (place, full, parameter) in enumerate(
+        groups = self._groups(path)
+        saved = list(groups.values())
+        owners, by_name = nodes.owners_of(saved), nodes.are_by_name(saved)
+        by_group: list[list[str]] = [[] for _ in live.param_groups]
+        sizes, got = (
+            ", ".join(str(len(group[PARAMS])) for group in each)
+            for each in (live.param_groups, saved)
+        )
+        if not by_name and sizes != got:
+            self._found.problems[path] = f"expected groups of {sizes}, got groups of {got}"
+            return
+        numbers, has_state = chain(*(group[PARAMS] for group in saved)), bool(groups)
+        for number, (at, full, parameter) in enumerate(
             optimizers.parameters(live, self._parameters)
         ):
-            names = [full.partition(".")[2], full, str(running)]
-            ids[place].append(names)
-            self._parameter(live, live.param_groups[place], parameter, path, names)
-        for index, group in enumerate(live.param_groups):
-            places = [str(index), *(name for names in ids[index][:1] for name in names[:2])]
-            self._options(group, f"{path}.param_groups.{index}", path, places)
+            inner = full.partition(".")[2] or full
+            known = [each for each in (inner, full) if each in owners]
+            known = known if by_name else [next(numbers)]
+            if groups and not known:
+                self._found.missing.append(f"{path}.state.{inner}")
+            by_group[at] += known[:1]
+            names = [*map(str, known)] or [inner, full, str(number)]
+            bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
+            self._asked.update(dict.fromkeys((*bases, *names)))
+            fields = next((self._fields[base] for base in bases if base in self._fields), {})
+            has_state |= bool(fields)
+            self._state(live, live.param_groups[at], parameter, f"{path}.state.{inner}", fields)
+        if not has_state:
+            self._found.missing.append(path)
+        for index, group in enumerate(live.param_groups if groups else ()):
+            options, differing = nodes.options_for(by_group, index, owners, saved)
+            where = f"{path}.{GROUPS}.{index}"
+            if differing:
+                got = f"several groups, which differ in {', '.join(differing)}"
+                self._found.problems[where] = f"expected the options of one group, got {got}"
+            base = next((base for base in groups if groups[base] is options), "")
+            for key in group:  # other options stay as they are
+                if key != PARAMS and f"{base}.{key}" in self._known:
+                    put = partial(setitem, group, key)
+                    self._value(f"{where}.{key}", [f"{base}.{key}"], put)
+
+    def _groups(self, path: str) -> dict[str, dict[str, Any]]:
+        """The options and the parameters of each saved group, by its name."""
+        for head in (f"{path}.{GROUPS}.", f"{GROUPS}."):
+            found = {
+                base: {key: self._value_of(self._known[name]) for key, name in fields.items()}
+                for base, fields in self._fields.items()
+                if base.startswith(head)
+            }
+            for base, group in found.items():
+                own, renamed = group.get(PARAMS), self._selection.renamed
+                own = own if isinstance(own, list) else [base.removeprefix(head)]
+                group[PARAMS] = [renamed(each) if type(each) is str else each for each in own]
+            if found:
+                return found
+        return {}
 
     def _rename_parameters(self, path: str) -> None:
         """`rename` also holds for the names of parameters within an optimizer's names."""
@@ -318,49 +375,37 @@ class _StockMatcher:
                 new = head + self._selection.renamed(base[len(head) :])
                 self._fields.setdefault(new, self._fields[base])
 
-    def _parameter(
-        self,
-        live: torch.optim.Optimizer,
-        group: Mapping[str, Any],
-        parameter: torch.Tensor,
-        path: str,
-        names: list[str],
+    def _state(
+        self, live: Optimizer, group: Group, parameter: torch.Tensor, where: str, fields: Group
     ) -> None:
-        bases = [f"{head}state.{name}" for name in names for head in (f"{path}.", "")]
-        self._asked.update(dict.fromkeys((*bases, *names)))
-        fields = next((self._fields[base] for base in bases if base in self._fields), {})
-        where, state = f"{path}.state.{names[0]}", live.state.get(parameter, {})
+        state, shapes = live.state.get(parameter, {}), []
         self._found.missing += [f"{where}.{key}" for key in state if key not in fields]
         for key, name in fields.items():
-            saved = self._saved[self._names[name]]
+            saved = self._saved[self._known[name]]
             if not isinstance(saved, TensorStorageMetadata):
                 put = partial(_set_state, live, parameter, key)
                 self._value(f"{where}.{key}", [name], put)
                 continue
             tensor = state.get(key)
+            shapes.append(tuple(saved.size))
             if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
                 tensor = _made(saved, key, group, parameter)
-                self.acts.append(partial(_set_made, live, parameter, key, tensor))
+                self.acts.append(partial(_set_state, live, parameter, key, tensor))
             self._tensor(tensor, f"{where}.{key}", [name])
-
-    def _options(self, group: dict[str, Any], where: str, path: str, places: list[str]) -> None:
-        for key in group:
-            if key == optimizers.PARAMS:
-                continue
-            heads = (f"{path}.param_groups", "param_groups")
-            candidates = [f"{head}.{place}.{key}" for place in places for head in heads]
-            if any(name in self._names for name in candidates):  # other options stay as they are
-                self._value(f"{where}.{key}", candidates, partial(setitem, group, key))
+        if not may_make(live, parameter, shapes):
+            got = f"got tensors of {', '.join(map(str, map(list, shapes)))}"
+            self._found.problems[where] = f"expected the state of {list(parameter.shape)}, {got}"
 
 
-def _set_state(live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
-    live.state[parameter][key] = value
-
-
-def _set_made(
-    live: torch.optim.Optimizer, parameter: torch.Tensor, key: str, made: torch.Tensor, _: object
+def _set_state(
+    live: Optimizer, parameter: torch.Tensor, key: str, value: Any, _: object = None
 ) -> None:
-    live.state[parameter][key] = made
+    def there(each: Any) -> Any:
+        return each.to(parameter.device) if isinstance(each, torch.Tensor) else each
+
+    live.state[parameter][key] = (
+        value if isinstance(value, torch.Tensor) else replaced(value, there)
+    )
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
@@ -372,12 +417,10 @@ def _made(
 ) -> torch.Tensor:
     """A new state tensor, sharded like its parameter if it has the same shape."""
     if isinstance(parameter, DTensor) and saved.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=_dtype(saved), requires_grad=False)
-    return empty_on(optimizers.state_device(group, key, parameter), saved.size, _dtype(saved))
-
-
-def _dtype(saved: TensorStorageMetadata) -> torch.dtype:
-    return saved.properties.dtype
+        return torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+    return empty_on(
+        optimizers.state_device(group, key, parameter), saved.size, saved.properties.dtype
+    )
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -398,6 +441,12 @@ class _ForeignReader(StorageReader):
                 facts = {"name": name, "path": path}
                 raise CorruptionError("a checkpoint has a name twice", facts=facts)
             self._entries[name] = value
+        # Dicts and lists that can be taken whole: the first leaf of each.
+        self.wholes: dict[str, str] = {}
+        for name, value in _containers(tree):
+            if name not in self._entries:
+                self._entries[name] = value
+                self.wholes[name] = next(leaves(value, name, (list,)))[0]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata({name: _described(value) for name, value in self._entries.items()})
@@ -406,7 +455,7 @@ class _ForeignReader(StorageReader):
         for item in plan.items:  # before anything is filled
             if item.type is LoadItemType.BYTE_IO:
                 name = item.storage_index.fqn
-                self.objects[item.dest_index.fqn] = self._value(name, self._entries[name])
+                self.objects[item.dest_index.fqn] = self.value_of(name)
         for item in plan.items:
             if item.type is not LoadItemType.BYTE_IO:
                 target = planner.resolve_tensor(item).detach()
@@ -423,8 +472,8 @@ class _ForeignReader(StorageReader):
             return one is two
         return all(map(torch.equal, one.parts(), two.parts()))
 
-    def _value(self, name: str, entry: Any) -> Any:
-        value = read_now(entry)
+    def value_of(self, name: str) -> Any:
+        value = replaced(self._entries[name], read_now)
         untrusted.check_data(value, name, self._path, "leave this entry out of the state")
 
         def leaf(each: Any) -> Any:
@@ -445,6 +494,16 @@ class _ForeignReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return os.path.exists(checkpoint_id)
+
+
+def _containers(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The dicts in a tree, and the lists that are entered, by their names."""
+    members = dict(enumerate(tree)) if is_entered(tree, (list,)) else tree
+    for key, item in members.items() if isinstance(members, Mapping) else ():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(item, Mapping) or is_entered(item, (list,)):
+            yield where, item
+            yield from _containers(item, where)
 
 
 def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -92,8 +92,7 @@ FORMATS = {
         export=deepspeed.export,
     ),
     "deepspeed-zero": Format(
-        lambda seen: deepspeed.zero_directory(seen.path, seen.names),
-        deepspeed.read_zero,
+        lambda seen: deepspeed.zero_directory(seen.path, seen.names), deepspeed.read_zero
     ),
 }
 

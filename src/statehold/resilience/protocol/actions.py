@@ -96,14 +96,7 @@ class Ballot:
     digest: int = 0
 
     def values(self) -> list[int]:
-        return [
-            self.epoch,
-            self.step,
-            self.count,
-            self.marks,
-            self.joiners_wait,
-            self.digest,
-        ]
+        return [self.epoch, self.step, self.count, self.marks, self.joiners_wait, self.digest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +201,7 @@ def play(
 
 def _ballot(member: Member, computed: set[int]) -> Ballot:
     marks = sum(map(mark, computed)) % _MARKS
-    return Ballot(
-        member.epoch,
-        member.step,
-        len(computed),
-        marks,
-        int(member.joiners_wait),
-    )
+    return Ballot(member.epoch, member.step, len(computed), marks, int(member.joiners_wait))
 
 
 def odd_ones(

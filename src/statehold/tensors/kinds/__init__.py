@@ -4,7 +4,7 @@ The file of a kind says how a thing is recognised (`of`), what a step has of it 
 selection calls its entries (`names`), and how it takes what a step has (`match`, which leaves acts
 for the end of the restore). A new kind is one more file, and one more line in KINDS.
 
-Owns: the order in which kinds are asked; which modules and optimizers a state has.
+Owns: the order in which kinds are asked; which modules, optimizers and schedulers a state has.
 Not here: tensors, marks, containers and plain values, which the walks take themselves (captured,
 matching); what the loaders in an object leave out of its state (loaders).
 """
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from statehold.tensors.captured import Capturing
 from statehold.tensors.kinds import modules, objects, optimizers, rng, scalers
@@ -53,8 +54,8 @@ def kind_of(value: Any) -> tuple[Kind, Any] | None:
 
 
 def parts(state: Any) -> Iterator[tuple[str, Any]]:
-    """(path, object) of the modules and optimizers in dicts, lists and tuples, in their order; of a
-    wrapper around an optimizer the optimizer.
+    """(path, object) of the modules, optimizers and schedulers of torch in dicts, lists and tuples,
+    in their order; of a wrapper around an optimizer the optimizer.
 
     Visits a container once, however often and however deep it is held: what is too deep, or holds
     itself, is for `values` to refuse.
@@ -63,7 +64,7 @@ def parts(state: Any) -> Iterator[tuple[str, Any]]:
     left = [("", state)]
     while left:
         path, value = left.pop()
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module | LRScheduler):
             yield path, value
         elif (optimizer := optimizers.of(value)) is not None:
             yield path, optimizer

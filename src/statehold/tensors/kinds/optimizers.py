@@ -9,7 +9,7 @@ unless it has gathered_state(), because its state lies elsewhere than in `state`
 Wrappers, such as Accelerate's and Lightning's, are looked through: names are the same without them.
 
 Owns: which saved group has the options for a live one, which saved entries a parameter gets, and in
-what kind of tensors; the forms in which torch.distributed.checkpoint has an optimizer.
+what kind of tensors.
 Invariants: parameters are known by their names where these were saved, else by their places as in
 torch. A step may hold more of them than this process, as that of a pipeline does. Ranks may have
 had different groups: all are looked at. What is made for a sharded parameter is sharded as it is.
@@ -17,7 +17,7 @@ had different groups: all are looked at. What is made for a sharded parameter is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, compress, count
@@ -25,9 +25,10 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from statehold.encoding import values
-from statehold.format.trees import Differs
 from statehold.layout.layout import Box
 from statehold.tensors import foreign, nodes, placements
 from statehold.tensors.captured import STATES, Capturing, Flat
@@ -35,8 +36,9 @@ from statehold.tensors.composed import is_composed
 from statehold.tensors.found import Eager
 from statehold.tensors.kinds import objects
 from statehold.tensors.matching import ABSENT, HOST, Matching, Walk, missing_of, replace_content
+from statehold.tensors.nodes import GROUPS, OTHER, PARAMS, STATE, Group
 from statehold.tensors.placements import Placed
-from statehold.tensors.stepping import parameters_of
+from statehold.tensors.stepping import may_make, parameters_of
 from statehold.tensors.storable import device_of, is_dtensor, local_of, storage_of
 from statehold.tensors.stored import (
     GathersState,
@@ -46,8 +48,6 @@ from statehold.tensors.stored import (
     saved_parameters,
 )
 
-PARAMS = "params"
-STATE, GROUPS, OTHER = "state", "param_groups", "other"
 LEVELS = 3  # of nodes: an optimizer, its state or groups, a parameter or a group
 _WRAPPED = ("optimizer", "_optimizer")  # where wrappers keep the optimizer that they wrap
 _HOOKS = tuple(
@@ -57,23 +57,23 @@ _HOOKS = tuple(
 )
 
 
-def of(value: Any) -> torch.optim.Optimizer | None:
+def of(value: Any) -> Optimizer | None:
     """The optimizer that `value` is, or around which it is a wrapper; None for anything else."""
     while (inner := _wrapped(value)) is not None:
         value = inner
-    return value if isinstance(value, torch.optim.Optimizer) else None
+    return value if isinstance(value, Optimizer) else None
 
 
-def _wrapped(value: Any) -> torch.optim.Optimizer | None:
+def _wrapped(value: Any) -> Optimizer | None:
     """The optimizer to which `value` passes everything on, if it does."""
     for name in _WRAPPED:
         inner = getattr(value, "__dict__", {}).get(name)
-        if isinstance(inner, torch.optim.Optimizer) and _passes_on(value, inner):
+        if isinstance(inner, Optimizer) and _passes_on(value, inner):
             return inner
     return None
 
 
-def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+def _passes_on(wrapper: Any, inner: Optimizer) -> bool:
     """Whether a wrapper has no state of its own: groups and state are those of `inner`, the same
     objects, and its state_dict() shows nothing else."""
     has = getattr(wrapper, GROUPS, None), getattr(wrapper, STATE, None)
@@ -85,7 +85,7 @@ def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
     return shown.keys() == expected.keys() and _same_entries(shown[STATE], expected[STATE])
 
 
-def _shows(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+def _shows(wrapper: Any, inner: Optimizer) -> bool:
     """Whether its state_dict() is that of `inner`, which is not asked: it would read all state."""
     stand_in = {STATE: {0: {"value": object()}}, GROUPS: [{PARAMS: [0]}]}
     vars(inner)["state_dict"] = lambda: stand_in
@@ -119,14 +119,10 @@ def is_state_dict(value: Any) -> bool:
 
 def is_by_name(shown: Any) -> bool:
     """Whether a state_dict() calls parameters by names; torch's own calls them by numbers."""
-    return is_state_dict(shown) and all(
-        type(name) is str for group in shown[GROUPS] for name in group.get(PARAMS, ())
-    )
+    return is_state_dict(shown) and nodes.are_by_name(shown[GROUPS])
 
 
-def keys_by_parameter(
-    optimizer: torch.optim.Optimizer, shown: Any
-) -> dict[torch.Tensor, Any] | None:
+def keys_by_parameter(optimizer: Optimizer, shown: Any) -> dict[torch.Tensor, Any] | None:
     """What its state_dict() calls each parameter, in their order; None where that cannot be told
     from the places in the groups."""
     if not is_state_dict(shown):
@@ -138,18 +134,18 @@ def keys_by_parameter(
     return dict(zip(chain(*live), chain(*keys), strict=True))
 
 
-def is_standard(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state lies where torch.optim.Optimizer keeps it."""
+def is_standard(optimizer: Optimizer) -> bool:
+    """Whether the state lies where Optimizer keeps it."""
     kind = type(optimizer)
     return (
-        kind.state_dict is torch.optim.Optimizer.state_dict
-        and kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+        kind.state_dict is Optimizer.state_dict
+        and kind.load_state_dict is Optimizer.load_state_dict
         and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
     )
 
 
 def _names_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str]
 ) -> tuple[list[list[str]], list[torch.Tensor]]:
     """The names of the parameters of each group, as parameters() has them, and all parameters."""
     found: list[torch.Tensor] = []
@@ -166,7 +162,7 @@ def _names_of(
 
 
 def parameters(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: Optimizer, names: Mapping[int, str]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(group index, name, parameter) of every parameter, in the order of the groups."""
     running = count()
@@ -175,9 +171,7 @@ def parameters(
             yield index, names.get(id(parameter), str(number)), parameter
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> list[Any | None]:
+def _states_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any | None]:
     """What the optimizer keeps for each of its parameters; None where it keeps nothing."""
     state: Mapping[torch.Tensor, Any] = optimizer.state
     if isinstance(optimizer, GathersState):
@@ -187,7 +181,7 @@ def _states_of(
     return [state.get(parameter) for parameter in parameters]
 
 
-def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+def other_state(optimizer: Optimizer) -> dict[Any, Any]:
     """The entries of the state whose keys are no parameters, such as a common step."""
     kinds = set(map(type, optimizer.state))
     if all(issubclass(kind, torch.Tensor) for kind in kinds):
@@ -200,7 +194,7 @@ def other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.device:
     """Where a state tensor lives that has to be made: with its parameter.
 
-    Only `step` stays on the host, unless the update reads it on the device (torch.optim.Optimizer
+    Only `step` stays on the host, unless the update reads it on the device (Optimizer
     .load_state_dict has the same rule).
     """
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -210,15 +204,13 @@ def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) ->
 # -- into a step -----------------------------------------------------------------------------------
 
 
-def capture(to: Capturing, optimizer: torch.optim.Optimizer, path: str) -> Any:
+def capture(to: Capturing, optimizer: Optimizer, path: str) -> Any:
     if not (is_standard(optimizer) or isinstance(optimizer, GathersState)):
         return objects.capture(to, optimizer, path)
     return to.values.within(partial(_captured, to), optimizer, path, LEVELS)
 
 
-def _captured(
-    to: Capturing, _: values.Encoder, optimizer: torch.optim.Optimizer, path: str
-) -> dict[str, Any]:
+def _captured(to: Capturing, _: values.Encoder, optimizer: Optimizer, path: str) -> dict[str, Any]:
     to.values.check_depth(optimizer, path)  # for the state and the options of a parameter
     by_group, found = _names_of(optimizer, to.names)
     names = list(chain.from_iterable(by_group))
@@ -259,9 +251,7 @@ class _States:
     # it is then written whole, by the first replica, as files are.
     whole: set[int] = field(default_factory=set)
 
-    def node(
-        self, optimizer: torch.optim.Optimizer, names: list[str], found: list[torch.Tensor]
-    ) -> Any:
+    def node(self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]) -> Any:
         """Of each parameter that has a state, by the parameter's name."""
         held = self._stored(optimizer, names, found)
         held = _states_of(optimizer, found) if held is None else held
@@ -277,7 +267,7 @@ class _States:
         return self.to.seen.mapping(self.path, nodes, lambda: zip(names, flat, strict=True))
 
     def _stored(
-        self, optimizer: torch.optim.Optimizer, names: list[str], found: list[torch.Tensor]
+        self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]
     ) -> list[Any] | None:
         """What the optimizer keeps for each parameter, a part of it in files; None: all of it is
         in memory."""
@@ -333,87 +323,13 @@ class _States:
         return values.mapping_of(to.found.nodes(state, path, to.eager(Eager.NONE), given, other))
 
 
-# -- parameter groups of a step --------------------------------------------------------------------
-
-
-Group = Mapping[str, Any]
-_FLAT = (f"{STATE}.", f"{GROUPS}.")
-Owners = Mapping[str, Sequence[Group]]
-
-
-def members_of(node: Any) -> dict[Any, Any] | None:
-    """The members of a saved optimizer in the form of a step; None for a value of another kind.
-
-    DCP makes texts of the numbers of parameters, and torch's flatten_optimizer_state_dict has names
-    such as "state.0.weight.exp_avg" and "param_groups.0.weight.lr" instead of dicts.
-    """
-    found = nodes.members(node)
-    if found and all(type(key) is str and key.startswith(_FLAT) for key in found):
-        return _unflattened(found)
-    states = nodes.members((found or {}).get(STATE))
-    of_groups = saved_groups((found or {}).get(GROUPS, [])) or []
-    known = chain.from_iterable(group.get(PARAMS, []) for group in of_groups)
-    numbers = {str(key): key for key in known if type(key) is int}
-    if found is None or not states or not numbers:
-        return found
-    return {**found, STATE: foreign.mapping_of({numbers.get(k, k): v for k, v in states.items()})}
-
-
-def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
-    for path, node in flat.items():
-        part, _, rest = path.partition(".")
-        name, _, key = rest.rpartition(".")
-        found[part].setdefault(name, {})[key] = node
-    groups = [{**options, PARAMS: [name]} for name, options in found[GROUPS].items()]
-    return {STATE: found[STATE], GROUPS: groups}
-
-
-def saved_groups(node: Any) -> list[Group] | None:
-    """The groups of a saved optimizer, of all ranks where they had different ones."""
-    lists = node.values if isinstance(node, Differs) else (node,)
-    if not all(type(each) is list for each in lists):
-        return None
-    return [nodes.members(group) or {} for each in lists for group in each]
-
-
-def owners_of(groups: Sequence[Group]) -> Owners:
-    """The groups of each saved parameter; several where ranks had different ones."""
-    owners: dict[str, list[Group]] = {}
-    for group in groups:
-        for name in group.get(PARAMS, []):
-            owners.setdefault(name, []).append(group)
-    return owners
-
-
-def are_by_name(groups: Sequence[Group]) -> bool:
-    """Whether an optimizer was saved by the names of its parameters, not as its state_dict()."""
-    return all(type(name) is str for group in groups for name in group.get(PARAMS, []))
-
-
-def options_for(
-    names: Sequence[str], position: int, owners: Owners, groups: Sequence[Group]
-) -> tuple[Group, list[str]]:
-    """The saved group for a live one that holds `names`, and the options in which it differs from
-    other saved groups of these names.
-
-    A live group without any saved parameter goes by its position: there may be such options.
-    """
-    found = list({id(group): group for name in names for group in owners.get(name, ())}.values())
-    if not found:
-        return (groups[position] if position < len(groups) else {}), []
-    first, *others = found
-    keys = dict.fromkeys(key for group in found for key in group if key != PARAMS)
-    return first, [key for key in keys if any(each.get(key) != first.get(key) for each in others)]
-
-
 # -- out of a step: names --------------------------------------------------------------------------
 
 
-def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iterator[str]:
-    whole = members_of(node) or {}
-    found = saved_groups(whole.get(GROUPS, [])) or []
-    if not are_by_name(found):
+def names(walk: Walk, live: Optimizer, node: Any, path: str) -> Iterator[str]:
+    whole = nodes.members_of_optimizer(node) or {}
+    found = nodes.saved_groups(whole.get(GROUPS, [])) or []
+    if not nodes.are_by_name(found):
         yield path
         return
     renamed = walk.selection.renamed
@@ -422,7 +338,7 @@ def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iter
     for _, name, parameter in parameters(live, walk.names_of_parameters):
         where, entry = f"{path}.{STATE}.{name}", nodes.members(states.pop(name, None))
         yield from walk.content(live.state.get(parameter, {}), entry or {}, where)
-    owners = map(renamed, owners_of(found))
+    owners = map(renamed, nodes.owners_of(found))
     yield from (f"{path}.{STATE}.{name}" for name in (*states, *owners))
     for index, group in enumerate(live.param_groups):
         saved = found[index] if index < len(found) else {}
@@ -434,15 +350,16 @@ def names(walk: Walk, live: torch.optim.Optimizer, node: Any, path: str) -> Iter
 # -- out of a step: match --------------------------------------------------------------------------
 
 
-def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> None:
+def match(to: Matching, live: Optimizer, node: Any, path: str) -> None:
     to.restoration.trains = True
-    whole = members_of(node)
+    whole, saved = nodes.members_of_optimizer(node), None
     said = whole or {}
-    states, groups, saved = nodes.members(said.get(STATE)), saved_groups(said.get(GROUPS)), None
-    if states is not None and groups is not None and are_by_name(groups):
-        saved = _ByName(to, live, path, states, groups, said.get(OTHER, {}))
-    if saved is not None and saved.streamed():
-        return
+    has_states = nodes.members(said.get(STATE)) is not None
+    groups = nodes.saved_groups(said.get(GROUPS)) if has_states else None
+    if groups is not None and nodes.are_by_name(groups):
+        saved = _ByName(to, live, path, said, groups)
+        if saved.streamed():
+            return
     node = node if whole is None else foreign.mapping_of(whole)
     if not is_standard(live):
         shown = live.state_dict() if saved is None else saved.shown()
@@ -452,7 +369,7 @@ def match(to: Matching, live: torch.optim.Optimizer, node: Any, path: str) -> No
             _handed_over(to, live, shown, node, path)
     elif saved is not None:
         saved.in_place()
-    elif states is not None and groups is not None:
+    elif groups is not None:
         _handed_over(to, live, live.state_dict(), node, path)
     else:
         to.problem(path, "the state of an optimizer", "a value of another kind")
@@ -462,27 +379,23 @@ class _ByName:
     """A live optimizer, and what a step has by the names of its parameters: the live ones here."""
 
     def __init__(
-        self,
-        to: Matching,
-        live: torch.optim.Optimizer,
-        path: str,
-        states: Mapping[str, Any],
-        groups: Sequence[Group],
-        other: Any,
+        self, to: Matching, live: Optimizer, path: str, said: Group, groups: Sequence[Group]
     ) -> None:
         self._to, self._live, self._path = to, live, path
         self._states_at = f"{path}.{STATE}"
         self._memory, self._takes = to.memory, to.selection.takes
         self._found = list(parameters(live, to.names))
-        renamed = self._renaming(owners_of(groups))
-        self._states = {renamed(name): each for name, each in states.items()}
+        renamed = self._renaming(nodes.owners_of(groups))
+        self._states = {
+            renamed(name): each for name, each in (nodes.members(said[STATE]) or {}).items()
+        }
         self._groups = [
             {**group, PARAMS: list(map(renamed, group.get(PARAMS, [])))} for group in groups
         ]
-        self._owners = owners_of(self._groups)
-        self._other = other
+        self._owners = nodes.owners_of(self._groups)
+        self._other = said.get(OTHER, {})
 
-    def _renaming(self, saved: Owners) -> Callable[[str], str]:
+    def _renaming(self, saved: Iterable[str]) -> Callable[[str], str]:
         """From saved names of parameters to live ones. Torch's get_state_dict() leaves the name of
         the model out of them."""
         renamed = self._to.selection.renamed
@@ -507,7 +420,7 @@ class _ByName:
                 for key in nodes.members(state) or {}
             )
             if all(map(self._takes, entries)):
-                return torch.optim.Optimizer.state_dict(self._live)
+                return Optimizer.state_dict(self._live)
         return self._live.state_dict()
 
     def in_place(self) -> None:
@@ -608,38 +521,34 @@ class _ByName:
         return options
 
     def _options(self) -> list[Group]:
-        """The saved options for each live group, which they will replace."""
-        by_group: list[list[str]] = [[] for _ in self._live.param_groups]
-        for index, name, _ in self._found:
-            by_group[index].append(name)
-        found: list[Group] = []
-        for index, names in enumerate(by_group):
-            where = f"{self._path}.{GROUPS}.{index}"
-            options, differing = options_for(names, index, self._owners, self._groups)
-            if differing:
-                got = f"parameters of several groups, which differ in {', '.join(differing)}"
-                self._to.problem(where, "the options of one group of the step", got)
-                options = {}
-            self._check_options(self._live.param_groups[index], options, where)
-            found.append(options)
-        return found
+        """The saved options for each live group, which they will replace.
 
-    def _check_options(self, group: Group, saved: Group, path: str) -> None:
-        """Refuse a saved group of another kind of optimizer: each side has options of its own.
-
+        A saved group of another kind of optimizer is refused: each side has options of its own.
         Options of one side alone are no sign of that: another version of torch added them, or a
         scheduler. A step that holds none says nothing.
         """
-        to, live = self._to, self._live
-        unknown = [key for key in missing_of(saved, group) if self._takes(f"{path}.{key}")]
-        lacking = [key for key in missing_of(live.defaults, saved) if key in group]
-        if saved and unknown and lacking:
-            to.restoration.missing += [f"{path}.{key}" for key in lacking]
-            to.restoration.unexpected += [f"{path}.{key}" for key in unknown]
-            if to.selection.strict:
-                ours = f"the options of {type(live).__name__} ({', '.join(lacking)})"
-                theirs = f"those of another kind of optimizer ({', '.join(unknown)})"
-                to.problem(path, ours, theirs)
+        to, live, found = self._to, self._live, list[Group]()
+        by_group: list[list[str]] = [[] for _ in live.param_groups]
+        for index, name, _ in self._found:
+            by_group[index].append(name)
+        for index, group in enumerate(live.param_groups):
+            where = f"{self._path}.{GROUPS}.{index}"
+            options, differing = nodes.options_for(by_group, index, self._owners, self._groups)
+            if differing := [key for key in differing if self._takes(f"{where}.{key}")]:
+                got = f"parameters of several groups, which differ in {', '.join(differing)}"
+                to.problem(where, "the options of one group of the step", got)
+                options = {}
+            found.append(options)
+            unknown = [key for key in missing_of(options, group) if self._takes(f"{where}.{key}")]
+            lacking = [key for key in missing_of(live.defaults, options) if key in group]
+            if options and unknown and lacking:
+                to.restoration.missing += [f"{where}.{key}" for key in lacking]
+                to.restoration.unexpected += [f"{where}.{key}" for key in unknown]
+                if to.selection.strict:
+                    ours = f"the options of {type(live).__name__} ({', '.join(lacking)})"
+                    theirs = f"those of another kind of optimizer ({', '.join(unknown)})"
+                    to.problem(where, ours, theirs)
+        return found
 
     def _group(self, index: int, live: Group, saved: Group) -> dict[str, Any]:
         """The saved options that replace the live ones; those the step lacks stay."""
@@ -670,9 +579,21 @@ class _ByName:
                 known = nodes.members(self._states.get(name)) or {}
                 merged = {**self._live.param_groups[index], **options[index]}
                 content[parameter] = self._state(has, merged, parameter, known, where)
+        to.later.append(self._check_shapes)
         for name in missing_of(self._owners, {name for _, name, _ in self._found}):
             to.unexpected(f"{self._states_at}.{name}", "a parameter of the step's optimizer")
         return content
+
+    def _check_shapes(self) -> None:
+        """Refuse the state of parameters that do not take their values, and had other shapes."""
+        to, live = self._to, self._live
+        alike = set(to.restoration.loaded).difference(path for path, _ in to.problems)
+        odd = [each for each in self._found if each[1] not in alike]
+        of_all = isinstance(live, torch.optim.LBFGS)  # one parameter has the state of all
+        for _, name, parameter in self._found if odd and of_all else odd:
+            said = to.of_another_name(parameter) if id(parameter) in to.names else ABSENT
+            state, where = self._states.get(name), f"{self._states_at}.{name}"
+            _check_shape(to, live, parameter, state, where, said)
 
     def _others(self, live: dict[Any, Any]) -> dict[Any, Any]:
         """The entries whose keys are no parameters."""
@@ -681,12 +602,7 @@ class _ByName:
         return dict(self._to.rebuild(live, self._other))
 
     def _state(
-        self,
-        current: Mapping[str, Any],
-        options: Mapping[str, Any],
-        parameter: torch.Tensor,
-        saved: Mapping[str, Any],
-        path: str,
+        self, current: Group, options: Group, parameter: torch.Tensor, saved: Group, path: str
     ) -> dict[str, Any]:
         beside = self._memory.place(parameter, path)
         content = {}
@@ -698,22 +614,15 @@ class _ByName:
                     content[key] = current[key]
             elif key in saved:
                 self._to.restoration.loaded.append(where)
-                device = state_device(options, key, parameter)
                 value = current.get(key, ABSENT)
-                content[key] = self._entry(value, saved[key], parameter, beside, key, device)
+                content[key] = self._entry(value, saved[key], parameter, beside, key, options)
         return content
 
     def _entry(
-        self,
-        live: Any,
-        node: Any,
-        parameter: torch.Tensor,
-        beside: Placed,
-        key: str,
-        device: torch.device,
+        self, live: Any, node: Any, parameter: torch.Tensor, beside: Placed, key: str, group: Group
     ) -> Any:
         """One entry of the state of a parameter, which lies where `beside` says."""
-        name = nodes.payload(node, "$tensor")
+        name, device = nodes.payload(node, "$tensor"), state_device(group, key, parameter)
         is_tensor = isinstance(live, torch.Tensor)
         if name is None and not (is_tensor and is_composed(node)):
             return self._to.rebuild(live, node, device, parameter)
@@ -727,10 +636,30 @@ class _ByName:
         return self._memory.make(name, device, parameter)
 
 
+def _check_shape(
+    to: Matching, live: Optimizer, parameter: torch.Tensor, state: Any, path: str, said: Any = None
+) -> None:
+    """Refuse the state of a parameter of another shape. said: what the step has of the parameter.
+
+    Where that says nothing, the shapes in the state do, if they are made by torch's own step().
+    """
+    shapes = {
+        key: to.memory.shape_of(name)
+        for key, node in (nodes.members(state) or {}).items()
+        if (name := nodes.payload(node, "$tensor")) is not None
+    }
+    before, takes = nodes.payload(said, "$tensor"), to.selection.takes
+    taken = [key for key, shape in shapes.items() if shape and takes(f"{path}.{key}")]
+    if not taken or is_lazy(parameter):
+        return
+    is_same = before is None or to.memory.shape_of(before) == tuple(parameter.shape)
+    if not (is_same and may_make(live, parameter, shapes.values())):
+        got = ", ".join(f"{key} of shape {list(shapes[key])}" for key in taken)
+        to.problem(path, f"the state of a parameter of shape {list(parameter.shape)}", got)
+
+
 def _set_state(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[torch.Tensor, dict[str, Any]],
-    others: Mapping[Any, Any],
+    optimizer: Optimizer, state: Mapping[torch.Tensor, dict[str, Any]], others: Mapping[Any, Any]
 ) -> None:
     """Give every parameter exactly the saved entries, in the dicts that are already there."""
     for key in other_state(optimizer).keys() - others.keys():
@@ -746,9 +675,7 @@ def _set_state(
 # -- out of a step: through load_state_dict() ------------------------------------------------------
 
 
-def _handed_over(
-    to: Matching, live: torch.optim.Optimizer, shown: Any, node: Any, path: str
-) -> None:
+def _handed_over(to: Matching, live: Optimizer, shown: Any, node: Any, path: str) -> None:
     """Hand what its state_dict() returned to an optimizer, in tensors as its parameters are."""
     if not to.takes(path) or to.differs(node, path):
         return
@@ -757,10 +684,12 @@ def _handed_over(
     has = shown if isinstance(shown, Mapping) else {}
     value: Any = {}
     if owners:
-        current = has[STATE]
+        current, states = has[STATE], nodes.members(rest.pop(STATE)) or {}
+        for key in filter(owners.__contains__, states):
+            _check_shape(to, live, owners[key], states[key], path)
         value[STATE] = {
             key: to.rebuild(current.get(key, ABSENT), entries, HOST, owners.get(key))
-            for key, entries in (nodes.members(rest.pop(STATE)) or {}).items()
+            for key, entries in states.items()
         }
     known = set(to.memory.made_plain)
     if nodes.members(node) is None:
@@ -772,7 +701,7 @@ def _handed_over(
 
 
 def _parameters_by_key(
-    to: Matching, live: torch.optim.Optimizer, shown: Any, saved: Mapping[str, Any], path: str
+    to: Matching, live: Optimizer, shown: Any, saved: Mapping[str, Any], path: str
 ) -> dict[Any, torch.Tensor]:
     """The parameters by the keys of their saved state; none where these say nothing."""
     keys = keys_by_parameter(live, shown)
@@ -790,7 +719,7 @@ def _parameters_by_key(
     return {}
 
 
-def _check_kinds(to: Matching, live: torch.optim.Optimizer, made: set[str]) -> None:
+def _check_kinds(to: Matching, live: Optimizer, made: set[str]) -> None:
     """Refuse plain tensors where they may well stand for pieces of sharded parameters."""
     sharded = list(filter(is_dtensor, parameters_of(live)))
     for name in sorted(made):
