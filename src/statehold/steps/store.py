@@ -43,6 +43,7 @@ from statehold.steps.directories import (
     attempt_of,
     check_attempt,
     delete,
+    each_of,
     is_leftover,
     make_directories,
     standing_step_of,
@@ -497,17 +498,15 @@ class Store(DirectoryShelf):
         """Retire steps that do not stay, but for those being read. among: see Retention.going."""
         self._lead("retire steps")
         with self._guard:
-            for step in self.retention.going(self.steps, among):
-                if step not in self._protected and step != but_for:
-                    self._retire(step, ".retired")
+            going = self.retention.going(self.steps, among)
+            each_of((n for n in going if n not in self._protected and n != but_for), self._retire)
 
     def rewind(self, step: int) -> list[int]:
         """Retire every committed step newer than `step`; returns them."""
         self._lead("rewind")
         with self._guard:
             given_up = [newer for newer in self.steps() if newer > step]
-            for newer in given_up:
-                self._retire(newer, ".retired")
+            each_of(given_up, self._retire)
             if not given_up:  # perhaps because R2 of an earlier call has failed
                 self._settle_names()
             return given_up
@@ -516,9 +515,7 @@ class Store(DirectoryShelf):
         """Retire these steps, except those being read."""
         self._lead("retire steps")
         with self._guard:
-            for step in steps:
-                if step not in self._protected:
-                    self._retire(step, ".retired")
+            each_of((step for step in steps if step not in self._protected), self._retire)
 
     def quarantine(self, step: int) -> str:
         """Rename a corrupt step, so that no reader takes it; returns its new path."""
@@ -545,7 +542,7 @@ class Store(DirectoryShelf):
             with self._guard:
                 self._mappings.close()
 
-    def _retire(self, step: int, suffix: str) -> None:
+    def _retire(self, step: int, suffix: str = ".retired") -> None:
         if self._is_unsettled:  # the replaced directory must not count instead of it
             self._settle_names()
             self._is_unsettled = False
