@@ -20,9 +20,11 @@ from statehold.errors import (
     StorageError,
     storage_error,
 )
+from statehold.testing import SimFs
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, small, spy_on
 from support.inside import inside
+from support.ranks import Ranks
 from support.training import Training, bits
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -300,3 +302,22 @@ def test_a_file_that_cannot_be_deleted_keeps_no_other_one(run) -> None:
         save_steps(ckpt, Training(), range(3, 6))
         assert ckpt.steps() == [5]
     assert sorted(os.listdir(retired)) == ["manifest.json", DATA]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_that_stay_in_spare_keep_no_retired_step(ranks: int) -> None:
+    """As on NFS, where a file that somebody reads has a name until that ends."""
+    fs = SimFs(seed=1)
+    for begin in (1, 6):  # a job that leaves such a file there, and one that finds it
+        with Ranks(fs, ranks, keep=1) as job:
+            held = f"{job.run}/.spare/held"
+            refused = [hold(ckpt, "unlink", held) for ckpt in job.ckpts]
+            for step in range(begin, begin + 5):
+                job.save(step, lambda rank, step=step: {"w": torch.arange(99) + step + rank})
+                job.each(lambda rank: inside(job.ckpts[rank]).pipeline.drain())
+                if step == 2:
+                    fs.write_file(held, b"")
+        assert refused[0]
+        left = [name for name, _ in fs.listdir(job.run) if name.startswith("step-")]
+        assert left == [f"step-{begin + 4:012d}"]
+        assert fs.stat_bytes(held) == 0

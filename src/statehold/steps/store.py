@@ -569,17 +569,18 @@ class Store(DirectoryShelf):
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
-        if self._ranks > 1:
-            self.drop_spare()  # files that no rank has taken until now
-        if not self._reuse or self._spare is not None:
-            if step is not None:
-                self._mappings.abandoned(step)
-            delete(self.fs, directory)
-            return
-        self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
-        self._spare = f"{self._root}/{SPARE_NAME}"
+        with contextlib.suppress(StorageError):  # a file there may stay, also one of a dead job
+            if self._ranks > 1:
+                self.drop_spare()  # files that no rank has taken until now
+            if self._reuse and self._spare is None:
+                self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+                self._spare = f"{self._root}/{SPARE_NAME}"
+                if step is not None:
+                    self._mappings.spared(step)
+                return
         if step is not None:
-            self._mappings.spared(step)
+            self._mappings.abandoned(step)
+        delete(self.fs, directory)
 
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if no other process can see it."""
