@@ -166,10 +166,7 @@ def parent_of(path: str) -> str:
 
 
 _SHOWN = 8
-_OURS = (
-    ".partial",
-    ".corrupt",
-)  # also of a dcp.save() that was killed, and what restore() set aside
+_OURS = (".partial", ".corrupt")  # also of a killed dcp.save(), and what restore() set aside
 
 
 def misnamed(fs: Fs, run: str) -> str:

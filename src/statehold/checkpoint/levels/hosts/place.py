@@ -370,8 +370,7 @@ class HostPlace(DirectoryPlace):
             return
         try:
             for store in self._prepared():
-                there = [step for step in store.steps() if which(step)]
-                store.give_up(set(there) - set(self.known()))
+                store.give_up(set(filter(which, store.steps())) - set(self.known()))
         except StorageError as error:  # the next save tries again
             logger.warning("cannot remove an unpublished step from level %s\n%s", self.name, error)
 
@@ -408,12 +407,11 @@ class CopiesPlace(DirectoryPlace):
     """
 
     def __init__(self, level: HostPlace, at: CopiesAt, site: StoreSite) -> None:
-        name, called = f"{level.name}.copies", f"{site.called}{COPIES_SUFFIX}"
         there = replace(
             site,
-            name=name,
+            name=f"{level.name}.copies",
             store=at.store,
-            called=called,
+            called=f"{site.called}{COPIES_SUFFIX}",
             engine=at.engine,
             takes_copies=True,
             owned=None,
