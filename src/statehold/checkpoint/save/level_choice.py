@@ -113,8 +113,10 @@ class LevelChoice:
         while True:
             work.place = self._places[at]
             opened, failure = self._open_here(work)
-            if work.number == 0 and self._rank and isinstance(failure, NoSpaceError):
-                self.check_levels(0, late=self._asks_late)  # rank 0 makes room
+            is_first = work.number == 0 and self._rank and self._asks_late
+            if is_first and isinstance(failure, NoSpaceError):
+                self.check_levels(0, late=True)  # rank 0 has made room when it answers
+                work.place.abandon(work.save.step, work.attempt)
                 opened, failure = self._open_here(work)
             try:
                 verdict = self._judged(work, at, failure)

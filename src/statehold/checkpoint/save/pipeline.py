@@ -337,8 +337,7 @@ class Pipeline:
         with after_commit(self._log, step, "begin to copy it to other levels"):
             self._promotions.start(step, work.promote, place)  # before the step may be retired
         if place.leads:
-            doing = "remove steps that are no longer kept"
-            with after_commit(self._log, step, doing), work.save.stage("retain"):
+            with after_commit(self._log, step, "remove old steps"), work.save.stage("retain"):
                 if warning := place.retain():
                     self._log.warning("%s", warning)
         with after_commit(self._log, step, "announce it to the other ranks"):
