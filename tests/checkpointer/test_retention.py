@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -12,10 +13,18 @@ from safetensors import safe_open
 
 import statehold
 from statehold.checkpoint.checkpointer import give_way
-from statehold.errors import RunBusyError, StepNotFoundError, StepOrderError
+from statehold.errors import (
+    RunBusyError,
+    StepNotFoundError,
+    StepOrderError,
+    StorageError,
+    storage_error,
+)
 from support import scripts
-from support.faults import DEADLINE_S, SMALL, Holdup, small
+from support.faults import DEADLINE_S, SMALL, Holdup, small, spy_on
+from support.in_memory import SimFs
 from support.inside import inside
+from support.ranks import Ranks
 from support.training import Training, bits
 
 DATA = "rank-00000-of-00001.safetensors"
@@ -29,6 +38,19 @@ def save_steps(ckpt: statehold.Checkpointer, training: Training, steps: range) -
         reused.append(save.stats.reused)
     inside(ckpt).pipeline.drain()
     return reused
+
+
+def hold(ckpt: statehold.Checkpointer, operation: str, *held: str) -> list[str]:
+    """Have an operation fail on these paths in the run; returns the paths, as they are refused."""
+    refused = list[str]()
+
+    def refuse(called: str, args: tuple) -> None:
+        if called == operation and args[0].endswith(held):
+            refused.append(args[0])
+            raise storage_error(called, errno.EPERM, args[0])
+
+    spy_on(ckpt, refuse)
+    return refused
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -247,3 +269,55 @@ def test_a_rewind_keeps_its_step_from_a_save_that_is_under_way(
         assert ckpt.rewind(1) == [2, 3]
         assert under_way.done("committed")
         assert ckpt.steps() == [1]
+
+
+def test_a_step_that_cannot_be_removed_keeps_no_other_one(run, caplog) -> None:
+    with statehold.Checkpointer(run, keep=2, **SMALL) as ckpt:
+        save_steps(ckpt, Training(), range(1, 4))
+        refused = hold(ckpt, "rename", "/step-000000000002", "/step-000000000003")
+        save_steps(ckpt, Training(), range(4, 9))
+        assert ckpt.steps() == [2, 3, 7, 8]
+    assert refused[-2:] == [f"{run}/step-{step:012d}" for step in (2, 3)]
+    told = [each for each in caplog.text.splitlines() if "/step-000000000002" in each]
+    assert len(told) == 5
+    assert "/step-000000000003" not in caplog.text  # one error says enough
+
+
+def test_a_step_that_cannot_be_discarded_keeps_no_other_one(run) -> None:
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        save_steps(ckpt, Training(), range(1, 8))
+        hold(ckpt, "rename", "/step-000000000004", "/step-000000000006")
+        with pytest.raises(StorageError, match="step-000000000004"):
+            ckpt.rewind(2)
+        assert ckpt.steps() == [1, 2, 4, 6]
+
+
+def test_a_file_that_cannot_be_deleted_keeps_no_other_one(run) -> None:
+    with statehold.Checkpointer(run, keep=1, **small(reuse_files=False)) as ckpt:
+        save_steps(ckpt, Training(), range(1, 3))
+        retired = run / "step-000000000002.retired"
+        assert hold(ckpt, "unlink", f"{retired}/{DATA}", f"{retired}/manifest.json") == []
+        (run / "step-000000000002" / "aa").write_bytes(b"")
+        (run / "step-000000000002" / "zz").write_bytes(b"")
+        save_steps(ckpt, Training(), range(3, 6))
+        assert ckpt.steps() == [5]
+    assert sorted(os.listdir(retired)) == ["manifest.json", DATA]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_that_stay_in_spare_keep_no_retired_step(ranks: int) -> None:
+    """As on NFS, where a file that somebody reads has a name until that ends."""
+    fs = SimFs(seed=1)
+    for begin in (1, 6):  # a job that leaves such a file there, and one that finds it
+        with Ranks(fs, ranks, keep=1) as job:
+            held = f"{job.run}/.spare/held"
+            refused = [hold(ckpt, "unlink", held) for ckpt in job.ckpts]
+            for step in range(begin, begin + 5):
+                job.save(step, lambda rank, step=step: {"w": torch.arange(99) + step + rank})
+                job.each(lambda rank: inside(job.ckpts[rank]).pipeline.drain())
+                if step == 2:
+                    fs.write_file(held, b"")
+        assert refused[0]
+        left = [name for name, _ in fs.listdir(job.run) if name.startswith("step-")]
+        assert left == [f"step-{begin + 4:012d}"]
+        assert fs.stat_bytes(held) == 0

@@ -17,6 +17,7 @@ from statehold.io.objects.client import ObjectClient, not_given_back
 from statehold.steps.near_files import PREFIX
 from statehold.steps.objects import ObjectSteps
 from support.faults import DEADLINE_S, SMALL
+from support.inside import inside
 from support.levels import settle
 
 pytest.importorskip("obstore")
@@ -215,3 +216,27 @@ def test_a_store_without_ranges_gets_no_step(
     assert far.newest is None
     assert "does not give back parts of objects" in str(far.error)
     assert not [*(tmp_path / "bucket").glob("llama/*.commit")]
+
+
+def test_a_step_that_cannot_be_removed_keeps_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retire, refused = ObjectSteps.retire, list[int]()
+
+    def held(steps: ObjectSteps, step: int) -> None:
+        if step == 2:  # as one under a lock of the bucket
+            refused.append(step)
+            raise StorageError("delete", errno=errno.EPERM, path=steps.path(step))
+        retire(steps, step)
+
+    monkeypatch.setattr(ObjectSteps, "retire", held)
+    there = levels(tmp_path, every=1, keep=1)
+    with statehold.Checkpointer(tmp_path / "run", levels=there, **SMALL) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, {"x": step}).wait("committed", DEADLINE_S)
+            settle(ckpt)
+        assert inside(ckpt).levels.places[1].steps() == [2, 5]
+        assert refused == [2] * 3
+        with pytest.raises(StorageError):
+            inside(ckpt).levels.places[1].rewind(1)
+        assert inside(ckpt).levels.places[1].steps() == [2]

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from statehold.errors import (
     CorruptionError,
@@ -47,6 +47,9 @@ REPLACED = ".replaced"
 _STANDING = re.compile(rf"{_COMMITTED.pattern}(?:{re.escape(REPLACED)})?")
 _ATTEMPTED = re.compile(rf"step-[0-9]{{12}}\.{ATTEMPT}\.partial")
 _ENDED = re.compile(r"step-[0-9]{12}\.(?:partial|retired)")
+
+
+T = TypeVar("T")
 
 
 class Attempt(NamedTuple):
@@ -117,16 +120,30 @@ def delete(fs: Fs, directory: str, of: str = "") -> None:
     of: only what has names that begin so. Then the directory stays, because others may be about to
     make files there.
     """
-    for name, is_dir in fs.listdir(directory):
-        if not name.startswith(of):
-            continue
+
+    def remove(entry: tuple[str, bool]) -> None:
+        name, is_dir = entry
         if is_dir:
             delete(fs, f"{directory}/{name}")
         else:
             with unless(errno.ENOENT):  # another rank took it meanwhile
                 fs.unlink(f"{directory}/{name}")
+
+    each_of((entry for entry in fs.listdir(directory) if entry[0].startswith(of)), remove)
     if not of:
         fs.rmdir(directory)
+
+
+def each_of(found: Iterable[T], remove: Callable[[T], object]) -> None:
+    """Remove each of what was found. If some of it stays, raise its first error after the rest."""
+    failed: StorageError | None = None
+    for each in found:
+        try:
+            remove(each)
+        except StorageError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 @contextlib.contextmanager
@@ -149,10 +166,7 @@ def parent_of(path: str) -> str:
 
 
 _SHOWN = 8
-_OURS = (
-    ".partial",
-    ".corrupt",
-)  # also of a dcp.save() that was killed, and what restore() set aside
+_OURS = (".partial", ".corrupt")  # also of a killed dcp.save(), and what restore() set aside
 
 
 def misnamed(fs: Fs, run: str) -> str:

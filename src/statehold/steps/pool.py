@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from statehold.errors import StateholdError, StorageError
 from statehold.io.memory_room import open_file
 from statehold.process.ownership import is_own_file
-from statehold.steps.directories import unless
+from statehold.steps.directories import each_of, unless
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
@@ -102,9 +102,9 @@ class Pool:
         with contextlib.suppress(StorageError):  # no save fails because of leftovers
             if not self._fs.is_dir(self._folder):
                 return
-            for name, _ in self._fs.listdir(self._folder):
-                if not name.startswith(f"{token or self._own}-"):
-                    self._fs.unlink(f"{self._folder}/{name}")
+            names = [name for name, _ in self._fs.listdir(self._folder)]
+            stale = (name for name in names if not name.startswith(f"{token or self._own}-"))
+            each_of(stale, lambda name: self._fs.unlink(f"{self._folder}/{name}"))
             if token is None and not self._names:
                 self._fs.rmdir(self._folder)
 

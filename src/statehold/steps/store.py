@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,6 +44,7 @@ from statehold.steps.directories import (
     attempt_of,
     check_attempt,
     delete,
+    each_of,
     is_leftover,
     make_directories,
     standing_step_of,
@@ -199,35 +201,22 @@ class Store(DirectoryShelf):
         super().__init__(fs, root)
         self.retention = Retention(keep, self.read)
         self._reuse = reuse
-        self._leads = rank == 0
+        self.leads = rank == 0  # the first of the ranks that see these files may commit and clear
         self._ranks = world_size
         self._own = f"rank-{rank:05d}-"  # names of this rank's files begin so
         self._guard = threading.RLock()
-        self._protected: dict[int, int] = {}
+        self._protected = Counter[int]()
+        self.intact: int | None = None  # the last step that this job has restored or committed
         self._is_pool_due = False  # what dead jobs have left there is not cleared yet
         self._spare: str | None = None
         self._is_unsettled = False  # a replaced step's name may come back
         self._abandoned: int | None = None  # what could not be removed, of one rank
-        self._mapped = mapped
+        self.is_mapped = mapped
         self._mappings = Mappings()
         self._newest = Newest(self.newest)
         self.ready = Ready(fs, self._root, world_size)
         self.pool = Pool(lambda: self.fs, self._root, rank, world_size, mapped=mapped)
         self._rooms = Rooms()
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether data files are written as memory."""
-        return self._mapped
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank commits, retires and clears, for all ranks that see these files."""
-        return self._leads
-
-    def lead(self) -> None:
-        """This rank leads: of the ranks that see these files, it is the first."""
-        self._leads = True
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -252,14 +241,12 @@ class Store(DirectoryShelf):
     def protect(self, step: int) -> Iterator[None]:
         """Keep `step` from being retired while it is read."""
         with self._guard:
-            self._protected[step] = self._protected.get(step, 0) + 1
+            self._protected[step] += 1
         try:
             yield
         finally:
             with self._guard:
-                self._protected[step] -= 1
-                if not self._protected[step]:
-                    del self._protected[step]
+                self._protected -= Counter((step,))
 
     def check_there(self) -> None:
         """Raise if the run directory cannot be one, because a file is in its place."""
@@ -272,7 +259,7 @@ class Store(DirectoryShelf):
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self.fs, self._root)
-        self._newest.take_over(not self._leads)  # the leading rank does when it has the lock
+        self._newest.take_over(not self.leads)  # the leading rank does when it has the lock
 
     def was_removed(self) -> None:
         """Nothing is left of the directory: release everything that this process holds of it."""
@@ -304,15 +291,13 @@ class Store(DirectoryShelf):
                 attempt = attempt_of(name)
                 if attempt and token in ("", attempt.token):
                     continue
+                # Ranks on other hosts may outlive their job. No file that they may still write is
+                # reused.
                 with contextlib.suppress(StorageError):
-                    self._clear(name, is_attempt=attempt is not None)
-
-    def _clear(self, name: str, *, is_attempt: bool) -> None:
-        # Ranks on other hosts may outlive their job. No file that they may still write is reused.
-        if is_attempt:
-            delete(self.fs, f"{self._root}/{name}")
-        else:
-            self._discard(f"{self._root}/{name}")
+                    if attempt:
+                        delete(self.fs, f"{self._root}/{name}")
+                    else:
+                        self._discard(f"{self._root}/{name}")
 
     def _settle_replaced(self) -> None:
         """Finish, or undo, replacements that a crash or an error has interrupted."""
@@ -343,6 +328,7 @@ class Store(DirectoryShelf):
         """Every rank: `step` was committed here."""
         self._newest.committed(step)
         with self._guard:
+            self.intact = step
             self.retention.forget(step)
 
     def look_again(self) -> None:
@@ -361,7 +347,7 @@ class Store(DirectoryShelf):
                     self._discard(partial)
                 self.fs.mkdir(partial)
                 return
-            if self._leads and "." not in attempt:
+            if self.leads and "." not in attempt:
                 self._clear_attempts(attempt)
             with unless(errno.EEXIST):  # another rank made it
                 self.fs.mkdir(partial)
@@ -385,10 +371,10 @@ class Store(DirectoryShelf):
                 kept = self.ready.file(name)
                 reused = self._take_ready(name, path)
         file = open_file(
-            self.fs, path, file_bytes, reuse=reused, mapped=self._mapped,
+            self.fs, path, file_bytes, reuse=reused, mapped=self.is_mapped,
             kept=kept if reused else None, ranks=self._ranks,
         )  # fmt: skip
-        if self._mapped and self._ranks == 1:
+        if self.is_mapped and self._ranks == 1:
             with self._guard:
                 self._mappings.making(step, name, file)
         return file, reused
@@ -409,8 +395,7 @@ class Store(DirectoryShelf):
     def make_ready(self, name: str, file_bytes: int) -> None:
         """After a commit, on every rank: begin to make the file of the next save. Only in memory,
         if no retired file waits, and if there are then at most `keep` files and one."""
-        most = self.retention.most
-        if not self._mapped or not self._reuse or most is None:
+        if not (self.is_mapped and self._reuse) or (most := self.retention.most) is None:
             return
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
             has_spare = self.fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
@@ -456,9 +441,9 @@ class Store(DirectoryShelf):
             partial, self._abandoned = self.partial(step, attempt), step
             self._mappings.abandoned(step)
             if self.fs.is_dir(partial):
-                if self._leads:
+                if self.leads:
                     self._settle_names()
-                delete(self.fs, partial, "" if self._leads else self._own)
+                delete(self.fs, partial, "" if self.leads else self._own)
             self._abandoned = None
 
     def _clear_attempts(self, under_way: str) -> None:
@@ -478,12 +463,10 @@ class Store(DirectoryShelf):
         with contextlib.suppress(StorageError):
             if ended:
                 self._settle_names()
-            for name in ended:
-                with contextlib.suppress(StorageError):
-                    delete(self.fs, f"{self._root}/{name}")
+            each_of(ended, lambda name: delete(self.fs, f"{self._root}/{name}"))
 
     def _lead(self, action: str) -> None:
-        if not self._leads:
+        if not self.leads:
             raise InvariantError(f"only the rank that leads may {action}")
 
     # -- retention -------------------------------------------------------------------------
@@ -497,17 +480,15 @@ class Store(DirectoryShelf):
         """Retire steps that do not stay, but for those being read. among: see Retention.going."""
         self._lead("retire steps")
         with self._guard:
-            for step in self.retention.going(self.steps, among):
-                if step not in self._protected and step != but_for:
-                    self._retire(step, ".retired")
+            going = self.retention.going(self.steps, among)
+            each_of((n for n in going if n not in self._protected and n != but_for), self._retire)
 
     def rewind(self, step: int) -> list[int]:
         """Retire every committed step newer than `step`; returns them."""
         self._lead("rewind")
         with self._guard:
             given_up = [newer for newer in self.steps() if newer > step]
-            for newer in given_up:
-                self._retire(newer, ".retired")
+            each_of(given_up, self._retire)
             if not given_up:  # perhaps because R2 of an earlier call has failed
                 self._settle_names()
             return given_up
@@ -516,9 +497,7 @@ class Store(DirectoryShelf):
         """Retire these steps, except those being read."""
         self._lead("retire steps")
         with self._guard:
-            for step in steps:
-                if step not in self._protected:
-                    self._retire(step, ".retired")
+            each_of((step for step in steps if step not in self._protected), self._retire)
 
     def quarantine(self, step: int) -> str:
         """Rename a corrupt step, so that no reader takes it; returns its new path."""
@@ -545,7 +524,7 @@ class Store(DirectoryShelf):
             with self._guard:
                 self._mappings.close()
 
-    def _retire(self, step: int, suffix: str) -> None:
+    def _retire(self, step: int, suffix: str = ".retired") -> None:
         if self._is_unsettled:  # the replaced directory must not count instead of it
             self._settle_names()
             self._is_unsettled = False
@@ -572,17 +551,18 @@ class Store(DirectoryShelf):
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
-        if self._ranks > 1:
-            self.drop_spare()  # files that no rank has taken until now
-        if not self._reuse or self._spare is not None:
-            if step is not None:
-                self._mappings.abandoned(step)
-            delete(self.fs, directory)
-            return
-        self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
-        self._spare = f"{self._root}/{SPARE_NAME}"
+        with contextlib.suppress(StorageError):  # a file there may stay, also one of a dead job
+            if self._ranks > 1:
+                self.drop_spare()  # files that no rank has taken until now
+            if self._reuse and self._spare is None:
+                self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
+                self._spare = f"{self._root}/{SPARE_NAME}"
+                if step is not None:
+                    self._mappings.spared(step)
+                return
         if step is not None:
-            self._mappings.spared(step)
+            self._mappings.abandoned(step)
+        delete(self.fs, directory)
 
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if no other process can see it."""

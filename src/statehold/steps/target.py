@@ -250,7 +250,7 @@ class DirectoryPlace(Target):
         self._site = site
         self._fs = site.store.fs
         self._lock: RunLock | None = None
-        self._is_prepared = False
+        self.is_prepared = self.may_lack_room = False  # for steps that may go
         self._guard = threading.Lock()
         self._unfinished = Unfinished(self._fs, site.store.root)
         self._filling = Filling(site.store)
@@ -269,12 +269,8 @@ class DirectoryPlace(Target):
     def lead(self) -> None:
         """This rank does here the work of rank 0; prepare() has more to do then."""
         with self._guard:
-            self.store.lead()
-            self._is_prepared = False
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._is_prepared
+            self.store.leads = True
+            self.is_prepared = False
 
     def check_order(
         self, step: int, newest: int | None, *, may_be_unreachable: bool = False
@@ -308,7 +304,7 @@ class DirectoryPlace(Target):
 
     def prepare(self, peers: Peers | None) -> None:
         with self._guard:
-            if self._is_prepared and not self._was_removed():
+            if self.is_prepared and not self._was_removed():
                 return
             if self.owned is not None and self.store.leads:
                 self.owned.check(is_empty=not self.store.steps())  # before another job's lock
@@ -323,9 +319,10 @@ class DirectoryPlace(Target):
                     self.owned.claim(is_empty=not self.store.steps())
                 with job_token(peers) as token:
                     self.store.recover(token)
+                self.may_lack_room = True  # a job may have died before R1, or have kept more
                 if not self._site.takes_copies:  # a run that had other levels before
-                    self._unfinished.clear_all()
-            self._is_prepared = True
+                    self._unfinished.clear()
+            self.is_prepared = True
 
     def _was_removed(self) -> bool:
         """Whether somebody has removed the directory since it was prepared.
@@ -338,7 +335,7 @@ class DirectoryPlace(Target):
         logger.warning(
             "%s, or its lock, was removed; creating and locking it again", self._site.called
         )
-        self._is_prepared = False
+        self.is_prepared = False
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -347,11 +344,30 @@ class DirectoryPlace(Target):
             self.owned.was_removed()
         return True
 
+    def make_room(self) -> None:
+        """Before the first save or copy of a job writes here, and after a retention that failed:
+        retire what does not stay. Otherwise a full disk takes no step that retires others.
+
+        Nobody knows yet that a newer step is whole, so the one that this job has restored stays,
+        too, or the newest one with all its files. prepare() would be too early: restore() calls it
+        to set a damaged step aside. Several hosts learn only from a commit what is whole on all.
+        """
+        if self.is_apart or self.may_be_apart:
+            return
+        with contextlib.suppress(StateholdError):  # the retention after the commit says why
+            steps, intact = self.steps(), self.store.intact
+            if intact is None and len(self.store.kept(steps)) < len(steps):
+                intact = next((n for n in reversed(steps) if is_whole(self.store, n)), steps[-1])
+            self.store.retain(intact, steps)
+            self.may_lack_room = False
+
     def take(self, copy: Copy) -> None:
         self._copies += 1
         step, attempt = copy.step, self._named(copy.attempt, copy.part.manifest)
+        if self.may_lack_room:
+            self.make_room()
         if self.store.leads:
-            but_for = None if self.store.is_mapped else step
+            but_for = -1 if self.store.is_mapped else step
             self._unfinished.clear(but_for, attempt, and_own=False)
         self.store.begin(step, attempt)
         already = Already(self.store, step, copy.part.files)
@@ -424,7 +440,7 @@ class DirectoryPlace(Target):
         attempt = self._named(attempt, manifest)
         self.store.commit(Copied(step, manifest), attempt)
         with contextlib.suppress(StorageError):  # the next copy clears them
-            self._unfinished.clear(None, attempt)
+            self._unfinished.clear(attempt=attempt)
 
     def is_owed(self, newest: int | None) -> bool:
         with contextlib.suppress(StorageError):
@@ -434,11 +450,13 @@ class DirectoryPlace(Target):
         return False
 
     def drop(self, attempt: str | None) -> None:
-        if self._is_prepared:  # otherwise it may be another job's
-            self._unfinished.clear(None, self._numbered(attempt))
+        if self.is_prepared:  # otherwise it may be another job's
+            self._unfinished.clear(attempt=self._numbered(attempt))
 
     def retain(self) -> str:
+        self.may_lack_room = True
         self.retire()
+        self.may_lack_room = False
         return self._filling.warning()
 
     def retire(self) -> None:
@@ -448,7 +466,7 @@ class DirectoryPlace(Target):
     def abandon(self, step: int, attempt: str | None) -> None:
         """Remove the files of a failed save here."""
         # Files without this job's name may be another job's, if this one was refused.
-        if self._is_prepared or attempt is not None:
+        if self.is_prepared or attempt is not None:
             self.store.abandon(step, attempt)
 
     def rewind(self, step: int) -> list[int]:

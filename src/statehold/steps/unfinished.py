@@ -68,25 +68,19 @@ class Unfinished:
                     return path
         return None
 
-    def clear_all(self) -> None:
-        """Delete all of them, if nothing is copied to this level. The caller holds the lock."""
-        for match in list(self._found()):
-            with contextlib.suppress(StorageError):  # no save fails because of leftovers
-                self._fs.sync_dir(self._root)
-                delete(self._fs, f"{self._root}/{match[0]}")
-
-    def clear(self, but_for: int | None, attempt: str, *, and_own: bool = True) -> None:
-        """The leading rank: delete the unfinished copies of all steps `but_for` one.
+    def clear(self, but_for: int = -1, attempt: str = "-0", *, and_own: bool = True) -> None:
+        """The leading rank, which holds the lock: delete the unfinished copies of all steps
+        `but_for` one.
 
         Newer copies of the job of `attempt` stay, and without `and_own` this one, too: other ranks
-        may be ahead. Directories that cannot be deleted now are deleted by the next call.
+        may be ahead. By default all go, because no job has an empty token. Directories that cannot
+        be deleted now are deleted by the next call.
         """
         token, number = attempt.partition(".")[0].split("-")
         for match in list(self._found()):
-            first = int(number) + and_own
-            is_ahead = match["token"] == token and int(match["number"]) >= first
+            is_ahead = match["token"] == token and int(match["number"]) >= int(number) + and_own
             if int(match["step"]) != but_for and not is_ahead:
-                with contextlib.suppress(StorageError):
+                with contextlib.suppress(StorageError):  # no save fails because of leftovers
                     self._fs.sync_dir(self._root)
                     delete(self._fs, f"{self._root}/{match[0]}")
 

@@ -99,6 +99,7 @@ class Levels:
 
     def restored(self, step: int, served: Collection[str]) -> None:
         """`step` was restored from the levels named in `served`: find out which run owns it."""
+        self.near[0].store.intact = step
         self.notes.restored(step, served)
 
     def status(self, first: LevelStatus) -> list[LevelStatus]:

@@ -20,6 +20,7 @@ from statehold.format.manifest import Manifest
 from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
 from statehold.steps.copying import Copy, DataFile, blocks, content_of, is_shared
+from statehold.steps.directories import each_of
 from statehold.steps.objects import ObjectSteps, shared_name
 from statehold.steps.owners import OwnedSteps
 from statehold.steps.retention import Retention
@@ -127,9 +128,8 @@ class ObjectPlace(Target):
         self._taken = None
 
     def retain(self) -> str:
-        for step in self._retention.going(self.steps):
-            if not self.objects.has_readers(step):
-                self.objects.retire(step)
+        going = self._retention.going(self.steps)
+        each_of((n for n in going if not self.objects.has_readers(n)), self.objects.retire)
         return ""
 
     def drop(self, attempt: str | None) -> None:
@@ -139,8 +139,7 @@ class ObjectPlace(Target):
 
     def rewind(self, step: int) -> list[int]:
         given_up = [newer for newer in self.steps() if newer > step]
-        for newer in given_up:
-            self.objects.retire(newer)
+        each_of(given_up, self.objects.retire)
         return given_up
 
     def stop(self) -> None:

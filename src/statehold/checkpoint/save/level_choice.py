@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from statehold.checkpoint.levels import specs
 from statehold.checkpoint.save.writes import manifest_bytes, record_bytes
 from statehold.errors import (
+    NoSpaceError,
     PeerFailedError,
     RunBusyError,
     StateholdError,
@@ -101,6 +102,8 @@ class LevelChoice:
 
     def open(self, work: Work) -> OpenFile:
         """D1 of a save, at the first level that takes it on all ranks: `work.place` from now on."""
+        if self._places[0].may_lack_room:
+            self._places[0].make_room()
         self.check_levels(work.number)
         self._asked = work.number
         if self._hosts is not None:  # the rank that leads a host prepares its levels only then
@@ -110,6 +113,11 @@ class LevelChoice:
         while True:
             work.place = self._places[at]
             opened, failure = self._open_here(work)
+            is_first = work.number == 0 and self._rank and self._asks_late
+            if is_first and isinstance(failure, NoSpaceError):
+                self.check_levels(0, late=True)  # rank 0 has made room when it answers
+                work.place.abandon(work.save.step, work.attempt)
+                opened, failure = self._open_here(work)
             try:
                 verdict = self._judged(work, at, failure)
                 if verdict.taken and opened is not None:
@@ -246,6 +254,8 @@ class LevelChoice:
                 place.prepare(self._peers)
             except (StorageError, RunBusyError):
                 continue
+            if place.may_lack_room:
+                place.make_room()
             return index
         return None
 

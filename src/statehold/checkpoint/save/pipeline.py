@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.publishing import Publisher
     from statehold.observe.background_log import BackgroundLog
-    from statehold.steps.target import DirectoryPlace
     from statehold.tensors.captured import Capture
 
 # One save is written while one is staged. More would hold more captured state, and end no sooner.
@@ -338,8 +337,9 @@ class Pipeline:
         with after_commit(self._log, step, "begin to copy it to other levels"):
             self._promotions.start(step, work.promote, place)  # before the step may be retired
         if place.leads:
-            with after_commit(self._log, step, "retire older steps"), work.save.stage("retain"):
-                self._retain(place)
+            with after_commit(self._log, step, "remove old steps"), work.save.stage("retain"):
+                if warning := place.retain():
+                    self._log.warning("%s", warning)
         with after_commit(self._log, step, "announce it to the other ranks"):
             self.publisher.announce(work)
         with after_commit(self._log, step, "learn what has not changed"):
@@ -397,14 +397,6 @@ class Pipeline:
         """Announce that a save has failed here, so that no other rank waits for it."""
         self.publisher.give_up(number, error)
         self._level_choice.give_up(number, error)
-
-    def _retain(self, place: DirectoryPlace) -> None:
-        try:
-            if warning := place.retain():
-                self._log.warning("%s", warning)
-        except StateholdError as error:
-            # The step is safe; only old ones could not be removed. The next save tries again.
-            self._log.warning("could not remove steps that are no longer kept\n%s", error)
 
     def _stop(self, work: Work, error: BaseException) -> None:
         """Stop the native job. The other thread then fails, too; the first error counts."""

@@ -50,6 +50,7 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
+from statehold.steps.directories import each_of
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
 from statehold.steps.store import check_newest
 from statehold.steps.target import Carriers, CopyEngine, DirectoryPlace, Share, StoreSite, Target
@@ -357,20 +358,19 @@ class HostPlace(DirectoryPlace):
         # Files that survive the loss of a host are kept until newer ones do.
         known = self.known()
         safe, among = self.copies.newest_of(known), known if self.is_apart else None
-        self.store.retain(safe, among)
-        if self.copies.is_prepared:
-            self.copies.store.retain(safe, among)
+        each_of(self._prepared(), lambda store: store.retain(safe, among))
+
+    def _prepared(self) -> list[Store]:
+        return [each.store for each in (self, self.copies) if each.is_prepared]
 
     def _remove_halves(self, which: Callable[[int], bool]) -> None:
         """Remove steps that are known not to count, because they take the place of one that
         does."""
         if not (self.is_apart and self.leads):
             return
-        stores = [each.store for each in (self, self.copies) if each.is_prepared]
         try:
-            for store in stores:
-                there = [step for step in store.steps() if which(step)]
-                store.give_up(set(there) - set(self.known()))
+            for store in self._prepared():
+                store.give_up(set(filter(which, store.steps())) - set(self.known()))
         except StorageError as error:  # the next save tries again
             logger.warning("cannot remove an unpublished step from level %s\n%s", self.name, error)
 
@@ -407,12 +407,11 @@ class CopiesPlace(DirectoryPlace):
     """
 
     def __init__(self, level: HostPlace, at: CopiesAt, site: StoreSite) -> None:
-        name, called = f"{level.name}.copies", f"{site.called}{COPIES_SUFFIX}"
         there = replace(
             site,
-            name=name,
+            name=f"{level.name}.copies",
             store=at.store,
-            called=called,
+            called=f"{site.called}{COPIES_SUFFIX}",
             engine=at.engine,
             takes_copies=True,
             owned=None,
