@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -226,9 +226,10 @@ def norms(rank: int, world: int) -> list[float]:
 def of_float16(rank: int, world: int) -> float:
     """A token of large activations behind a norm of large weights, beside one process."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    alone, model = (low_rank(1, dtype=torch.float16) for _ in range(2))
+    alone: Any = low_rank(1, dtype=torch.float16)
+    model: Any = parallelize(low_rank(1, dtype=torch.float16), mesh)
     x = (2000 * torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).sign()).half()
-    layers: list[Any] = [alone.model.layers[0], parallelize(model, mesh).model.layers[0]]  # type: ignore[union-attr, index]
+    layers = [alone.model.layers[0], model.model.layers[0]]
     found = []
     with torch.no_grad():
         for layer, part in zip(layers, (x, x.chunk(world, -1)[rank].contiguous()), strict=True):
@@ -292,8 +293,9 @@ def refusals(rank: int, world: int) -> list[str]:
     twice = parallelize(low_rank(1), mesh)
     with pytest.raises(UsageError, match="no pair that can be split"):
         parallelize(twice, mesh)
+    layer: Any = cast(Any, twice).model.layers[0]
     with pytest.raises(UsageError, match="not split by features"):
-        twice.model.layers[0](torch.zeros(1, 2, WIDTH, dtype=torch.float64))  # type: ignore[operator, index, union-attr]
+        layer(torch.zeros(1, 2, WIDTH, dtype=torch.float64))
     return found
 
 

@@ -357,7 +357,7 @@ def _check_part(model: nn.Module, name: str, style: ParallelStyle, mesh: DeviceM
     elif isinstance(style, _NormOfHeads):
         head = getattr(_module(model, name.rpartition(".")[0]), "head_dim", None)
         if (found := _features(module, name)) != head:
-            raise refused("a norm is none of heads", f"head_dim: {head}", found, layer=name)
+            raise refused("a norm has another size", f"head_dim: {head}", found, layer=name)
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
