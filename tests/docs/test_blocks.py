@@ -124,6 +124,7 @@ def stock(seed: int) -> Iterator[dict[str, Any]]:
 
     with training(seed) as names:
         state = {"model": names["model"].state_dict(), "step": 3}
+        state["optim"] = names["optimizer"].state_dict()
         if not Path("old").exists():
             dcp.save(state, checkpoint_id="old/step-100", no_dist=True)
             torch.save(state, "old/step-100.pt")
