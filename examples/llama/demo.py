@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> Demo:
 def _default_steps(known: argparse.Namespace) -> int:
     if known.offload is not None:
         return 8
-    return 24 if known.replicas or known.ranks > 1 or known.serving else 40
+    return 24 if known.replicas or known.ranks > 1 else 40
 
 
 def _problem(known: argparse.Namespace, steps: int, kill_at: int) -> str | None:
