@@ -135,7 +135,7 @@ def keys_by_parameter(optimizer: Optimizer, shown: Any) -> dict[torch.Tensor, An
 
 
 def is_standard(optimizer: Optimizer) -> bool:
-    """Whether the state lies where Optimizer keeps it."""
+    """Whether the state lies where torch's Optimizer keeps it."""
     kind = type(optimizer)
     return (
         kind.state_dict is Optimizer.state_dict
@@ -194,8 +194,8 @@ def other_state(optimizer: Optimizer) -> dict[Any, Any]:
 def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.device:
     """Where a state tensor lives that has to be made: with its parameter.
 
-    Only `step` stays on the host, unless the update reads it on the device (Optimizer
-    .load_state_dict has the same rule).
+    Only `step` stays on the host, unless the update reads it on the device. torch's own
+    load_state_dict() has the same rule.
     """
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return HOST if on_host else device_of(local_of(parameter))
