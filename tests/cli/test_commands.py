@@ -426,7 +426,7 @@ def test_torch_is_asked_for(run: Path, words: str) -> None:
     command = [sys.executable, "-c", code, *words.format(run=run).split()]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
-    assert "needs PyTorch" in ended.stderr
+    assert f"{words.split()[0]} needs PyTorch" in ended.stderr
     assert "pip install torch" in ended.stderr
 
 

@@ -77,18 +77,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> int:
+    name = args.parser.prog.partition(" ")[2]  # without "statehold"
     try:
         command = importlib.import_module(f"statehold.cli.{args.module}")
         terminal.choose_color(args.color)
         if getattr(args, "option", None) and not args.levels:
             raise UsageError("--option is only for object stores", hint="pass --levels, too")
-        with output.busy(args.module.replace("_", " ")):
+        with output.busy(name):
             return int(command.run(args))
     except ModuleNotFoundError as error:
         if error.name != "torch":  # commands without it say so themselves
             raise
         hint = "pip install torch; ls, show, verify, diff, prune and doctor do not need it"
-        output.error(UsageError(f"{args.module} needs PyTorch, which is missing", hint=hint))
+        output.error(UsageError(f"{name} needs PyTorch, which is missing", hint=hint))
         return codes.USAGE
     except StateholdError as error:
         output.error(error)
