@@ -80,10 +80,6 @@ class StepLeft:
     def left_s(self) -> float:
         return self.compute_s + self.added_s + self.reduce_s
 
-    @property
-    def is_reducing(self) -> bool:
-        return self.compute_s + self.added_s <= 1e-9
-
     def spend(self, s: float) -> None:
         self.spent_s += s
         for name in ("compute_s", "added_s", "reduce_s"):

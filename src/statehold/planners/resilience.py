@@ -202,10 +202,9 @@ class Outcome:
         recovery_s   what failures add to steps that go on
         slower_s     fewer replicas, or redundant work; the rest
 
-    thrown_away_s and alive_s are sums over replicas and machines. is_finished: False if the run was
-    given up as hopeless. failures: those that hit a replica or the job. lost_batches: samples that
-    are never trained. again_batches: those computed more than once. A batch is the one of a step
-    with all replicas.
+    alive_s is a sum over machines. is_finished: False if the run was given up as hopeless.
+    failures: those that hit a replica or the job. lost_batches: samples that are never trained.
+    again_batches: those computed more than once. A batch is the one of a step with all replicas.
     """
 
     policy: str
@@ -217,7 +216,6 @@ class Outcome:
     down_s: float = 0.0
     lost_s: float = 0.0
     recovery_s: float = 0.0
-    thrown_away_s: float = 0.0
     alive_s: float = 0.0
     failures: int = 0
     restarts: int = 0
@@ -367,14 +365,6 @@ class _Position:
     recovery_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Unsaved:
-    """Training since the newest checkpoint: time, and the sum of it over replicas."""
-
-    s: float = 0.0
-    replicas_s: float = 0.0
-
-
 class _SimulatedRun:
     """One run. The trainer is a process that failures interrupt while it trains or saves."""
 
@@ -387,7 +377,8 @@ class _SimulatedRun:
         self._interval_s = interval_s
         self._machines = _Machines(self._env, job, policy, spares)
         self._out = Outcome(policy.name, job.replicas, job.replicas + spares, job.ideal_s)
-        self._at, self._saved, self._unsaved = _Position(), _Position(), _Unsaved()
+        self._at, self._saved = _Position(), _Position()
+        self._unsaved_s = 0.0  # training since the newest checkpoint
         self._is_listening = False
 
     def outcome(self) -> Outcome:
@@ -418,7 +409,7 @@ class _SimulatedRun:
     def _train(self) -> Waiting:
         while self._at.batches < self._job.steps - _NEARLY:
             self._machines.join()
-            if self._unsaved.s >= self._interval_s - _NEARLY:
+            if self._unsaved_s >= self._interval_s - _NEARLY:
                 yield from self._save()
             else:
                 yield from self._steps()
@@ -433,7 +424,7 @@ class _SimulatedRun:
         each = self._policy.batches(self._job, alive)
         wanted = math.ceil((self._job.steps - self._at.batches) / each - _NEARLY)
         if math.isfinite(self._interval_s):
-            until_save_s = self._interval_s - self._unsaved.s
+            until_save_s = self._interval_s - self._unsaved_s
             wanted = min(wanted, max(1, math.ceil(until_save_s / length_s - _NEARLY)))
         begin_s = self._env.now
         event = yield from self._wait(wanted * length_s, self._machines.changed)
@@ -466,13 +457,10 @@ class _SimulatedRun:
     def _recover(self, step: StepLeft, loss: _Loss) -> None:
         """The survivors go on. The work of the lost one, and a reduction, are done again."""
         empty = self._machines.empty
-        reduced_s = self._job.reduce_s - step.reduce_s if step.is_reducing else 0.0
-        self._out.thrown_away_s += step.spent_s + reduced_s * self._machines.replicas
         self._out.again_batches += self._policy.recover(self._job, step, empty, loss.place)
 
     def _drop(self, step: StepLeft) -> Waiting:
         self._out.lost_s += step.spent_s + self._job.detect_s
-        self._out.thrown_away_s += step.spent_s * (self._machines.replicas + 1)
         self._at.lost_batches += 1
         yield self._env.timeout(self._job.detect_s)
         if not self._policy.works(self._job, self._machines.empty):  # more losses meanwhile
@@ -490,7 +478,7 @@ class _SimulatedRun:
                 break
             if not self._survives(event):
                 return (yield from self._restart(event))
-        self._saved, self._unsaved = replace(self._at), _Unsaved()
+        self._saved, self._unsaved_s = replace(self._at), 0.0
 
     def _survives(self, loss: _Loss) -> bool:
         if loss.place == _JOB:
@@ -500,12 +488,10 @@ class _SimulatedRun:
     def _restart(self, loss: _Loss, spent_s: float = 0.0) -> Waiting:
         """Back to the newest checkpoint, when there are enough machines. spent_s: in a step."""
         out, begin_s = self._out, self._env.now
-        alive = self._machines.replicas + (loss.place != _JOB)  # before the loss
         out.restarts += 1
-        out.lost_s += self._unsaved.s + spent_s
-        out.thrown_away_s += self._unsaved.replicas_s + spent_s * alive
+        out.lost_s += self._unsaved_s + spent_s
         out.again_batches += self._at.batches - self._saved.batches
-        self._at, self._unsaved = replace(self._saved), _Unsaved()
+        self._at, self._unsaved_s = replace(self._saved), 0.0
         yield self._env.timeout(self._job.restart_s)
         self._machines.restart()
         while not self._policy.works(self._job, self._machines.empty):
@@ -523,8 +509,7 @@ class _SimulatedRun:
         self._at.batches += steps * self._policy.batches(self._job, alive)
         self._at.lost_batches += steps * self._policy.unused(self._job, alive)
         self._at.recovery_s += recovery_s
-        self._unsaved.s += taken_s
-        self._unsaved.replicas_s += taken_s * alive
+        self._unsaved_s += taken_s
 
     def _wait(self, s: float, also: simpy.Event | None = None) -> Waiting:
         """Wait, and listen. Returns the failure that came first, or None."""
