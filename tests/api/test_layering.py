@@ -57,6 +57,7 @@ UNITS = [
     "kv.vllm",
     "resilience",
     "metrics",
+    "testing",
     "integrations",
     "dcp",
     "cli",
@@ -75,6 +76,7 @@ CORE_USERS = {
     "kv",
     "kv.vllm",
     "resilience",
+    "testing",
     "integrations",
     "cli",
 }
@@ -87,6 +89,7 @@ TORCH_USERS = {
     "subscription",
     "kv.caches",
     "resilience",
+    "testing",
     "integrations",
 }
 # Units that may not even name torch in annotations: they make sense without it.

@@ -53,7 +53,7 @@ def test_the_page_has_the_public_names_and_no_others() -> None:
     others = {name for name in shown if name.startswith("statehold.integrations.")}
     assert set(shown) - others == {
         "statehold", "statehold.dcp", "statehold.lineage", "statehold.metrics",
-        "statehold.offload", "statehold.resilience",
+        "statehold.offload", "statehold.resilience", "statehold.testing",
     }  # fmt: skip
     for module in set(shown) - others:
         found = importlib.import_module(module)

@@ -26,8 +26,9 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
+from statehold.ranks.board import StoreBoard
 from support.faults import DEADLINE_S, must, spy_on
-from support.in_memory import MemoryBoard, SimFs
+from support.in_memory import SimFs
 from support.inside import inside, passage, trainer
 from support.rank_states import OWN_BYTES, SAME_BYTES, blank, check, state
 from support.ranks import RUN, Ranks
@@ -506,13 +507,13 @@ def test_the_second_save_under_way_does_not_wait_again_for_a_dead_rank(
         ckpt, begun, lost_s, until_s = ranks.ckpts[0], threading.Event(), [], []
         timeout_s = inside(ckpt).peers.timeout_s
 
-        def full(self: MemoryBoard, group: str, size: int, until: float) -> list[int]:
+        def full(self: StoreBoard, group: str, size: int, until: float) -> list[int]:
             must(begun.wait(DEADLINE_S))
             lost_s.append(time.monotonic())
             until_s.append(until)
             return [1]
 
-        monkeypatch.setattr(MemoryBoard, "full", full)
+        monkeypatch.setattr(StoreBoard, "full", full)
         saves = [ckpt.save(step, state(0, step)) for step in (2, 3)]
         begun.set()
         for each in saves:

@@ -18,6 +18,7 @@ from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
+from statehold.testing import checkpointer_on, ranks_on
 from support.in_memory.board import MemoryBoard
 from support.in_memory.network import MemoryNetwork
 
@@ -25,31 +26,6 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 __all__ = ["MemoryBoard", "MemoryNetwork", "SimFs", "checkpointer_on", "ranks_on", "ranks_on_hosts"]
-
-
-def checkpointer_on(
-    fs: Fs, run: str | os.PathLike[str], peers: Peers | None = None, **options: Any
-) -> Checkpointer:
-    """A Checkpointer whose run directory and levels lie on `fs`, which outlives it.
-
-    peers: makes it one rank of several. options: those of Checkpointer; give each level a path.
-    """
-    ckpt = Checkpointer(run, **options)
-    borrowed = borrowed_by(ckpt)
-    borrowed.fs, borrowed.peers = fs, peers
-    return ckpt
-
-
-def ranks_on(
-    fs: Fs, run: str | os.PathLike[str], world_size: int, **options: Any
-) -> list[Checkpointer]:
-    """A Checkpointer for each rank of a job; each needs a thread of its own."""
-    board = MemoryBoard()
-    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
-    return [
-        checkpointer_on(fs, run, Peers(board, Membership(rank, world_size), timeout_s), **options)
-        for rank in range(world_size)
-    ]
 
 
 def ranks_on_hosts(
