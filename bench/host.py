@@ -26,7 +26,7 @@ from torch import nn
 
 import statehold
 from bench.state import Shape, TrainingState
-from statehold.tensors import columns, facts, found
+from statehold.tensors import columns, found
 from statehold.tensors.devices import copying, devices
 
 LEARNING = 2  # the first saves
@@ -85,7 +85,6 @@ def emulated(enqueued_s: list[float]) -> Iterator[None]:
         mock.patch.object(devices, "backend_for", return_value=AtOnce()),
         mock.patch.object(found, "is_external", lambda tensor: tensor.dim() > 0),
         mock.patch.object(columns, "devices_of", device_if_dimensions),
-        mock.patch.object(facts, "devices_of", device_if_dimensions),
         mock.patch.object(copying.DeviceCopies, "run", timed),
     ):
         yield

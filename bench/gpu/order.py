@@ -14,12 +14,13 @@ from bench.gpu.figures import Figure
 from bench.gpu.model import Trained
 from bench.gpu.task import Task
 from statehold import _core
-from statehold.tensors import fingerprints, storable
-from statehold.tensors.capture import capture
+from statehold.tensors import captured as captures
+from statehold.tensors import storable
 from statehold.tensors.devices import devices
 from statehold.tensors.devices.fingerprinting import Fingerprinting
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.devices.pinning import Pinning
+from statehold.tensors.kinds import capture
 from statehold.units import MiB
 
 __all__ = ["fingerprints_on_a_side_stream", "save_with_a_scaler", "two_optimizers_on_two_streams"]
@@ -47,7 +48,7 @@ def fingerprints_on_a_side_stream(task: Task) -> Iterator[Figure]:
 
 def begun(tensor: torch.Tensor) -> Callable[[], int]:
     captured = capture({"t": statehold.Gated(tensor)})
-    on_host = fingerprints.begin(captured.tensors, _core.hash_memory)
+    on_host = captures.begin_fingerprints(captured.tensors, _core.hash_memory)
     if on_host:
         return on_host["t"]
     device = storable.device_of(tensor)

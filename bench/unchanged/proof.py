@@ -22,7 +22,7 @@ from statehold import Checkpointer
 from statehold.checkpoint.save.shared import BytesClaim, SharedFile, low_priority, refuted
 from statehold.io.runtime import Runtime
 from statehold.options.io import settled
-from statehold.tensors.capture import capture
+from statehold.tensors.kinds import capture
 
 
 def measure(sizes: Sizes, where: Path, rounds: int) -> Group:

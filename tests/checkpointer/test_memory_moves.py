@@ -14,8 +14,8 @@ import torch.multiprocessing  # teaches ForkingPickler about tensors
 import statehold
 from statehold.checkpoint.save import gate
 from statehold.errors import TornSnapshot
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
+from statehold.tensors.kinds import capture
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage
 

@@ -11,7 +11,7 @@ import torch
 
 from statehold import Checkpointer, Directory, Memory
 from statehold.errors import NoSpaceError, StateholdError, StorageError
-from statehold.tensors import columns, facts
+from statehold.tensors import columns
 from support.faults import DEADLINE_S, SMALL, Spy, small
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
@@ -76,8 +76,7 @@ def test_so_is_what_new_tensors_have_whatever_tensors_were_there_before(
     fs: SimFs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is behind a tensor may get the address of one that is gone. Here all get the same."""
-    for module in (columns, facts):
-        monkeypatch.setattr(module, "_impl", lambda tensor: 4096)
+    monkeypatch.setattr(columns, "_impl", lambda tensor: 4096)
     ckpt, model = opened(fs), Tuned()
     memory, linked = [], []
     for step in range(1, 6):

@@ -12,7 +12,7 @@ import torch
 
 import statehold
 from statehold.errors import StorageError, storage_error
-from statehold.io import staging
+from statehold.io import runtime as runtimes
 from statehold.process import host_memory as memory
 from statehold.units import MiB
 from support.faults import DEADLINE_S, Holdup
@@ -26,7 +26,7 @@ PLENTY = 600 * MiB
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """A host whose available memory a test can set; 2 MiB of staging to begin with."""
     found = {"available": PLENTY}
-    monkeypatch.setattr(staging, "FIRST_BYTES", 2 * MiB)
+    monkeypatch.setattr(runtimes, "FIRST_BYTES", 2 * MiB)
     monkeypatch.setattr(memory, "available", lambda: memory.Room(found["available"], "on a test"))
     return found
 
@@ -65,7 +65,7 @@ def saved(ckpt: statehold.Checkpointer, step: int, mib: int) -> int:
 def test_a_quarter_more_than_the_step_and_a_third_of_the_memory_at_most(
     step: int, available: int, ranks: int, expected: int
 ) -> None:
-    assert staging.chosen(step, available, ranks) == expected
+    assert runtimes.chosen(step, available, ranks) == expected
 
 
 def test_what_is_asked_for_is_exact(run: Path, host: dict[str, int]) -> None:
@@ -150,7 +150,7 @@ def test_memory_that_cannot_be_had_costs_no_save(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real, refused, most = staging.open_engine, [], [2 * MiB]
+    real, refused, most = runtimes.open_engine, [], [2 * MiB]
 
     def engine(fs: Any, nbytes: int, *rest: Any) -> Any:
         if nbytes > most[-1]:
@@ -158,7 +158,7 @@ def test_memory_that_cannot_be_had_costs_no_save(
             raise storage_error("map the staging memory", 12, "")
         return real(fs, nbytes, *rest)
 
-    monkeypatch.setattr(staging, "open_engine", engine)
+    monkeypatch.setattr(runtimes, "open_engine", engine)
     with statehold.Checkpointer(run, **OPTIONS) as ckpt:
         assert saved(ckpt, 1, 8) == 2 * MiB
         assert refused == [10 * MiB]

@@ -27,7 +27,7 @@ import torch
 import statehold
 from statehold.checkpoint.save import shared, writes
 from statehold.tensors import captured
-from statehold.tensors.devices import copying, cuda, graphs, update_streams
+from statehold.tensors.devices import copying, cuda, graphs
 from support.cuda import Machine, copies_of, install
 from support.faults import DEADLINE_S, SMALL, must
 from support.inside import trainer
@@ -330,7 +330,7 @@ def _free_replays(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_stream(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(update_streams.UpdateStreams, "join", lambda _self: None)
+    patch.setattr(graphs.UpdateStreams, "join", lambda _self: None)
 
 
 def _eager_unordered(patch: pytest.MonkeyPatch) -> None:

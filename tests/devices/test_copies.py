@@ -300,7 +300,7 @@ def test_buffers_go_back_after_their_copies(
     machine: Machine, fails_at: int | None, written: int
 ) -> None:
     source = torch.arange(12, dtype=torch.uint8)
-    captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
+    captured = statehold.tensors.kinds.capture({"t": statehold.Gated(machine.put(source))})
     job = OneBuffer(fails_at)
     copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
@@ -328,7 +328,7 @@ class LateBuffer(OneBuffer):
 
 def test_all_copies_are_enqueued_before_a_device_is_waited_for(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
-    captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
+    captured = statehold.tensors.kinds.capture({"t": statehold.Gated(source)})
     job = LateBuffer()
     copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
@@ -373,7 +373,7 @@ def test_large_parts_of_many_buffers_are_copied_by_one_call(machine: Machine) ->
     """Each call of torch would take the interpreter lock from a program that launches kernels."""
     count, nbytes = 40, SMALL_BYTES
     source = torch.arange(count * nbytes // 8)
-    captured = statehold.tensors.capture.capture({"t": statehold.Gated(machine.put(source))})
+    captured = statehold.tensors.kinds.capture({"t": statehold.Gated(machine.put(source))})
     job, calls = ManyBuffers(count, nbytes), []
 
     def call(function: int, **copies: Any) -> int:
@@ -394,7 +394,7 @@ def test_a_copy_that_is_refused_fails_the_save_and_gives_the_buffers_back(
     machine: Machine,
 ) -> None:
     source = machine.put(torch.arange(16 * SMALL_BYTES // 8))
-    captured = statehold.tensors.capture.capture({"t": statehold.Gated(source)})
+    captured = statehold.tensors.kinds.capture({"t": statehold.Gated(source)})
     job = ManyBuffers(16, SMALL_BYTES)
     copies = Devices(_core.call_copies).copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
@@ -407,7 +407,7 @@ def test_a_copy_that_is_refused_fails_the_save_and_gives_the_buffers_back(
 
 def test_a_failing_copy_gives_its_buffer_back(machine: Machine) -> None:
     source = machine.put(torch.arange(12, dtype=torch.uint8))
-    captured = statehold.tensors.capture.capture({"t": source})
+    captured = statehold.tensors.kinds.capture({"t": source})
     job = OneBuffer()
     copies = Devices().copies([JobSource(job, captured.tensors)], captured)
     assert copies is not None
@@ -424,7 +424,7 @@ def test_what_an_optimizer_keeps_is_not_cloned_on_the_device(machine: Machine) -
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    capture = statehold.tensors.capture.capture
+    capture = statehold.tensors.kinds.capture
     cloned = {each.spec.name for each in capture(state, stepping=[optimizer]).tensors if each.owned}
     assert cloned == {"model.weight", "model.bias"}
     assert all(each.owned for each in capture(state).tensors)

@@ -16,9 +16,9 @@ import statehold
 from devices.conftest import trained_on
 from statehold.errors import StorageError, TornSnapshot
 from statehold.tensors import captured, found
-from statehold.tensors.capture import capture
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.jobs import JobSource
+from statehold.tensors.kinds import capture
 from support.cuda import Machine
 from support.faults import DEADLINE_S, SMALL, Holdup, must, spy_on
 from support.inside import inside

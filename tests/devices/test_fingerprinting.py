@@ -12,11 +12,11 @@ from bench.gpu import order
 import statehold
 from statehold.errors import ClosedError
 from statehold.tensors import captured
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Tensors
 from statehold.tensors.devices import Devices, fingerprinting
 from statehold.tensors.devices.copying import DeviceCopies
 from statehold.tensors.devices.jobs import JobSource
+from statehold.tensors.kinds import capture
 from support.cuda import Machine
 from support.faults import DEADLINE_S
 from support.in_memory import SimFs

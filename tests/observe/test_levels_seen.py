@@ -17,7 +17,7 @@ from observe.test_log import figures
 from observe.test_metrics import of_run
 from observe.test_trace import end, named, names, spans
 from statehold.checkpoint.telemetry.watch import copied_text
-from statehold.observe import progress
+from statehold.observe import background_log
 from statehold.observe.counters import exposition
 from support.faults import DEADLINE_S, SMALL, must
 from support.in_memory import SimFs, checkpointer_on
@@ -104,8 +104,8 @@ class UntilProgress(logging.Handler):
 def test_a_long_copy_says_how_far_it_is(
     told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST_S", 0.0)
-    monkeypatch.setattr(progress, "PAUSE_S_MIN", 0.0)
+    monkeypatch.setattr(background_log, "FIRST_S", 0.0)
+    monkeypatch.setattr(background_log, "PAUSE_S_MIN", 0.0)
     until = UntilProgress()
     log = logging.getLogger("statehold")
     log.addHandler(until)

@@ -14,8 +14,8 @@ import pytest
 import statehold
 from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.telemetry.watch import UNWATCHED
-from statehold.observe import progress
-from statehold.observe.progress import Progress, pause_after, progress_text
+from statehold.observe import background_log
+from statehold.observe.background_log import Progress, pause_after, progress_text
 from statehold.units import GiB, MiB
 from support.faults import DEADLINE_S, SMALL, Holdup
 from support.in_memory import SimFs, checkpointer_on
@@ -125,8 +125,8 @@ def test_a_long_restore_says_how_far_it_is(
     tmp_path: Path, told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore that is held up until two lines are there."""
-    monkeypatch.setattr(progress, "FIRST_S", 0.0)
-    monkeypatch.setattr(progress, "PAUSE_S_MIN", 0.0)
+    monkeypatch.setattr(background_log, "FIRST_S", 0.0)
+    monkeypatch.setattr(background_log, "PAUSE_S_MIN", 0.0)
     twice, count = threading.Event(), 0
 
     class Counting(logging.Handler):
@@ -175,7 +175,7 @@ def test_at_most_a_line_a_second_and_fewer_of_what_is_long() -> None:
     assert pause_after(5.0, 5.0, moved=True) == 1.0
     assert pause_after(100.0, 9.0, moved=True) == 5.0
     assert pause_after(1e6, 9.0, moved=True) == 60.0
-    at_s, lines = progress.FIRST_S, 0
+    at_s, lines = background_log.FIRST_S, 0
     while at_s < 3600:
         at_s, lines = at_s + pause_after(at_s, 1.0, moved=True), lines + 1
     assert 50 < lines < 150
@@ -184,7 +184,7 @@ def test_at_most_a_line_a_second_and_fewer_of_what_is_long() -> None:
 def test_what_stands_still_is_told_ever_more_rarely() -> None:
     """A store that is down: the bytes are sent, and the end does not come."""
     pauses = [1.0]
-    while pauses[-1] < progress.PAUSE_S_MAX:
+    while pauses[-1] < background_log.PAUSE_S_MAX:
         pauses.append(pause_after(sum(pauses), pauses[-1], moved=False))
     assert len(pauses) < 9
     assert "waiting for the end" in progress_text(GiB, GiB, 5.0)

@@ -15,7 +15,7 @@ import statehold
 from statehold.errors import StateMismatchError, UnsupportedValueError
 from statehold.integrations.deepspeed import Weights
 from statehold.layout.layout import Box, ExplicitLayout, Layout, Mesh
-from statehold.tensors.capture import capture
+from statehold.tensors.kinds import capture
 from statehold.tensors.placements import Piece
 from support.gloo import run_ranks
 

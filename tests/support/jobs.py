@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
+from statehold.tensors.kinds import capture
 from support.forked import forked
 
 TIMEOUT = timedelta(seconds=60)

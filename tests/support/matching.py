@@ -12,10 +12,9 @@ from statehold.format.entries import record_file
 from statehold.format.manifest import Manifest
 from statehold.format.saved import open_step
 from statehold.layout.plan import plan_save
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
+from statehold.tensors.kinds import capture, finish, prepare
 from statehold.tensors.matching import Restoration
-from statehold.tensors.restore import finish, prepare
 from support.steps import sums_for
 
 

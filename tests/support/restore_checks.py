@@ -21,8 +21,8 @@ from statehold.format.selection import Selection
 from statehold.format.trees import merge
 from statehold.layout.layout import Box, Ranks
 from statehold.tensors import destinations
+from statehold.tensors.kinds import finish, prepare
 from statehold.tensors.matching import Restoration
-from statehold.tensors.restore import finish, prepare
 from statehold.tensors.storable import version_of
 from statehold.tensors.stored import Wanted
 from support import fourbit

@@ -15,9 +15,8 @@ from torch import nn
 
 import statehold
 from statehold.errors import UnsupportedValueError, UsageError
-from statehold.tensors.capture import capture
 from statehold.tensors.found import Seen
-from statehold.tensors.kinds import parts
+from statehold.tensors.kinds import capture, parts
 from statehold.tensors.stepping import Stepping
 from statehold.tensors.storable import version_of
 from support.matching import captured, eager

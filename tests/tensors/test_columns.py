@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from statehold.errors import TornSnapshot
-from statehold.tensors.capture import capture
 from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Seen
+from statehold.tensors.kinds import capture
 
 COUNT = 5
 

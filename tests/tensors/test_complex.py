@@ -68,7 +68,7 @@ def test_parameters_and_their_optimizer_are_lazy() -> None:
 
 def test_changes_are_noticed_and_ties_kept() -> None:
     tensor = number(3)
-    found = statehold.tensors.capture.capture({"a": statehold.Gated(tensor), "b": tensor})
+    found = statehold.tensors.kinds.capture({"a": statehold.Gated(tensor), "b": tensor})
     assert [each.spec.name for each in found.tensors] == ["a"]
     assert found.tensors[0].address == tensor.data_ptr()
     tensor.add_(1)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import statehold
 from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError, UsageError
 from statehold.tensors import found as found_module
-from statehold.tensors.capture import capture
+from statehold.tensors.kinds import capture
 from statehold.tensors.kinds.rng import Rng
 from support.matching import MemoryStep, captured, eager
 from support.wrapped import compiled

@@ -13,19 +13,19 @@ import torch
 
 from statehold import _core
 from statehold.errors import UnsupportedValueError
-from statehold.tensors import dtypes, facts
+from statehold.tensors import columns, dtypes
 
-needs_exchange = pytest.mark.skipif(facts.EXCHANGE is None, reason="torch before 2.10")
+needs_exchange = pytest.mark.skipif(columns.EXCHANGE is None, reason="torch before 2.10")
 
 
 @pytest.fixture(params=[pytest.param("exchange", marks=needs_exchange), "descriptors"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "descriptors":
-        monkeypatch.setattr(facts, "EXCHANGE", None)
+        monkeypatch.setattr(columns, "EXCHANGE", None)
 
 
-def shown(*tensors: torch.Tensor) -> facts.Facts:
-    reading = facts.read(list(tensors))
+def shown(*tensors: torch.Tensor) -> columns.Facts:
+    reading = columns.read(list(tensors))
     assert reading is not None
     return reading.facts
 
@@ -75,7 +75,7 @@ def test_each_dtype_is_told_apart() -> None:
 def test_addresses_are_those_of_the_elements() -> None:
     of = torch.arange(24.0)
     tensors = [of[3:], of, of[5], of[:0]]
-    reading = facts.read(tensors)
+    reading = columns.read(tensors)
     assert reading is not None
     assert reading.addresses == [each.data_ptr() for each in tensors]
 
@@ -90,7 +90,7 @@ def test_addresses_are_those_of_the_elements() -> None:
     ids=["sparse", "negative"],
 )
 def test_a_batch_with_an_odd_tensor_has_no_reading(odd: torch.Tensor) -> None:
-    assert facts.read([torch.ones(2), odd]) is None
+    assert columns.read([torch.ones(2), odd]) is None
 
 
 def test_what_the_exchange_cannot_describe_is_read_by_descriptors() -> None:
@@ -101,7 +101,7 @@ def test_what_the_exchange_cannot_describe_is_read_by_descriptors() -> None:
 @needs_exchange
 def test_only_tensors_have_forms() -> None:
     with pytest.raises(RuntimeError):
-        _core.read_forms([object()], facts.EXCHANGE)
+        _core.read_forms([object()], columns.EXCHANGE)
     with pytest.raises(ValueError, match="PyCapsule"):
         _core.read_forms([], object())
 
@@ -126,8 +126,10 @@ def test_a_table_of_another_version_is_not_used() -> None:
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensors = [torch.ones(2, 3)]
-    later = Table(2, 0, get(facts.EXCHANGE, b"dlpack_exchange_api"))
-    assert _core.read_forms(tensors, capsule_of(later)) == _core.read_forms(tensors, facts.EXCHANGE)
+    later = Table(2, 0, get(columns.EXCHANGE, b"dlpack_exchange_api"))
+    assert _core.read_forms(tensors, capsule_of(later)) == _core.read_forms(
+        tensors, columns.EXCHANGE
+    )
     alone = Table(2, 0, None)
     with pytest.raises(RuntimeError, match="version 1"):
         _core.read_forms(tensors, capsule_of(alone))

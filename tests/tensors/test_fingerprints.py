@@ -8,8 +8,9 @@ import hashlib
 import pytest
 import torch
 
-from statehold.tensors import fingerprints, found
-from statehold.tensors.capture import capture
+from statehold.tensors import captured as captures
+from statehold.tensors import found
+from statehold.tensors.kinds import capture
 
 
 def hash_memory(address: int, nbytes: int) -> int:
@@ -19,12 +20,12 @@ def hash_memory(address: int, nbytes: int) -> int:
 
 def test_host_fingerprints_are_of_the_elements_in_order() -> None:
     tensor = torch.arange(24.0).reshape(4, 6)
-    value = fingerprints.on_host(tensor, hash_memory)
-    assert value == fingerprints.on_host(tensor.t().contiguous().t(), hash_memory)
-    assert value != fingerprints.on_host(tensor.t(), hash_memory)
+    value = captures.fingerprint_on_host(tensor, hash_memory)
+    assert value == captures.fingerprint_on_host(tensor.t().contiguous().t(), hash_memory)
+    assert value != captures.fingerprint_on_host(tensor.t(), hash_memory)
 
 
 def test_a_device_tensor_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(found, "is_external", lambda tensor: tensor.numel() == 4)
     captured = capture({"host": torch.ones(3), "device": torch.ones(4)})
-    assert fingerprints.begin(captured.tensors, hash_memory).keys() == {"host"}
+    assert captures.begin_fingerprints(captured.tensors, hash_memory).keys() == {"host"}

@@ -13,7 +13,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import StateMismatchError, TornSnapshot, UnsupportedValueError
-from statehold.tensors import capture
+from statehold.tensors import kinds
 from support import fourbit
 from support.faults import SMALL, Holdup
 from support.matching import MemoryStep, captured, eager
@@ -128,7 +128,7 @@ def test_frozen_weights_are_copied_lazily(bnb: Any) -> None:
 def test_what_changes_inside_is_noticed(bnb: Any) -> None:
     for change in (lambda weight: weight.detach(), lambda weight: weight.quant_state.absmax):
         state = qlora(bnb)
-        found = capture.capture(state)
+        found = kinds.capture(state)
         assert found.moved(eager=False) is None
         change(state["model"].base.weight).zero_()
         assert found.moved(eager=False) is not None

@@ -15,7 +15,7 @@ import statehold
 from statehold.dcp import StorageReader
 from statehold.errors import InvariantError
 from statehold.format.selection import Selection
-from statehold.tensors import foreign
+from statehold.tensors import nodes
 from support.faults import DEADLINE_S, SMALL
 from support.matching import MemoryStep
 
@@ -112,12 +112,12 @@ def test_a_renamed_part_keeps_such_keys() -> None:
 def test_no_step_is_committed_with_a_value_that_restore_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    node = foreign.torch_node
+    node = nodes.torch_node
 
     def lies(value: Any) -> Any:
         return {"$torch": {"dtype": "nonsense"}} if value is torch.float32 else node(value)
 
-    monkeypatch.setattr(foreign, "torch_node", lies)
+    monkeypatch.setattr(nodes, "torch_node", lies)
     part = {torch.float32: 1} if where == "key" else {"x": torch.float32}
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         with pytest.raises(InvariantError, match="no reader would accept"):

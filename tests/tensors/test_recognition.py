@@ -26,13 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import statehold
 from statehold.errors import StateholdError
 from statehold.tensors import captured as captured_module
-from statehold.tensors import columns, facts
+from statehold.tensors import columns
 from statehold.tensors import found as found_module
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capturing
 from statehold.tensors.columns import Tensors
 from statehold.tensors.found import Found, Seen
-from statehold.tensors.kinds import modules, optimizers
+from statehold.tensors.kinds import capture, modules, optimizers
 from statehold.tensors.kinds.optimizers import _States
 from statehold.tensors.storable import impl_of
 from support.changing import Changing
@@ -69,12 +68,12 @@ TOGETHER: list[Defect] = [
         "",
         0,
     ),
-    (facts, "read", "(shapes, strides", "(None, strides", 8),
-    (facts, "read", "strides, dtypes, d", "None, dtypes, d", 33),
-    (facts, "read", "dtypes, devices", "None, devices", 0),
-    (facts, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
-    (facts, "read", "any(map(_is_neg, tensors))", "False", 1),
-    (facts, "read", "), layouts)", "), [])", 9),
+    (columns, "read", "(shapes, strides", "(None, strides", 8),
+    (columns, "read", "strides, dtypes, d", "None, dtypes, d", 33),
+    (columns, "read", "dtypes, devices", "None, devices", 0),
+    (columns, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
+    (columns, "read", "any(map(_is_neg, tensors))", "False", 1),
+    (columns, "read", "), layouts)", "), [])", 9),
     (Found, "_learned", " or reading.facts.layouts", "", 1),
     (Found, "recognised", " or not self._add_places(reading.places)", "", 0),
     (found_module, "_stored", " and not dtype.is_complex", "", 20),
@@ -153,8 +152,7 @@ def first_difference(states: Iterable[int], mesh: DeviceMesh) -> str | None:
 def on_device(patch: pytest.MonkeyPatch, are_there: Callable[[torch.Tensor], bool]) -> None:
     """Take these tensors for those of a device."""
     patch.setattr(found_module, "is_external", are_there)
-    for module in (columns, facts):
-        patch.setattr(module, "devices_of", lambda given: [are_there(each) - 1 for each in given])
+    patch.setattr(columns, "devices_of", lambda given: [are_there(each) - 1 for each in given])
 
 
 def make_small(patch: pytest.MonkeyPatch, batch: int) -> None:
@@ -204,7 +202,7 @@ def test_each_condition_of_recognition_is_needed(
     code = compile("from __future__ import annotations\n" + wrong, "<wrong>", "exec")
     exec(code, vars(module), names)
     monkeypatch.setattr(owner, function, names[function])
-    if owner is facts and function == "read":
+    if owner is columns and function == "read":
         monkeypatch.setattr(found_module, "read", names[function])
     if batch:
         make_small(monkeypatch, batch)

@@ -226,7 +226,7 @@ def test_names_of_inner_tensors_collide_with_none() -> None:
 
 def test_what_changes_inside_is_noticed() -> None:
     module, optimizer = trained()
-    found = statehold.tensors.capture.capture({"m": module, "o": optimizer})
+    found = statehold.tensors.kinds.capture({"m": module, "o": optimizer})
     optimizer.state[module.weight]["mean"].codes.add_(1)
     assert found.moved(eager=False) == "o.state.m.weight.mean.codes"
 

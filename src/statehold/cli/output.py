@@ -26,7 +26,7 @@ from typing import Any, Protocol, TextIO
 
 from statehold.cli import terminal
 from statehold.cli.tables import Styled, Table
-from statehold.observe.progress import progress_text
+from statehold.observe.background_log import progress_text
 from statehold.units import format_age
 
 FIRST_S = 1.0

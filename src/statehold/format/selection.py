@@ -7,7 +7,7 @@ everything below it, so "model" is the whole model. `only` and `skip` match name
 whether the step has these names or not. `skip` wins. A pattern that matches nothing on any rank is
 an error, because a typing error would otherwise be silent. A restore that would load nothing is an
 error, too.
-Not here: live objects, saved trees, and which names there are (tensors/restore).
+Not here: live objects, saved trees, and which names there are (tensors/kinds).
 """
 
 from __future__ import annotations

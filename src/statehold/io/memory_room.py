@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from statehold._core import File, Fs
 
 _MEMORY_KINDS = ("tmpfs", "ramfs")
-_KEPT_BYTES = GiB  # as much as staging memory takes at first (io/staging)
+_KEPT_BYTES = GiB  # as much as staging memory takes at first (io/runtime)
 _KEPT_SHARE = 8
 _BLOCK_BYTES = 512  # of st_blocks
 _RANK = re.compile(r"rank-[0-9]{5}")

@@ -1,32 +1,45 @@
 """Runtime: what moves bytes in this process. It knows no run, no step and no rank.
 
     file system      io_uring or threads; or one from the caller
-    staging memory   the engine and its buffers, which a larger step may ask to grow
+    staging memory   the engine and its buffers. With staging_bytes it has this size from the
+                     opening on. Otherwise it has FIRST_BYTES, which is enough for a restore. If
+                     this rank writes more than that of a step, it gets one and a quarter of what
+                     it writes, but at most its share of the memory that is available
     devices          copies between devices and these buffers
     budget           how many ranks share the memory of this host
 
 Invariants: a runtime outlives its sessions, which come one after the other. The next session finds
 the staging memory as the last one left it, so a change of membership faults no page in again. Only
 one session at a time uses a runtime: a step that makes the memory grow waits only for that session.
-Not here: the size of the staging memory (staging), the meaning of the bytes (checkpoint).
+The size of staging memory is chosen before a byte of such a step is copied, while nothing is under
+way. It is chosen again only for a step that has outgrown that quarter, because an optimizer has no
+state before its first step. In between nothing grows. There are always two buffers.
+Not here: the memory that is available (process/host_memory), the use of buffers (the engine), the
+meaning of the bytes (checkpoint).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold.errors import StorageError
+from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
-from statehold.io.staging import Staging
 from statehold.observe.background_log import log_once
 from statehold.options.io import settled
+from statehold.process import host_memory as memory
 from statehold.process.host_memory import ranks_on_host
+from statehold.tensors.devices import Devices
+from statehold.units import GiB, format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import Engine, Fs
     from statehold.options import Options
-    from statehold.tensors.devices import Devices
+    from statehold.process.host_memory import Room
 
 
 class Runtime:
@@ -88,3 +101,91 @@ def _open_fs(options: Options) -> Fs:
     if moving.backend != "threads":  # otherwise a user asked for it
         log_once(fs.note and f"saving with threads instead of io_uring: {fs.note}")
     return fs
+
+
+# -- staging memory --------------------------------------------------------------------------------
+FIRST_BYTES = GiB
+# The ranks of a host get one part in so many of the available memory. The rest is for training
+# after its first save: activations, data loaders, page cache.
+SHARE = 3
+
+logger = logging.getLogger("statehold")
+
+
+def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
+    """The staging memory for steps in which this rank writes `step_bytes`.
+
+    A quarter more than the step. So a state may grow a little, and the next save finds buffers
+    while the last ones of this save are written.
+    """
+    wanted = max(FIRST_BYTES, step_bytes + step_bytes // 4)
+    return min(wanted, available_bytes // SHARE // ranks)
+
+
+class Staging:
+    """An engine and its devices. `ranks`: how many share the memory of the host."""
+
+    engine: Engine
+    devices: Devices
+    nbytes: int  # what a save, or another client of the engine, may use
+
+    def __init__(self, fs: Fs, options: Options, ranks: int) -> None:
+        self._fs = fs
+        self._options = options
+        self.ranks = ranks
+        self._fits = 0  # bytes of the largest step for which a size was chosen
+        self._copied = 0  # bytes of the largest step so far
+        size = options.staging_size
+        self._open(chosen(0, memory.available().nbytes, ranks) if size is None else size)
+
+    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        """Make sure that there is memory for copying `step_bytes`. `drain` ends the work under
+        way."""
+        if self._options.staging_bytes is not None:
+            return
+        if step_bytes > max(self._fits, self.nbytes):
+            self._choose(step_bytes, drain)
+        self._copied = max(self._copied, step_bytes)
+
+    def close(self) -> None:
+        """Release the memory. Every job has ended."""
+        self.devices.close()
+        self.engine.close()
+
+    def _choose(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        before = self.nbytes
+        drain()
+        room = memory.available()
+        # The old memory is released before new memory is taken.
+        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self.ranks)
+        if size > before:
+            self._reopen(size, before)
+        self._fits = step_bytes + step_bytes // 4
+        self._log_size(step_bytes, room)
+
+    def _reopen(self, size: int, before: int) -> None:
+        self.close()
+        try:
+            self._open(size)
+        except StorageError as error:
+            logger.warning("cannot enlarge the staging memory: %s", error)
+            self._open(before)
+
+    def _open(self, size: int) -> None:
+        moving = settled(self._options.io)
+        buffer = moving.buffer_bytes
+        whole = max(2, size // buffer) * buffer
+        self.engine = open_engine(self._fs, whole, buffer, moving.copy_threads)
+        self.nbytes = whole
+        self.devices = Devices(_core.call_copies)
+
+    def _log_size(self, step_bytes: int, room: Room) -> None:
+        size = self.nbytes
+        shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
+        text = (
+            f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "
+            f"most a third of {format_bytes(room.nbytes)} {room.limit}{shared}"
+        )
+        if size < step_bytes:
+            text += "; updates also wait for writes, and staging_bytes=... overrides this"
+        logger.info("%s", text)

@@ -19,7 +19,7 @@ one name, a tensor that only rank 0 has elsewhere does not part the buffers of t
 Invariants: for a save, all ranks use the lessons up to the last save but one before it (no more
 saves than that are under way), so they plan alike. A rank that missed an outcome has another
 `version` than the others, and the committer fails the save for it.
-Not here: fingerprints (tensors/fingerprints), messages between ranks (peers), who writes (share).
+Not here: fingerprints (tensors/captured), messages between ranks (peers), who writes (share).
 """
 
 from __future__ import annotations

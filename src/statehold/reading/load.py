@@ -34,7 +34,7 @@ from statehold.format.selection import nearest
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
-from statehold.observe.progress import Progress
+from statehold.observe.background_log import Progress
 from statehold.options.paths import NamedStep, check_path
 from statehold.reading.places import StepPlace, asked_of, at_rest, file_system
 from statehold.steps.publish import directory_id

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from statehold import _core
 from statehold.errors import ReplicaRefusedError, UsageError
 from statehold.resilience.state_bytes import Among, bytes_of, captured
-from statehold.tensors.captured import Capture
+from statehold.tensors.captured import Capture, fingerprint_on_host
 from statehold.tensors.devices.fingerprinting import totals_of
-from statehold.tensors.fingerprints import on_host
 from statehold.tensors.found import Seen
 from statehold.tensors.kinds import parts
 from statehold.tensors.storable import device_of, is_external, is_storable, local_of, version_of
@@ -199,7 +198,7 @@ def _digests(blocks: Sequence[Tensor]) -> list[int]:
 
 def _of_device(blocks: list[Tensor]) -> list[int]:
     if not is_external(blocks[0]):
-        return [on_host(each, _core.hash_memory) for each in blocks]
+        return [fingerprint_on_host(each, _core.hash_memory) for each in blocks]
     found: list[int] = totals_of(blocks).tolist()
     return found
 

@@ -27,12 +27,11 @@ from statehold.errors import UsageError
 from statehold.format.entries import STATE_DEPTH_MAX
 from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
 from statehold.layout.layout import Box
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.found import Seen
-from statehold.tensors.restore import finish, prepare
+from statehold.tensors.kinds import capture, finish, prepare
 from statehold.tensors.storable import device_of, is_external
 
 # (rank, number of ranks) in torch's job.

@@ -22,8 +22,7 @@ from statehold.layout.layout import Box
 from statehold.layout.ranges import SUM_DIGITS, summed_pieces
 from statehold.tensors import dtypes, updates
 from statehold.tensors.devices.placing import ChunkPlace
-from statehold.tensors.kinds import optimizers
-from statehold.tensors.restore import check_takes_values, prepare
+from statehold.tensors.kinds import check_takes_values, optimizers, prepare
 from statehold.tensors.stepping import Storages, storages
 from statehold.tensors.storable import is_dtensor, is_stateful, memory_of, version_of
 

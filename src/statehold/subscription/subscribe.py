@@ -38,7 +38,7 @@ from statehold.subscription.copying import copy_all, devices_of
 from statehold.subscription.levels import Places, Watching, levels_of
 from statehold.subscription.preparing import Changes, Filled, Prepared, check_state, match
 from statehold.subscription.spare import Spare
-from statehold.tensors.restore import finish
+from statehold.tensors.kinds import finish
 from statehold.units import check_timeout
 
 if TYPE_CHECKING:

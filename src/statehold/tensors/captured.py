@@ -12,8 +12,12 @@ and which may be copied until the next update (lazy):
             in param_groups; and whatever is wrapped in Volatile, which wins
 Invariants: the memory of a captured tensor stays alive at the address that it had at capture
 (columns). The tree shares no container with the live state.
+Equal bytes have equal fingerprints on one kind of device; different ones practically never (XXH3-64
+on the host). They find accidents, not attackers. A tensor that may change as soon as `save` has
+returned is read before; the others are read on the stage thread, before the gate opens.
 
-Not here: modules, optimizers and other objects (kinds), ties and what is recognised from the
+Not here: modules, optimizers and other objects (kinds), fingerprints of device memory
+(devices/fingerprinting), ties and what is recognised from the
 capture before (found), what is known of each tensor (columns), the copying (engine, devices), the
 layout of the file (plan), layouts (placements).
 """
@@ -34,11 +38,17 @@ from statehold.encoding import values
 from statehold.errors import noting
 from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
-from statehold.tensors import composed, foreign, placements
-from statehold.tensors.columns import BATCH, Structure, Tensors, described
+from statehold.tensors import composed, nodes, placements
+from statehold.tensors.columns import (
+    BATCH,
+    Structure,
+    Tensors,
+    described,
+    layout_of,
+    storage_addresses,
+)
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
-from statehold.tensors.facts import layout_of, storage_addresses
 from statehold.tensors.found import Eager, Found, New, NewTensors, Seen
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.placements import OWN, Piece, Placed
@@ -354,9 +364,9 @@ class Capturing:
         if (found := self._kind_of(value)) is not None:
             kind, thing = found
             return kind.capture(self, thing, path)
-        if (node := foreign.torch_node(value)) is not None:
+        if (node := nodes.torch_node(value)) is not None:
             return node
-        return foreign.numpy_node(value, path, self._add_array)
+        return nodes.numpy_node(value, path, self._add_array)
 
     def _add_array(self, array: torch.Tensor, path: str) -> str:
         return self.found.add(array, path, False, owned=True)
@@ -587,3 +597,32 @@ class Capturing:
                 "tensors": inner,
             }
         }
+
+
+# -- fingerprints ----------------------------------------------------------------------------------
+HashMemory = Callable[[int, int], int]
+
+
+def begin_fingerprints(
+    captured: Iterable[CapturedTensor], hash_memory: HashMemory
+) -> dict[str, Callable[[], int]]:
+    """By name, what to call on the stage thread for the fingerprint of each host tensor."""
+    return {
+        each.spec.name: _begin_fingerprint(each, hash_memory)
+        for each in captured
+        if not each.external
+    }
+
+
+def _begin_fingerprint(captured: CapturedTensor, hash_memory: HashMemory) -> Callable[[], int]:
+    tensor = captured.tensor
+    if captured.eager:
+        known = fingerprint_on_host(tensor, hash_memory)
+        return lambda: known
+    return lambda: fingerprint_on_host(tensor, hash_memory)
+
+
+def fingerprint_on_host(tensor: torch.Tensor, hash_memory: HashMemory) -> int:
+    """XXH3-64 of the elements in C order."""
+    dense = tensor.contiguous()
+    return hash_memory(dense.data_ptr(), dense.numel() * dense.element_size())

@@ -26,7 +26,7 @@ from torch import nn
 from statehold.encoding import values
 from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
 from statehold.layout.layout import Box, Layout
-from statehold.tensors import foreign, nodes, placements
+from statehold.tensors import nodes, placements
 from statehold.tensors.destinations import Destinations
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import (
@@ -305,7 +305,7 @@ def form_of(tensor: Any, path: str, depth: int = 0) -> SubclassForm:
         raise UnsupportedValueError("a tensor consists of no other tensor", facts=facts)
     try:
         where = f"{path}.<context>"
-        node = values.encode(context, where, lambda each, _: foreign.torch_node(each), depth=depth)
+        node = values.encode(context, where, lambda each, _: nodes.torch_node(each), depth=depth)
     except UnsupportedValueError as error:
         error.hint = f"{kind} has this value outside its tensors; no step can hold it; {error.hint}"
         raise error.with_fact("class", kind) from None
@@ -639,7 +639,7 @@ class Composed:
                               inner_path(path, name))
             for name, each in saved["tensors"].items()
         }  # fmt: skip
-        context = values.decode(saved["context"], foreign.value_of)
+        context = values.decode(saved["context"], nodes.value_of)
         return build(saved["class"], context, inner, shape, stride, path)
 
     def _inner_place(
@@ -707,4 +707,4 @@ def value_of(tag: str, payload: Any, tensor: Callable[[str], torch.Tensor]) -> A
     if tag == COMPLEX:
         is_tensor = isinstance(payload, torch.Tensor)
         return torch.view_as_complex(payload) if is_tensor else payload.view("c16")[..., 0]
-    return build_saved(payload) if tag == SUBCLASS else foreign.value_of(tag, payload)
+    return build_saved(payload) if tag == SUBCLASS else nodes.value_of(tag, payload)

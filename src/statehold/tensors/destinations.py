@@ -26,7 +26,7 @@ from statehold.layout.layout import Box, Layout
 from statehold.layout.plan import pieces
 from statehold.process.host_memory import ReadOnly
 from statehold.tensors import dtypes, placements
-from statehold.tensors.facts import layout_of
+from statehold.tensors.columns import layout_of
 from statehold.tensors.placements import Piece, Placed
 from statehold.tensors.storable import (
     Memory,

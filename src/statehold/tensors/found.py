@@ -30,15 +30,17 @@ from statehold.layout.layout import AnyLayout, Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import dtypes
 from statehold.tensors.columns import (
+    BatchFacts,
     CapturedTensor,
     ColumnRun,
+    Facts,
     Form,
     Structure,
     Tensors,
     described,
     forms_of,
+    read,
 )
-from statehold.tensors.facts import BatchFacts, Facts, read
 from statehold.tensors.placements import OWN, Placed
 from statehold.tensors.storable import (
     ORDINARY,

@@ -30,7 +30,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import Answer, RestoreReport, Selection, some, suggested
 from statehold.format.trees import tensors_of
 from statehold.layout.layout import Layout
-from statehold.tensors import dtypes, foreign, nodes
+from statehold.tensors import dtypes, nodes
 from statehold.tensors.composed import (
     Composed,
     is_allowed,
@@ -601,7 +601,7 @@ class Matching:
             if tag == "$tensor":
                 shape, dtype = self.memory.shape_of(payload), self.memory.dtype_of(payload)
                 return torch.empty(shape, dtype=dtype, device="meta")
-            return None if tag in _MADE_OF_TENSORS else foreign.value_of(tag, payload)
+            return None if tag in _MADE_OF_TENSORS else nodes.value_of(tag, payload)
 
         return values.decode(node, leaf)
 
@@ -635,7 +635,7 @@ class Matching:
             return self.memory.make(payload, HOST).numpy()
         if tag == "$complex128":  # of an array: a view of pairs
             return payload.view("complex128")[..., 0]
-        return foreign.value_of(tag, payload)
+        return nodes.value_of(tag, payload)
 
 
 def is_storable_kind(value: Any) -> bool:

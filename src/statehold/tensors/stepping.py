@@ -21,9 +21,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from statehold.tensors.columns import BATCH
+from statehold.tensors.columns import BATCH, storage_addresses
 from statehold.tensors.composed import parts_of
-from statehold.tensors.facts import storage_addresses
 from statehold.tensors.storable import ORDINARY, impl_of, is_storable, local_of, storage_of
 
 _is_quantized, _is_nested = attrgetter("is_quantized"), attrgetter("is_nested")

@@ -29,8 +29,8 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from statehold.tensors.devices import graphs
+from statehold.tensors.devices.graphs import Wrapping
 from statehold.tensors.storable import impl_of
-from statehold.tensors.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

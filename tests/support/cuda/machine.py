@@ -26,7 +26,7 @@ from statehold.checkpoint.save import pipeline
 from statehold.process.ending import end_all
 from statehold.process.worker import Worker
 from statehold.tensors import storable as tensors
-from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs, update_streams
+from statehold.tensors.devices import cuda, cuda_runtime, devices, graphs
 from support.cuda.api import AcceleratorGraph, Cuda, Local, Runtime, copy_async, device_of
 from support.cuda.memory import Block, Memory, Pins
 from support.cuda.operations import Operations
@@ -266,7 +266,7 @@ def install(patch: pytest.MonkeyPatch, count: int = 1, seed: int | None = None) 
     _replace(patch, tensors.devices_of, devices_of)
     _replace(patch, tensors.device_of, device_of)
     _replace(patch, tensors.empty_on, machine.empty_on)
-    for module in (cuda, graphs, update_streams):
+    for module in (cuda, graphs):
         patch.setattr(module, "cuda", machine.cuda)
     patch.setattr(graphs, "accelerator", machine.accelerator)
     patch.setattr(cuda, "_SIDE_STREAMS", {})

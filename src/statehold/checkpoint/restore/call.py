@@ -53,7 +53,7 @@ from statehold.steps.directories import misnamed
 from statehold.steps.nearest import Nearest
 from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.graph import transfer_into
-from statehold.tensors.restore import check_takes_values
+from statehold.tensors.kinds import check_takes_values
 
 # -- the call --------------------------------------------------------------------------------------
 

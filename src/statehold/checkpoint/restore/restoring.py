@@ -10,7 +10,7 @@ changes a byte before all ranks have matched. A step counts as restored only whe
 read and verified it, from the same save of it. Any error on one rank is an error on all, except
 damage.
 
-Not here: matching (tensors/restore), which bytes (read_plan), which copy of them (steps/nearest),
+Not here: matching (tensors/kinds), which bytes (read_plan), which copy of them (steps/nearest),
 agreeing (ranks/rounds).
 """
 
@@ -42,8 +42,8 @@ from statehold.process.warn import warn_caller
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, everyone, led, pooled, together
 from statehold.steps.nearest import Next, StepChanged
 from statehold.tensors.destinations import Destination
+from statehold.tensors.kinds import finish, prepare
 from statehold.tensors.matching import Restoration, mismatch
-from statehold.tensors.restore import finish, prepare
 from statehold.tensors.stored import Wanted
 
 if TYPE_CHECKING:

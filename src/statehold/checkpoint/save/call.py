@@ -30,7 +30,8 @@ from statehold.errors import StorageError, TornSnapshot, UsageError, shown
 from statehold.format.entries import NAMED, NAMES_MAX, About, is_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
-from statehold.tensors import fingerprints, updates
+from statehold.tensors import updates
+from statehold.tensors.captured import begin_fingerprints
 from statehold.tensors.devices.jobs import JobSource
 from statehold.units import GiB
 
@@ -185,7 +186,7 @@ class Saver:
             place=self.levels.near[0],
             comparisons=known.comparisons,
             version=self.claims.version,
-            fingerprinting=fingerprints.begin(compared, self.runtime.hash_memory),
+            fingerprinting=begin_fingerprints(compared, self.runtime.hash_memory),
             is_last=is_last,
             about=about,
             shared=shared,

@@ -25,11 +25,11 @@ from statehold.errors import PeerFailedError, WaitTimeout
 from statehold.observe.background_log import log_once
 from statehold.process.reentry import enter
 from statehold.tensors import updates
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
+from statehold.tensors.devices.graphs import UpdateStreams
 from statehold.tensors.devices.relay import named_failures
-from statehold.tensors.devices.update_streams import UpdateStreams
 from statehold.tensors.found import Seen
+from statehold.tensors.kinds import capture
 from statehold.tensors.stepping import Gradients, Stepping
 from statehold.tensors.storable import impl_of
 

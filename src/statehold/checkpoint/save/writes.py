@@ -25,7 +25,7 @@ from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
 from statehold.layout.share import RankPlan, Share
 from statehold.layout.stored import StoredFile, StoredPart
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
-from statehold.tensors.foreign import value_of
+from statehold.tensors.nodes import value_of
 
 if TYPE_CHECKING:
     from statehold._core import Engine, File, WriteJob

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statehold.errors import ClosedError, StateholdError, UsageError, storing
 from statehold.layout.share import Balance
-from statehold.observe.background_log import BackgroundLog, harmless
+from statehold.observe.background_log import BackgroundLog, Counts, Progress, harmless
 from statehold.observe.counters import Figures, figures_of
-from statehold.observe.progress import Counts, Progress
 from statehold.observe.tracing import Trace
 from statehold.process.whole_files import replace_file
 from statehold.units import format_bytes, format_seconds

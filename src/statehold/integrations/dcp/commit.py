@@ -28,7 +28,7 @@ from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.share import HeldTensor
 from statehold.steps.directories import parent_of
 from statehold.steps.publish import make_durable
-from statehold.tensors.foreign import value_of
+from statehold.tensors.nodes import value_of
 
 if TYPE_CHECKING:
     from statehold._core import Fs

@@ -26,7 +26,7 @@ from statehold.checkpoint.telemetry.watch import UNWATCHED, SaveStats, Watch
 from statehold.errors import UsageError
 from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
-from statehold.io.staging import chosen
+from statehold.io.runtime import chosen
 from statehold.observe.background_log import log_once
 from statehold.observe.tracing import Trace
 from statehold.options import Options

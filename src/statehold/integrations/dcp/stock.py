@@ -60,10 +60,9 @@ from statehold.integrations.formats.streamed import (
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.tensors import nodes
-from statehold.tensors.kinds import modules, optimizers
+from statehold.tensors.kinds import check_takes_values, modules, optimizers
 from statehold.tensors.matching import holds_state, missing_of, places, tie_of
 from statehold.tensors.nodes import GROUPS, PARAMS, Group
-from statehold.tensors.restore import check_takes_values
 from statehold.tensors.stepping import may_make
 from statehold.tensors.storable import empty_on, is_stateful
 

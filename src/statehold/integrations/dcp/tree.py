@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding import values
-from statehold.tensors import foreign
+from statehold.tensors import nodes
 
 Path = tuple[str | int, ...]
 _MAPPINGS = ("$dict", "$ordered", "$counter")
@@ -112,7 +112,7 @@ def _members(node: Any) -> list[tuple[str | int, Any]] | None:
     if tag is None:
         return list(node.items())
     if tag in _MAPPINGS:
-        return [(_key(foreign.key_of(key)), item) for key, item in node[tag]]
+        return [(_key(nodes.key_of(key)), item) for key, item in node[tag]]
     return None
 
 

@@ -33,11 +33,11 @@ from statehold.io.memory_room import open_file
 from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec, plan_save
 from statehold.tensors import dtypes
-from statehold.tensors.capture import capture
 from statehold.tensors.captured import Capture
 from statehold.tensors.columns import CapturedTensor, Tensors, described
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.jobs import JobSource
+from statehold.tensors.kinds import capture
 from statehold.tensors.storable import check_storable, is_external, is_view_of_other_values
 
 if TYPE_CHECKING:

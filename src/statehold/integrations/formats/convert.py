@@ -62,14 +62,14 @@ from statehold.io.clients import open_engine
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, plan_save
-from statehold.observe.progress import Progress
+from statehold.observe.background_log import Progress
 from statehold.options.paths import absolute, check_path
 from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
 from statehold.steps.lock import RunLock
 from statehold.steps.store import Store
-from statehold.tensors import dtypes, foreign, nodes
+from statehold.tensors import dtypes, nodes
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class StepTree:
             raise UnsupportedValueError(
                 "a tensor that consists of others cannot be exported", facts=facts, hint=hint
             )
-        return foreign.value_of(tag, payload)
+        return nodes.value_of(tag, payload)
 
     def _streamed(self, name: str) -> Streamed:
         if name not in self._made:
@@ -405,7 +405,7 @@ def _encoded(tree: Any) -> tuple[Any, dict[str, Streamed]]:
             is_wide = value.dtype == torch.complex128
             return {"$complex128": {"$tensor": name}} if is_wide else {"$tensor": name}
         storable(value, path)
-        return foreign.torch_node(value) or foreign.numpy_node(value, path, placed)
+        return nodes.torch_node(value) or nodes.numpy_node(value, path, placed)
 
     def placed(tensor: torch.Tensor, path: str) -> str:
         return names.setdefault(whole(tensor), path)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from statehold import _core
-from statehold.tensors.fingerprints import on_host
+from statehold.tensors.captured import fingerprint_on_host
 from statehold.tensors.storable import local_of
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -71,7 +71,7 @@ def _of_tensor(tensor: torch.Tensor) -> bytes:
     if tensor.layout is not torch.strided:
         tensor = tensor.detach().to_dense()
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return form + on_host(plain, _core.hash_memory).to_bytes(8, "little")
+    return form + fingerprint_on_host(plain, _core.hash_memory).to_bytes(8, "little")
 
 
 def _of_array(array: Any, numpy: Any) -> bytes:

@@ -11,8 +11,7 @@
     placing     where bytes of saved chunks go
     loading     the copies of a restore
     devices     what belongs to one engine
-    graphs      CUDA graphs that hold updates, and what runs before their replays
-    update_streams    the streams that updates were given to
+    graphs      CUDA graphs that hold updates, what runs before their replays; streams of updates
 
 Invariants: copies of a save go as copying says. The copies of a restore start after, and end
 before, what the current stream does around it.

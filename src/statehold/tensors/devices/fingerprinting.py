@@ -4,7 +4,7 @@ Invariants: equal bytes have equal fingerprints on one kind of device. Of the el
 as 8-byte words w(0), w(1), ... with zeros at the end, it is the sum of mixed(w(i) + i * ODD) *
 (2 i + 1), modulo 2**64. The scratch is four times WORDS words, and less on a device that has no
 memory left.
-Not here: fingerprints of host memory, and what they are for (tensors/fingerprints).
+Not here: fingerprints of host memory, and what they are for (tensors/captured).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from statehold.encoding import values
 from statehold.layout.layout import Box
-from statehold.tensors import foreign, nodes, placements
+from statehold.tensors import nodes, placements
 from statehold.tensors.captured import STATES, Capturing, Flat
 from statehold.tensors.composed import is_composed
 from statehold.tensors.found import Eager
@@ -360,7 +360,7 @@ def match(to: Matching, live: Optimizer, node: Any, path: str) -> None:
         saved = _ByName(to, live, path, said, groups)
         if saved.streamed():
             return
-    node = node if whole is None else foreign.mapping_of(whole)
+    node = node if whole is None else nodes.mapping_of(whole)
     if not is_standard(live):
         shown = live.state_dict() if saved is None else saved.shown()
         if saved is not None and not is_by_name(shown):
