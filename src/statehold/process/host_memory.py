@@ -3,7 +3,7 @@
 Owns: reading /proc, the control groups and the limits of the process; the directory of this user in
 the memory of the host, `/dev/shm/statehold-UID`.
 Invariants: the smallest of all limits counts. A limit that cannot be read does not count.
-Not here: the use of the memory (staging, steps/ready).
+Not here: the use of the memory (io/runtime, steps/ready).
 """
 
 from __future__ import annotations
