@@ -6,7 +6,7 @@ Invariants: the model is not changed and not run: torch.fx traces a copy of its 
 their tensors. Other threads may call models meanwhile. A model that cannot be traced has its
 modules in their order instead; `kind` and `reason` say so.
 
-Not here: digests, the record in a step, and prefixes (format/graphs); the restore (restore).
+Not here: digests, the record in a step, and prefixes (format/graphs); the restore (kinds).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariants: nothing live changes here. Destinations are live storages wherever t
 the saved shape and dtype; only what is missing (a fresh optimizer's state, new dict entries) is
 allocated.
 Not here: modules, optimizers and other objects (kinds), memory (destinations), the order of the
-acts that are left (restore), choosing the step (checkpointer).
+acts that are left (kinds), choosing the step (checkpointer).
 """
 
 from __future__ import annotations
