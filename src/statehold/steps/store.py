@@ -179,6 +179,7 @@ class Store(DirectoryShelf):
     next save. A file is reused only if the kernel confirms that no process on this host has it open
     or mapped, and that no other name links to it. Otherwise it is deleted, so its readers are not
     disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
+    It deletes files of another number of ranks at once, because nobody takes them.
 
     keep: which committed steps stay (options/keep). reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
@@ -204,6 +205,7 @@ class Store(DirectoryShelf):
         self.leads = rank == 0  # the first of the ranks that see these files may commit and clear
         self._ranks = world_size
         self._own = f"rank-{rank:05d}-"  # names of this rank's files begin so
+        self._of_world = f"-of-{world_size:05d}"  # is in the names of files that a rank can take
         self._guard = threading.RLock()
         self._protected = Counter[int]()
         self.intact: int | None = None  # the last step that this job has restored or committed
@@ -443,7 +445,8 @@ class Store(DirectoryShelf):
             if self.fs.is_dir(partial):
                 if self.leads:
                     self._settle_names()
-                delete(self.fs, partial, "" if self.leads else self._own)
+                own = None if self.leads else lambda name: name.startswith(self._own)
+                delete(self.fs, partial, own)
             self._abandoned = None
 
     def _clear_attempts(self, under_way: str) -> None:
@@ -554,6 +557,7 @@ class Store(DirectoryShelf):
         with contextlib.suppress(StorageError):  # a file there may stay, also one of a dead job
             if self._ranks > 1:
                 self.drop_spare()  # files that no rank has taken until now
+                delete(self.fs, directory, lambda name: self._of_world not in name)
             if self._reuse and self._spare is None:
                 self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
                 self._spare = f"{self._root}/{SPARE_NAME}"
