@@ -26,7 +26,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from statehold.errors import (
     CorruptionError,
@@ -58,7 +58,10 @@ from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
+    from statehold.format.manifest import RecordEntry
     from statehold.options.keep import Keep
+
+    Records: TypeAlias = Sequence[RecordEntry]
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -411,11 +414,18 @@ class Store(DirectoryShelf):
         self._rooms.written(name, len(record))
         self.fs.sync_dir(partial)
 
-    def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
-        """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
+    def commit(
+        self, manifest: CommitRecord, attempt: str | None = None, records: Records = ()
+    ) -> None:
+        """D3 to D7: publish a step whose data files, and ranks' records, are durable.
+
+        records: those of all ranks, by rank, if they should all be in this directory.
+        """
         self._lead("commit")
         partial = self.partial(manifest.step, attempt)
         with self._guard:
+            if records:
+                _check_here(self.fs, partial, records)
             raw = manifest.encode()
             replaced = publish(self.fs, partial, self.path(manifest.step), raw)
             self._rooms.written(MANIFEST_NAME, len(raw))
@@ -602,6 +612,22 @@ class Store(DirectoryShelf):
                 self.fs.rename(spare_file, path)
                 return True
         return False
+
+
+def _check_here(fs: Fs, partial: str, records: Records) -> None:
+    """Raise StorageError unless the record of every rank is there: hosts may not share the
+    directory. A network file system asks its server when a directory is opened to be listed."""
+    here = {name for name, _ in fs.listdir(partial)}
+    for rank, record in enumerate(records):
+        path = f"{partial}/{record.name}"
+        if record.name not in here and fs.stat_bytes(path) is None:
+            raise StorageError(
+                f"cannot commit a step: rank 0 does not see the files of rank {rank}",
+                errno=errno.ENOENT,
+                path=path,
+                hint="all hosts must share this directory: is it mounted on each of them? What "
+                "each has for itself is a level statehold.Directory(path=..., per_host=True)",
+            )
 
 
 # -- the order of steps ----------------------------------------------------------------------------
