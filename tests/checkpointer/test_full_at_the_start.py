@@ -42,10 +42,13 @@ def left(ranks: int = 1) -> SimFs:
     return fs
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("keep", [1, 2, 4])
-def test_the_first_save_of_a_job_makes_room_for_itself(ranks: int, keep: int) -> None:
-    fs = full(left(ranks))
+@pytest.mark.parametrize(
+    ("before", "ranks", "keep"),
+    [*((n, n, keep) for n in (1, 2) for keep in (1, 2, 4)), (1, 2, 2), (2, 3, 2), (3, 2, 4)],
+)
+def test_the_first_save_of_a_job_makes_room_for_itself(before: int, ranks: int, keep: int) -> None:
+    """With another number of ranks than before, no file is held back that no rank overwrites."""
+    fs = full(left(before))
     with Ranks(fs, ranks, keep=keep) as job:
         job.each(lambda rank: job.ckpts[rank].restore(content(0)))
         for step in (6, 7, 8):

@@ -10,6 +10,7 @@ import pytest
 
 from statehold.errors import InvariantError, StateholdError, StorageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.plan import file_name
 from statehold.steps.store import Store
 from support.in_memory import SimFs
 
@@ -26,6 +27,10 @@ class Sealed:
         return b"manifest of %d" % self.step
 
 
+def data(rank: int) -> str:
+    return file_name(rank, RANKS)
+
+
 def stores(fs: Any, **options: Any) -> list[Store]:
     return [Store(fs, RUN, rank=rank, world_size=RANKS, **options) for rank in range(RANKS)]
 
@@ -40,7 +45,7 @@ def opened(fs: Any, **options: Any) -> list[Store]:
 def write(store: Store, rank: int, step: int, attempt: str) -> bool:
     """D1 to D3 of one rank; says if its file was reused."""
     store.begin(step, attempt)
-    file, reused = store.data_file(step, f"data-{rank}", 4096, attempt)
+    file, reused = store.data_file(step, data(rank), 4096, attempt)
     file.close()
     store.seal(step, attempt, f"record-{rank}", b"%d of %d" % (rank, step))
     return reused
@@ -64,7 +69,7 @@ def check(fs: Any, step: int) -> None:
     assert fs.read_file(f"{path}/{MANIFEST_NAME}", 99) == b"manifest of %d" % step
     for rank in range(RANKS):
         assert fs.read_file(f"{path}/record-{rank}", 99) == b"%d of %d" % (rank, step)
-        assert fs.stat_bytes(f"{path}/data-{rank}") is not None
+        assert fs.stat_bytes(f"{path}/{data(rank)}") is not None
 
 
 def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
@@ -186,7 +191,7 @@ def test_a_spare_file_taken_while_it_is_deleted_is_not_missed() -> None:
     ranks[0].drop_spare()
     assert stolen.fired
     assert ".spare" not in names(fs)
-    assert "data-1" in names(fs, f"{RUN}/step-000000000002.{TOKEN}-2.partial")
+    assert data(1) in names(fs, f"{RUN}/step-000000000002.{TOKEN}-2.partial")
 
 
 def test_only_rank_0_decides() -> None:

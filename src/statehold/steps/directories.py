@@ -114,11 +114,11 @@ def make_directories(fs: Fs, path: str) -> None:
         fs.sync_dir(parent_of(path))
 
 
-def delete(fs: Fs, directory: str, of: str = "") -> None:
+def delete(fs: Fs, directory: str, only: Callable[[str], bool] | None = None) -> None:
     """Delete a directory that no name of a step leads to, with its contents.
 
-    of: only what has names that begin so. Then the directory stays, because others may be about to
-    make files there.
+    only: whether something of that name goes. Then the directory stays, with the rest, and others
+    may be about to make files there.
     """
 
     def remove(entry: tuple[str, bool]) -> None:
@@ -129,8 +129,8 @@ def delete(fs: Fs, directory: str, of: str = "") -> None:
             with unless(errno.ENOENT):  # another rank took it meanwhile
                 fs.unlink(f"{directory}/{name}")
 
-    each_of((entry for entry in fs.listdir(directory) if entry[0].startswith(of)), remove)
-    if not of:
+    each_of((entry for entry in fs.listdir(directory) if only is None or only(entry[0])), remove)
+    if only is None:
         fs.rmdir(directory)
 
 

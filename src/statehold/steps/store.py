@@ -26,7 +26,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from statehold.errors import (
     CorruptionError,
@@ -58,7 +58,10 @@ from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
+    from statehold.format.manifest import RecordEntry
     from statehold.options.keep import Keep
+
+    Records: TypeAlias = Sequence[RecordEntry]
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -179,6 +182,7 @@ class Store(DirectoryShelf):
     next save. A file is reused only if the kernel confirms that no process on this host has it open
     or mapped, and that no other name links to it. Otherwise it is deleted, so its readers are not
     disturbed. Each rank takes the file of its own name. The leading rank deletes the rest later.
+    It deletes files of another number of ranks at once, because nobody takes them.
 
     keep: which committed steps stay (options/keep). reuse: overwrite retired files.
     mapped: `root` lies on a memory file system, and data files are written as memory.
@@ -204,6 +208,7 @@ class Store(DirectoryShelf):
         self.leads = rank == 0  # the first of the ranks that see these files may commit and clear
         self._ranks = world_size
         self._own = f"rank-{rank:05d}-"  # names of this rank's files begin so
+        self._of_world = f"-of-{world_size:05d}"  # is in the names of files that a rank can take
         self._guard = threading.RLock()
         self._protected = Counter[int]()
         self.intact: int | None = None  # the last step that this job has restored or committed
@@ -409,11 +414,18 @@ class Store(DirectoryShelf):
         self._rooms.written(name, len(record))
         self.fs.sync_dir(partial)
 
-    def commit(self, manifest: CommitRecord, attempt: str | None = None) -> None:
-        """D3 to D7: publish a step whose data files, and ranks' records, are durable."""
+    def commit(
+        self, manifest: CommitRecord, attempt: str | None = None, records: Records = ()
+    ) -> None:
+        """D3 to D7: publish a step whose data files, and ranks' records, are durable.
+
+        records: those of all ranks, by rank, if they should all be in this directory.
+        """
         self._lead("commit")
         partial = self.partial(manifest.step, attempt)
         with self._guard:
+            if records:
+                _check_here(self.fs, partial, records)
             raw = manifest.encode()
             replaced = publish(self.fs, partial, self.path(manifest.step), raw)
             self._rooms.written(MANIFEST_NAME, len(raw))
@@ -443,7 +455,8 @@ class Store(DirectoryShelf):
             if self.fs.is_dir(partial):
                 if self.leads:
                     self._settle_names()
-                delete(self.fs, partial, "" if self.leads else self._own)
+                own = None if self.leads else lambda name: name.startswith(self._own)
+                delete(self.fs, partial, own)
             self._abandoned = None
 
     def _clear_attempts(self, under_way: str) -> None:
@@ -554,6 +567,7 @@ class Store(DirectoryShelf):
         with contextlib.suppress(StorageError):  # a file there may stay, also one of a dead job
             if self._ranks > 1:
                 self.drop_spare()  # files that no rank has taken until now
+                delete(self.fs, directory, lambda name: self._of_world not in name)
             if self._reuse and self._spare is None:
                 self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
                 self._spare = f"{self._root}/{SPARE_NAME}"
@@ -598,6 +612,22 @@ class Store(DirectoryShelf):
                 self.fs.rename(spare_file, path)
                 return True
         return False
+
+
+def _check_here(fs: Fs, partial: str, records: Records) -> None:
+    """Raise StorageError unless the record of every rank is there: hosts may not share the
+    directory. A network file system asks its server when a directory is opened to be listed."""
+    here = {name for name, _ in fs.listdir(partial)}
+    for rank, record in enumerate(records):
+        path = f"{partial}/{record.name}"
+        if record.name not in here and fs.stat_bytes(path) is None:
+            raise StorageError(
+                f"cannot commit a step: rank 0 does not see the files of rank {rank}",
+                errno=errno.ENOENT,
+                path=path,
+                hint="all hosts must share this directory: is it mounted on each of them? What "
+                "each has for itself is a level statehold.Directory(path=..., per_host=True)",
+            )
 
 
 # -- the order of steps ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from statehold.errors import NoSpaceError, StateholdError, StorageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX
-from statehold.format.manifest import Manifest
+from statehold.format.manifest import Commit, Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.io.memory_room import free_bytes
@@ -438,7 +438,9 @@ class DirectoryPlace(Target):
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)
-        self.store.commit(Copied(step, manifest), attempt)
+        listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step))
+        records = listed.records if isinstance(listed, Commit) else ()
+        self.store.commit(Copied(step, manifest), attempt, records)
         with contextlib.suppress(StorageError):  # the next copy clears them
             self._unfinished.clear(attempt=attempt)
 

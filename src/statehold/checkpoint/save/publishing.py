@@ -5,10 +5,11 @@
                                                 -> the others: wait for the outcome from rank 0
     Across     the same into a level that each host has for itself, in two rounds
 
-Invariants: rank 0 commits only when the records of all ranks are durable, belong to one step, and
-were planned with the same knowledge (claims). A rank that fails announces why, and the others fail
-with its reason. After the commit nothing fails the save, on any rank. All of this runs on the
-commit thread. It uses no collective, and the training thread waits for nothing here.
+Invariants: rank 0 commits only when the records of all ranks are durable, are in its own directory,
+belong to one step, and were planned with the same knowledge (claims). A rank that fails announces
+why, and the others fail with its reason. After the commit nothing fails the save, on any rank. All
+of this runs on the commit thread. It uses no collective, and the training thread waits for nothing
+here.
 
 Not here: how ranks talk (peers), the content of files (record, manifest), the files (store).
 """
@@ -301,7 +302,7 @@ class Together:
 
     def _land(self, work: Work, commit: Commit) -> None:
         with work.save.stage("publish"):
-            work.place.store.commit(commit, work.attempt)
+            work.place.store.commit(commit, work.attempt, commit.records)
 
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         """Keep the outcome, which announce() sends when older steps are retired."""
