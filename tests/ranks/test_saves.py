@@ -499,6 +499,31 @@ def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: R
     assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))
 
 
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "metric": (3, {"metrics": {"loss": torch.ones(())}}),
+    "tag": (3, {"tags": "one"}),
+    "step": ("three", {}),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_call_that_one_rank_has_refused_fails_no_other_save(refused: str) -> None:
+    step, said = REFUSED[refused]
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 2)
+
+        def save(rank: int) -> Save:
+            asked = (step, said) if rank else (3, {})
+            save = ranks.ckpts[rank].save(asked[0], state(rank, 3), **asked[1])
+            return save.wait("committed", DEADLINE_S)
+
+        other, own = ranks.outcomes(save)
+        assert type(own) is UsageError
+        assert type(other) is PeerFailedError
+        saved(ranks, 4, 8)
+        assert ranks.ckpts[0].steps() == [1, 2, 4, 5, 6, 7, 8]
+
+
 def test_the_second_save_under_way_does_not_wait_again_for_a_dead_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
