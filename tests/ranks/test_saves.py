@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import re
 import threading
 import time
@@ -522,6 +523,45 @@ def test_a_call_that_one_rank_has_refused_fails_no_other_save(refused: str) -> N
         assert type(other) is PeerFailedError
         saved(ranks, 4, 8)
         assert ranks.ckpts[0].steps() == [1, 2, 4, 5, 6, 7, 8]
+
+
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "rewind(1)": lambda ckpt: ckpt.rewind(1),
+    "rewind(3)": lambda ckpt: ckpt.rewind(3),
+    "restore()": lambda ckpt: ckpt.restore(blank()),
+    "restore(step=2)": lambda ckpt: ckpt.restore(blank(), 2),
+}
+
+
+@pytest.mark.parametrize(("of_rank_0", "other"), [*itertools.permutations(ALIKE, 2)])
+def test_ranks_that_call_different_things_are_told_and_pair_again(
+    of_rank_0: str, other: str
+) -> None:
+    calls = [of_rank_0, other]
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 3)
+        for error in ranks.outcomes(lambda rank: ALIKE[calls[rank]](ranks.ckpts[rank])):
+            assert type(error) is PeerFailedError
+            assert error.rank == 1
+            assert error.reason == f"it called {other}, and rank 0 called {of_rank_0}"
+        assert ranks.ckpts[0].steps() == [1, 2, 3]
+        check_step(ranks, 3)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_after_a_call_that_one_rank_made_alone_all_pair_again(alone: int) -> None:
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 3)
+        all_peers = [inside(ckpt).peers for ckpt in ranks.ckpts]
+        for peers in all_peers:
+            peers.timeout_s = 0.0
+        for _ in range(2):
+            with pytest.raises(PeerLostError):
+                ranks.ckpts[alone].restore(blank())
+        for peers in all_peers:
+            peers.timeout_s = DEADLINE_S
+        check_step(ranks, 3)
+        assert ranks.each(lambda rank: ranks.ckpts[rank].rewind(2)) == [[3]] * 2
 
 
 def test_the_second_save_under_way_does_not_wait_again_for_a_dead_rank(
