@@ -418,3 +418,17 @@ def test_threads_that_open_together_open_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         tokens = {each.result() for each in [pool.submit(open_it) for _ in range(4)]}
     assert len(tokens) == 1
+
+
+def test_a_rank_that_came_before_the_others_opens_with_them_at_a_later_try(make_any: Maker) -> None:
+    peers = peers_of(make_any, 2, 0.0)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            peers[1].open()
+    for each in peers:
+        each.timeout_s = DEADLINE_S
+    first, second = together(peers, lambda one: one.open())
+    assert first == second
+    peers = peers_of(make_any, 2)
+    again = together(peers, lambda one: one.open())
+    assert len({first, *again}) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import re
 import threading
 import time
@@ -497,6 +498,70 @@ def test_a_step_that_is_no_number_in_the_first_save_of_one_rank_is_told(ranks: R
     outcomes = ranks.outcomes(begin)
     assert type(outcomes[1]) is UsageError
     assert all(type(outcomes[rank]) is PeerFailedError for rank in (0, 2, 3))
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "metric": (3, {"metrics": {"loss": torch.ones(())}}),
+    "tag": (3, {"tags": "one"}),
+    "step": ("three", {}),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_call_that_one_rank_has_refused_fails_no_other_save(refused: str) -> None:
+    step, said = REFUSED[refused]
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 2)
+
+        def save(rank: int) -> Save:
+            asked = (step, said) if rank else (3, {})
+            save = ranks.ckpts[rank].save(asked[0], state(rank, 3), **asked[1])
+            return save.wait("committed", DEADLINE_S)
+
+        other, own = ranks.outcomes(save)
+        assert type(own) is UsageError
+        assert type(other) is PeerFailedError
+        saved(ranks, 4, 8)
+        assert ranks.ckpts[0].steps() == [1, 2, 4, 5, 6, 7, 8]
+
+
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "rewind(1)": lambda ckpt: ckpt.rewind(1),
+    "rewind(3)": lambda ckpt: ckpt.rewind(3),
+    "restore()": lambda ckpt: ckpt.restore(blank()),
+    "restore(step=2)": lambda ckpt: ckpt.restore(blank(), 2),
+}
+
+
+@pytest.mark.parametrize(("of_rank_0", "other"), [*itertools.permutations(ALIKE, 2)])
+def test_ranks_that_call_different_things_are_told_and_pair_again(
+    of_rank_0: str, other: str
+) -> None:
+    calls = [of_rank_0, other]
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 3)
+        for error in ranks.outcomes(lambda rank: ALIKE[calls[rank]](ranks.ckpts[rank])):
+            assert type(error) is PeerFailedError
+            assert error.rank == 1
+            assert error.reason == f"it called {other}, and rank 0 called {of_rank_0}"
+        assert ranks.ckpts[0].steps() == [1, 2, 3]
+        check_step(ranks, 3)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_after_a_call_that_one_rank_made_alone_all_pair_again(alone: int) -> None:
+    with Ranks(SimFs(seed=1), 2) as ranks:
+        saved(ranks, 1, 3)
+        all_peers = [inside(ckpt).peers for ckpt in ranks.ckpts]
+        for peers in all_peers:
+            peers.timeout_s = 0.0
+        for _ in range(2):
+            with pytest.raises(PeerLostError):
+                ranks.ckpts[alone].restore(blank())
+        for peers in all_peers:
+            peers.timeout_s = DEADLINE_S
+        check_step(ranks, 3)
+        assert ranks.each(lambda rank: ranks.ckpts[rank].rewind(2)) == [[3]] * 2
 
 
 def test_the_second_save_under_way_does_not_wait_again_for_a_dead_rank(

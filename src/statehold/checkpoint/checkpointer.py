@@ -351,7 +351,11 @@ class Checkpointer:
 
     def levels(self) -> list[LevelStatus]:
         """The status of each level, the first one first: its newest step, the copy under way, the
-        last failure, and its interval if "auto" has chosen it."""
+        last failure, and its interval if "auto" has chosen it.
+
+        Ask rank 0. Of the levels behind the first, the other ranks know only the copies that they
+        made since the last restore or flush.
+        """
         enter("levels()")
         return self._opened().status()
 

@@ -46,7 +46,7 @@ from statehold.observe.background_log import logger
 from statehold.ranks.membership import ALONE, Membership
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption import Preemption
-from statehold.ranks.rounds import Round, everyone, led, together
+from statehold.ranks.rounds import Round, called, everyone, led, together
 
 # -- the session -----------------------------------------------------------------------------------
 
@@ -206,6 +206,7 @@ class Session:
         A level that cannot be reached fails the call before any level has lost a step.
         is_elsewhere: the state was loaded from a copy that does not belong to the run.
         """
+        called(self.peers, f"rewind({step})", lambda: None)
         with self.levels.protected(step):  # from the saves and copies that are under way
             together(self.peers, partial(self._ready_to_rewind, step))
             if not is_elsewhere:

@@ -124,6 +124,7 @@ class StoreBoard:
         self._idle: list[Any] = []
         self._private = hasattr(store, "clone")
         self._failed = False
+        self._opening: dict[int, str] = {}  # by rank: the key of an opening that is not done
 
     # -- single notes ----------------------------------------------------------------------
 
@@ -182,12 +183,17 @@ class StoreBoard:
     def open(self, rank: int, size: int, until: float) -> str:
         # All ranks open a run equally often, so the n-th opening of one is that of the others. The
         # store counts, and not the process, because a process may outlive its job.
-        key = f"token/{self._add(f'openings/{rank}')}"
+        # A rank whose peers were late tries the same opening again.
+        if rank not in self._opening:
+            self._opening[rank] = f"token/{self._add(f'openings/{rank}')}"
+        key = self._opening[rank]
         if rank == 0:
             self.post(key, new_token().encode())
         elif self.wait([key], until):
             raise lost_leader("call the ranks to open the run")
-        return bytes(self.peek(key) or b"").decode()
+        token = bytes(self.peek(key) or b"").decode()
+        del self._opening[rank]
+        return token
 
     def close(self) -> None:
         """Close the private connections; the next call opens one again."""

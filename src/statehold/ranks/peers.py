@@ -42,6 +42,9 @@ from statehold.ranks.board import Board, did_not_come, lost_leader
 from statehold.ranks.membership import Membership
 
 _CONCLUDED, _FAILED = b"+", b"-"
+_CALL = "call"
+# A call of all ranks has fewer rounds than this.
+ROUNDS_MAX = 1 << 20
 
 # From its own arrival, which may be late, rank 0 waits `timeout_s` for the missing ranks, and then
 # names them. A rank that gave rank 0 no more time would blame it for them.
@@ -62,6 +65,7 @@ class Peers:
         self._guard = threading.Lock()
         self._token: str | None = None
         self._agreed: dict[str, int] = {}
+        self._calls = 0  # the number of the next call of all ranks
         self._lost_s = -math.inf  # when a rank was lost in a save
         self._held: dict[str, list[str]] = {}  # kind of round -> groups to forget, oldest first
 
@@ -214,6 +218,26 @@ class Peers:
         self.conclude(seq, decision, what)
         return decision
 
+    def meet(self, message: bytes, decide: Callable[[list[bytes]], bytes], counts: str) -> bytes:
+        """The first round of a call that all ranks make, and that may wait for all.
+
+        Ranks pair again after a call that some of them did not make. A rank skips the calls that
+        ended without it, and tries one again to which rank 0 did not come. Rounds of the kind
+        `counts` get their numbers from that of the call.
+        """
+        seq = self._calls
+        while self.rank and not self._has_entered(_CALL, seq) and self.has_ended(_CALL, seq):
+            seq += 1
+        self._calls = seq + 1
+        try:
+            decision = self.agree(_CALL, message, decide, seq)
+        except PeerLostError:
+            if self.rank and not self.has_ended(_CALL, seq):
+                self._calls = seq
+            raise
+        self._agreed[counts] = seq * ROUNDS_MAX
+        return decision
+
     def has_ended(self, what: str, seq: int) -> bool:
         """Whether a round of agree() has an outcome. A rank that comes to it again gets that
         outcome."""
@@ -228,9 +252,15 @@ class Peers:
         group = self._group(kind, seq)
         if self.rank:
             self._forget(kind, keep=1)
+        if self._has_entered(kind, seq):
+            self.board.post(f"{group}/{self.rank}", message)
+            return
         with self._guard:
             self._held.setdefault(kind, []).append(group)
         self.board.enter(group, self.rank, self.world_size, message)
+
+    def _has_entered(self, kind: str, seq: int) -> bool:
+        return self._group(kind, seq) in self._held.get(kind, ())
 
     def _forget(self, kind: str, keep: int) -> None:
         """Drop this rank's notes of all but the newest rounds.

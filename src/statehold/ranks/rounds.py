@@ -4,6 +4,7 @@
     pooled     the same, and every rank gets a report of each
     led        rank 0 acts for all; the others get its result
     everyone   every rank acts, and gets the results of all
+    called     the first round of a call: all ranks make the same one
 
 Invariants: all ranks raise the same kind of error. Damage that one rank finds counts for all, so
 all try the same older step. The rank with the damage raises its own error. A process that is alone
@@ -93,6 +94,26 @@ def led(peers: Peers | None, act: Callable[[], T], within: Round = USUAL) -> T:
 def everyone(peers: Peers | None, act: Callable[[], T]) -> list[T]:
     """The results of `act` on all ranks; plain values of JSON."""
     return pooled(peers, act, lambda value: value)[1]
+
+
+def called(peers: Peers | None, call: str, act: Callable[[], T]) -> T:
+    """The first round of a call: the result of `act` on rank 0, as of led().
+
+    call: what this rank calls, as a user would write it. If another rank calls something else, all
+        ranks raise PeerFailedError.
+    """
+    if peers is None:
+        return act()
+
+    def decide(calls: Sequence[bytes]) -> bytes:
+        for rank, each in enumerate(calls):
+            if each != calls[0]:
+                own, other = calls[0].decode(), each.decode()
+                raise PeerFailedError(rank, f"it called {other}, and rank 0 called {own}")
+        return json.dumps(act()).encode()
+
+    value: T = json.loads(peers.meet(call.encode(), decide, KIND))
+    return value
 
 
 def _text(error: Exception) -> str:

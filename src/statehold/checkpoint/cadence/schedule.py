@@ -78,9 +78,11 @@ class Turns:
         self._last_step: int | None = None
         self._due = deque([-1] * _RECENT, maxlen=_RECENT)
 
-    def call(self, number: int, step: int, *, wanted: bool = False) -> bool:
+    def call(self, number: int, step: int | None, *, wanted: bool = False) -> bool:
         """Whether the call of save() with this number saves `step`. wanted: it saves in any case,
-        on all ranks."""
+        on all ranks. step: None, if only this rank got no number, counts as the next one."""
+        if step is None:
+            step = 0 if self._last_step is None else self._last_step + 1
         found = self._found
         if found is not None and self._rule.since < found.since < number:
             self._hold(found)

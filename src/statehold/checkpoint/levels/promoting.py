@@ -75,7 +75,8 @@ NO_COPIES: Copies = (0, ())
 class LevelStatus:
     """The status of a level.
 
-    newest: the newest step at the level.
+    newest: the newest step at the level. Rank 0 has looked there. For a level behind the first, the
+        other ranks know only the copies that they made since the last restore or flush.
     copying, bytes_done, bytes_total: the step that is being copied, and this rank's part of it.
     error: why the last copy failed; None again after a copy has succeeded.
     interval: the interval of the level and the reason for it, if rank 0 has chosen it ("auto").

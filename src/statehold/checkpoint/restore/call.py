@@ -49,7 +49,7 @@ from statehold.observe.background_log import log_once
 from statehold.options.paths import NamedStep, check_step
 from statehold.process.warn import warn_caller
 from statehold.ranks.peers import Peers
-from statehold.ranks.rounds import everyone, led, together
+from statehold.ranks.rounds import called, everyone, led, together
 from statehold.steps.directories import misnamed
 from statehold.steps.nearest import Nearest
 from statehold.steps.shelf import DirectoryShelf
@@ -196,7 +196,8 @@ class RestoreCalls:
 
     def _wait_ready(self, state: Mapping[str, Any], request: Request) -> Choose:
         """Returns what of a step is restored, once it is open."""
-        of_rank_0 = led(self.peers, lambda: described(self.specs))
+        call = f"restore({', '.join(request.choice.asked)})"
+        of_rank_0 = called(self.peers, call, lambda: described(self.specs))
 
         def check() -> Choose:
             self.trainer.raise_failures()

@@ -45,20 +45,24 @@ class Choice:
     mode: str | None = None
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("step", "best", "tag")}
-        asked = {name: value for name, value in given.items() if value is not None}
-        if len(asked) > 1:
-            facts = {"got": ", ".join(f"{name}={value!r}" for name, value in asked.items())}
+        if len(self.asked) > 1:
+            facts = {"got": ", ".join(self.asked)}
             raise UsageError("a restore takes only one of step, best and tag", facts=facts)
         if self.step is not None:
             object.__setattr__(self, "step", step_of(self.step))
-        for name in ("best", "tag"):
-            if given[name] is not None and not (isinstance(given[name], str) and given[name]):
-                raise UsageError(f"{name} must be a name", facts={"got": shown(given[name])})
+        for name, value in (("best", self.best), ("tag", self.tag)):
+            if value is not None and not (isinstance(value, str) and value):
+                raise UsageError(f"{name} must be a name", facts={"got": shown(value)})
         if self.mode is not None:
             check_choice("mode", self.mode, MODES)
             if self.best is None:
                 raise UsageError("mode is for best", facts={"got": f"mode={self.mode!r}"})
+
+    @property
+    def asked(self) -> list[str]:
+        """What is asked for, as arguments of restore()."""
+        given = ((name, getattr(self, name)) for name in ("step", "best", "tag"))
+        return [f"{name}={value!r}" for name, value in given if value is not None]
 
     @classmethod
     def of(cls, named: NamedStep) -> Choice:

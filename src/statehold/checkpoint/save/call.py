@@ -97,11 +97,15 @@ class Saver:
         """
         gate = self.trainer.gate
         try:
-            step, said = step_of(step), about()
-            if not self._is_due(number, step, wanted=force or is_last(step)):
-                begun = None
-            else:
-                begun = self._begin(number, step, state, said, is_last)
+            try:
+                step = step_of(step)
+            except UsageError:
+                self.schedule.turns.call(number, None, wanted=force)
+                raise
+            # Counted before a refusal, because the other ranks count this call.
+            is_due = self._is_due(number, step, wanted=force or is_last(step))
+            said = about()
+            begun = self._begin(number, step, state, said, is_last) if is_due else None
         except BaseException as error:
             self.pipeline.give_up(number, self.trainer.message(error, self.rank or 0))
             raise
