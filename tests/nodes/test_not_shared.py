@@ -1,4 +1,5 @@
-"""Hosts that do not share a directory to which all ranks write: no part of a step is committed."""
+"""Hosts that do not share a directory that all ranks use: no part of a step is committed there, and
+no job begins with nothing where a rank sees steps."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import pytest
 import torch
 
 from statehold import Directory
+from statehold.errors import StateholdError
 from support.faults import DEADLINE_S
 from support.hosts import HostRanks, disks, local
+from support.in_memory import SimFs
 from support.levels import steps_at
+from support.ranks import Ranks
 
 
 def state(rank: int) -> dict[str, object]:
@@ -45,3 +49,21 @@ def test_the_same_levels_on_one_host_take_all_steps() -> None:
         job.save(1, state)
         job.each(lambda rank: job.ckpts[rank].flush(DEADLINE_S))
         assert steps_at(job.disks[0], "/far") == [1]
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_a_restart_where_one_rank_does_not_see_the_steps_fails_on_all_ranks(missing: int) -> None:
+    shared = SimFs(seed=7)
+    with Ranks(shared, 3, run="/run") as job:
+        job.save(1, state)
+    seen = [SimFs(seed=8) if rank == missing else shared for rank in range(3)]
+    with HostRanks(seen, levels=[Directory()]) as job:
+        told = job.outcomes(lambda rank: job.ckpts[rank].restore(state(rank)))
+        assert all(isinstance(each, StateholdError) for each in told), told
+        assert all(f"rank {missing} does not see" in str(each) for each in told), told
+        assert all("mounted" in str(each) for each in told), told
+
+
+def test_a_run_that_no_rank_has_begun_is_none_on_all_ranks() -> None:
+    with HostRanks(disks(2), levels=[local(), Directory(path="/far", every=1)]) as job:
+        assert job.each(lambda rank: job.ckpts[rank].restore(state(rank))) == [None, None]

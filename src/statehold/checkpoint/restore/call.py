@@ -18,6 +18,7 @@ its own (checkpoint/levels/forking).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from statehold.checkpoint.levels.forking import fork_into
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.specs import Level, check_same, described
 from statehold.checkpoint.restore.choice import Choice, chosen
-from statehold.checkpoint.restore.restoring import Restorer
+from statehold.checkpoint.restore.restoring import Restorer, unseen
 from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
@@ -139,7 +140,7 @@ class RestoreCalls:
             nearest = self.levels.nearest(self.drain)
         restorer, failed = self._load(nearest, state, request.choice, choose, self.claim)
         if self.report is None:
-            together(self.peers, self.levels.check_there)
+            self._check_none()
             if self.peers is None or self.peers.rank == 0:
                 log_once(misnamed(self.runtime.fs, self.levels.run))
             return None
@@ -151,6 +152,18 @@ class RestoreCalls:
         if failed:
             set_aside(self.levels, failed, restorer.confirmed, restored)
         return restored
+
+    def _check_none(self) -> None:
+        """Rank 0 sees no step: raise on all ranks if another one sees some where all should."""
+
+        def seen() -> bool:
+            self.levels.check_there()
+            shared = [place for place in self.levels.near if not place.is_of_hosts]
+            return bool(Nearest(shared, self.levels.run).steps())
+
+        sees, run = everyone(self.peers, seen), self.levels.run
+        if not sees[0] and (hint := unseen(sees)):
+            raise StorageError("cannot find a step", errno=errno.ENOENT, path=run, hint=hint)
 
     def _restore_from(
         self, run: str, state: Mapping[str, Any], choice: Choice, choose: Choose

@@ -168,7 +168,9 @@ class Restorer:
         if self.beginnings > BEGINNINGS_MAX:
             error = storage_error("read a step", errno.ESTALE, self._saved.path(step))
             error.with_fact("found", f"{self.beginnings} times another save of it, or none")
-            error.hint = "save the same step less often, or restore when nothing saves"
+            sees = everyone(self._peers, lambda: step in self._saved.steps())
+            hint = "save the same step less often, or restore when nothing saves"
+            error.hint = unseen(sees) or hint
             raise error from changed
 
     def _claimed(self, step: int) -> bool:
@@ -362,6 +364,16 @@ def listed(steps: Iterable[int]) -> str:
     """Steps for a message."""
     shown = sorted(steps)
     return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
+
+
+def unseen(sees: Sequence[bool]) -> str:
+    """What to tell if only some ranks see steps; `sees` is by rank. "" if all or none do."""
+    if len(set(sees)) < 2:
+        return ""
+    return (
+        f"rank {sees.index(False)} does not see the steps of this run, and rank {sees.index(True)} "
+        "does: is the run directory mounted on the host of each rank? The steps are untouched"
+    )
 
 
 def _bits(flags: Sequence[bool]) -> bytes:
