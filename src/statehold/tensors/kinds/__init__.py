@@ -4,9 +4,9 @@ The file of a kind says how a thing is recognised (`of`), what a step has of it 
 selection calls its entries (`names`), and how it takes what a step has (`match`, which leaves acts
 for the end of the restore). A new kind is one more file, and one more line in KINDS.
 
-    capture    a state -> tensors with names, and a tree of plain values
-    prepare    matches a step with a live state
-    finish     applies what is not tensor bytes, when every byte has arrived and was verified
+Of a whole state, capture() makes tensors with names, and a tree of plain values. prepare() matches
+a step with a live state. finish() applies what is not tensor bytes, when every byte has arrived and
+was verified.
 
 Owns: the order in which kinds are asked, at a save and at a restore; which modules, optimizers and
 schedulers a state has; which names a selection is asked on; the order of the last acts: containers
