@@ -69,11 +69,6 @@ class Choice:
         """What comes after the `@` in the name of a step."""
         return cls(named.step, named.best, named.tag, named.mode)
 
-    @property
-    def needs_manifests(self) -> bool:
-        """Whether the order of steps depends on what they say."""
-        return self.best is not None or self.tag is not None
-
     def ordered(self, known: Mapping[int, About], run: str) -> list[int]:
         """The steps that are meant, the first choice last. Raises StepNotFoundError."""
         if self.best is not None:

@@ -78,7 +78,12 @@ class ReadPlan:
             names.add(destination.name)
             asked += self._fill(destination)
         if complete:
-            self._verify_rest(asked, names.union(streamed))
+            # What the rank has to verify besides. If this rank holds a tensor in another layout,
+            # the other ranks read the rest of it. If this rank verified here what it once wrote,
+            # the device would read it twice.
+            for name, chunk in saved.unread(asked):
+                if name not in names and name not in streamed:
+                    self.verify(name, chunk)
 
     def place(
         self,
@@ -173,16 +178,6 @@ class ReadPlan:
                     shared=destination.shared,
                 )
         return chunks
-
-    def _verify_rest(self, asked: Iterable[PlacedChunk], names: set[str]) -> None:
-        """Read everything else that this rank has to verify, only to verify it.
-
-        If this rank holds a tensor in another layout, the other ranks read the rest of it. If this
-        rank verified here what it once wrote, the device would read it twice.
-        """
-        for name, chunk in self._saved.unread(asked):
-            if name not in names:
-                self.verify(name, chunk)
 
     def verify(self, name: str, chunk: PlacedChunk) -> None:
         """Read a chunk of tensor `name` only to verify it."""

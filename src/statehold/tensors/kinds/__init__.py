@@ -4,19 +4,12 @@ The file of a kind says how a thing is recognised (`of`), what a step has of it 
 selection calls its entries (`names`), and how it takes what a step has (`match`, which leaves acts
 for the end of the restore). A new kind is one more file, and one more line in KINDS.
 
-Of a whole state, capture() makes tensors with names, and a tree of plain values. prepare() matches
-a step with a live state. finish() applies what is not tensor bytes, when every byte has arrived and
-was verified.
-
-Owns: the order in which kinds are asked, at a save and at a restore; which modules, optimizers and
-schedulers a state has; which names a selection is asked on; the order of the last acts: containers
-and optimizers, then load_state_dict() of other objects, then random generators.
-Invariants: `prepare` changes nothing that is live. Random generators are put back last. What other
-objects draw while they load leaves no trace, so a state may be restored in parts, the generators
-first or last.
+Owns: the order in which kinds are asked; which modules, optimizers and schedulers a state has; the
+order of the last acts: containers and optimizers, load_state_dict() of others, random generators.
+Invariants: `prepare` changes nothing that is live. What objects draw while they load leaves no
+trace, so a state may be restored in parts, the generators first or last.
 Not here: tensors, marks, containers and plain values, which the walks take themselves (captured,
-matching); what the loaders in an object leave out of its state (loaders); memory (destinations),
-reading (engine), choosing the step (checkpointer).
+matching); what the loaders in an object leave out of its state (loaders); memory (destinations).
 """
 
 from __future__ import annotations
