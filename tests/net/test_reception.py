@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -82,6 +83,25 @@ def test_what_a_guest_leads_to_ends_its_connection_alone() -> None:
         assert told == [(2, "whatever it is")]
     for each in (good, bad):
         each.close()
+
+
+def test_silent_guests_cost_no_look_at_the_connections_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel takes milliseconds to list them: a flood of guests took a core."""
+    looked: list[int] = []
+    monkeypatch.setattr(reception, "check_own", lambda sock: looked.append(sock.getpeername()[1]))
+    with serving(lambda guest, frame: host.put(guest, frame)) as host:
+        port: int = host.port  # type: ignore[attr-defined]
+        silent = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(8)]
+        for each in silent:
+            assert each.recv(1)  # it is greeted, so it has been let through the door
+        wire = guest_of(host)
+        wire.send(b"ask", soon())
+        assert wire.receive(soon()) == b"ask"
+        assert looked == [wire.socket.getsockname()[1]]
+    for one in (*silent, wire):
+        one.close()
 
 
 def test_who_takes_its_last_answer_slowly_gets_all_of_it() -> None:
