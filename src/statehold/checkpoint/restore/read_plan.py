@@ -78,7 +78,7 @@ class ReadPlan:
             names.add(destination.name)
             asked += self._fill(destination)
         if complete:
-            # What the rank has to verify besides. If this rank holds a tensor in another layout,
+            # What else the rank has to verify. If this rank holds a tensor in another layout,
             # the other ranks read the rest of it. If this rank verified here what it once wrote,
             # the device would read it twice.
             for name, chunk in saved.unread(asked):
