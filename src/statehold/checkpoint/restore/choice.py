@@ -62,7 +62,7 @@ class Choice:
     def asked(self) -> list[str]:
         """What is asked for, as arguments of restore()."""
         given = ((name, getattr(self, name)) for name in ("step", "best", "tag"))
-        return [f"{name}={value!r}" for name, value in given if value is not None]
+        return [f"{name}={shown(value)}" for name, value in given if value is not None]
 
     @classmethod
     def of(cls, named: NamedStep) -> Choice:
