@@ -18,7 +18,7 @@ from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-from statehold.testing import checkpointer_on, ranks_on
+from statehold.testing import checkpointer_on
 from support.in_memory.board import MemoryBoard
 from support.in_memory.network import MemoryNetwork
 
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from statehold._core import Fs
 
 __all__ = ["MemoryBoard", "MemoryNetwork", "SimFs", "checkpointer_on", "ranks_on", "ranks_on_hosts"]
+
+
+def ranks_on(
+    fs: Fs, run: str | os.PathLike[str], world_size: int, **options: Any
+) -> list[Checkpointer]:
+    """As that of statehold.testing, on a board whose waits a scheduler of turns sees."""
+    board = MemoryBoard()
+    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
+    return [
+        checkpointer_on(fs, run, Peers(board, Membership(rank, world_size), timeout_s), **options)
+        for rank in range(world_size)
+    ]
 
 
 def ranks_on_hosts(
