@@ -184,9 +184,8 @@ class StoreBoard:
         # All ranks open a run equally often, so the n-th opening of one is that of the others. The
         # store counts, and not the process, because a process may outlive its job.
         # A rank whose peers were late tries the same opening again.
-        if rank not in self._opening:
-            self._opening[rank] = f"token/{self._add(f'openings/{rank}')}"
-        key = self._opening[rank]
+        key = self._opening.get(rank) or f"token/{self._add(f'openings/{rank}')}"
+        self._opening[rank] = key
         if rank == 0:
             self.post(key, new_token().encode())
         elif self.wait([key], until):

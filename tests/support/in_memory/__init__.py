@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold._sim import SimFs
 from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
-from statehold.options import Options
-from statehold.ranks.membership import Membership
-from statehold.ranks.peers import Peers
-from statehold.testing import checkpointer_on
+from statehold.testing import checkpointer_on, ranks_that_meet
 from support.in_memory.board import MemoryBoard
 from support.in_memory.network import MemoryNetwork
 
@@ -32,23 +29,14 @@ def ranks_on(
     fs: Fs, run: str | os.PathLike[str], world_size: int, **options: Any
 ) -> list[Checkpointer]:
     """As that of statehold.testing, on a board whose waits a scheduler of turns sees."""
-    board = MemoryBoard()
-    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
-    return [
-        checkpointer_on(fs, run, Peers(board, Membership(rank, world_size), timeout_s), **options)
-        for rank in range(world_size)
-    ]
+    return ranks_that_meet(MemoryBoard(), [fs] * world_size, run, **options)
 
 
 def ranks_on_hosts(
     disks: Sequence[Fs], run: str | os.PathLike[str], network: MemoryNetwork, **options: Any
 ) -> list[Checkpointer]:
     """A Checkpointer for each rank of a job; ranks with the same disk are on the same host."""
-    board = MemoryBoard()
-    timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
-    ckpts = []
-    for rank, fs in enumerate(disks):
-        peers = Peers(board, Membership(rank, len(disks)), timeout_s)
-        ckpts.append(checkpointer_on(fs, run, peers, **options))
-        borrowed_by(ckpts[-1]).exchange = network.exchange()
+    ckpts = ranks_that_meet(MemoryBoard(), disks, run, **options)
+    for ckpt in ckpts:
+        borrowed_by(ckpt).exchange = network.exchange()
     return ckpts

@@ -11,13 +11,14 @@ was not synced in a crash.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in its __all__
 
 from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
-from statehold.ranks.board import StoreBoard
+from statehold.ranks.board import Board, StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 
@@ -51,9 +52,15 @@ def ranks_on(
         world_size: the number of ranks.
         **options: those of Checkpointer. Give each level a path.
     """
-    board = StoreBoard(HashStore(), str(run))
+    return ranks_that_meet(StoreBoard(HashStore(), str(run)), [fs] * world_size, run, **options)
+
+
+def ranks_that_meet(
+    board: Board, disks: Sequence[Fs | None], run: str | os.PathLike[str], **options: Any
+) -> list[Checkpointer]:
+    """A Checkpointer for each rank of a job, on the disk of that rank."""
     timeout_s = options.get("peer_timeout_s", Options().peer_timeout_s)
     return [
-        checkpointer_on(fs, run, Peers(board, Membership(rank, world_size), timeout_s), **options)
-        for rank in range(world_size)
+        checkpointer_on(fs, run, Peers(board, Membership(rank, len(disks)), timeout_s), **options)
+        for rank, fs in enumerate(disks)
     ]
