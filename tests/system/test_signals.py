@@ -34,9 +34,14 @@ class Job:
         os.close(told)
 
     def _reached(self) -> None:
+        """A signal may come before the wait begins. pause() would not see it, and its handler
+        would never run; the byte that it leaves ends this wait."""
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
         os.write(self._tell, b"!")
         while True:
-            signal.pause()
+            os.read(woken, 1)
 
     def kill(self, number: signal.Signals) -> int:
         os.kill(self.pid, number)
