@@ -78,17 +78,39 @@ def test_all_ranks_read_the_same_save(fs, monkeypatch, rank: int, method: str, c
     assert names == ["step-000000000001", "step-000000000002"]
 
 
+def rot(fs: SimFs, path: str) -> None:
+    fs.corrupt(path, (fs.stat_bytes(path) or 0) * 2 // 3, 0x04)
+
+
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_another_save_of_a_step_stands_in_for_one_that_is_damaged_everywhere() -> None:
+@pytest.mark.parametrize("damage", [rot, SimFs.unlink])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "rank-00001-of-00002.json", "rank-00001-of-00002.safetensors"]
+)
+def test_another_save_of_a_step_stands_in_for_one_that_is_damaged_everywhere(
+    name: str, damage: Callable[[SimFs, str], None]
+) -> None:
     """Near has a later save of step 2, damaged; far the earlier one, intact: it is a step, and is
-    neither passed over nor set aside."""
+    neither passed over nor set aside. A file of one save never stands in for that of the other."""
     fs = SimFs(seed=1)
     levels = two()
     saved(fs, 1, 1, levels=levels)
     saved(fs, 2, 2, levels=levels)
     saved(fs, 2, 22, levels=two()[:1])
-    path = f"{step_path(NEAR, 2)}/rank-00001-of-00002.safetensors"
-    fs.corrupt(path, (fs.stat_bytes(path) or 0) * 2 // 3, 0x04)
+    damage(fs, f"{step_path(NEAR, 2)}/{name}")
     assert restored(fs, 2, levels=levels) == [2] * SIZE
     assert fs.is_dir(step_path(NEAR, 2))
     assert fs.is_dir(step_path(FAR, 2))
+
+
+def test_a_step_whose_two_saves_are_damaged_is_passed_over() -> None:
+    """Near lost a file of the later save of step 2, and far one of the earlier save."""
+    fs = SimFs(seed=1)
+    levels = two()
+    saved(fs, 1, 1, levels=levels)
+    saved(fs, 2, 2, levels=levels)
+    saved(fs, 2, 22, levels=two()[:1])
+    fs.unlink(f"{step_path(NEAR, 2)}/rank-00000-of-00002.json")
+    rot(fs, f"{step_path(FAR, 2)}/rank-00001-of-00002.json")
+    with pytest.warns(RuntimeWarning, match="step 2"):
+        assert restored(fs, 1, levels=levels) == [1] * SIZE

@@ -352,12 +352,13 @@ class Nearest(Shelf):
         path = getattr(error, "path", "") or error.facts.get("file", "")
         name = os.path.basename(str(path))
         place = self._served.get((step, name))
-        if place is None:
-            return Next.GIVE_UP
-        self._passed_over(step, name, place, error)
         is_damaged = isinstance(error, CorruptionError)
-        if self._having(step, name) or (is_damaged and (step, name) in self._unreadable):
-            return Next.OTHER_COPY
+        if place is not None:
+            self._passed_over(step, name, place, error)
+            if any(self._having(step, name)) or (is_damaged and (step, name) in self._unreadable):
+                return Next.OTHER_COPY
+        elif all(at[:2] != (step, name) for at in self._bad):
+            return Next.GIVE_UP  # this rank asked for no copy of it
         if is_damaged and self.saves.has_another(step, self._having(step, MANIFEST_NAME)):
             return Next.OTHER_SAVE
         return Next.GIVE_UP
@@ -380,21 +381,22 @@ class Nearest(Shelf):
             self._unread, self._unread_at = error, place.name
             return set()
 
-    def _having(self, step: int, name: str) -> list[Shelf]:
+    def _having(self, step: int, name: str) -> Iterator[Shelf]:
         """The places to ask for a file of a step, the nearest first.
 
-        A place that replaces a bad copy must have the open save.
+        A place that replaces a bad copy must have the open save, also if that copy turned out to
+        be bad just now.
         """
-        found, having = self._steps_by_place(), []
+        found = self._steps_by_place()
         is_first = not self.saves.has_given_up(step)
         for place in self._places:
             if step not in found[place.name] or not place.holds(step, name):
                 continue
-            if (step, name, place.name) in self._bad:
-                is_first = False
-            elif is_first or name == MANIFEST_NAME or not self.saves.is_another(step, place):
-                having.append(place)
-        return having
+            at = step, name, place.name
+            may_serve = is_first or name == MANIFEST_NAME or not self.saves.is_another(step, place)
+            if at not in self._bad and may_serve:
+                yield place
+            is_first = is_first and at not in self._bad
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         for place in self._having(step, name):
