@@ -16,6 +16,7 @@ Not here: the background work (pipeline), copies from devices (tensors/devices).
 
 from __future__ import annotations
 
+import gc
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,15 +138,24 @@ class Saver:
         about: About,
         is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
-        """Capture, plan, and hand the save over. A save that fails here has not begun."""
+        """Capture, plan, and hand the save over. A save that fails here has not begun.
+
+        What a first save learns of many tensors stays. Python would look through all objects of
+        the process for garbage again and again meanwhile, which took longer than the call itself.
+        """
         save = Passage(step, time.perf_counter())
+        is_collecting = gc.isenabled()
         try:
             ends = self._wait(save, is_last)
+            gc.disable()
             return self._capture(save, number, state, about, ends=ends)
         except BaseException:
             if not self.pipeline.has(save):
                 self.trainer.gate.let_go(save)
             raise
+        finally:
+            if is_collecting:
+                gc.enable()
 
     def _capture(
         self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
