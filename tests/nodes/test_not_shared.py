@@ -64,6 +64,21 @@ def test_a_restart_where_one_rank_does_not_see_the_steps_fails_on_all_ranks(miss
         assert all("mounted" in str(each) for each in told), told
 
 
+def test_a_run_whose_steps_rank_0_does_not_see_does_not_begin_from_its_parent_again() -> None:
+    """Only the disk of the run is missing there; that of its parent is mounted."""
+    alone, shared = SimFs(seed=7), SimFs(seed=8)
+    for fs in (alone, shared):
+        with Ranks(fs, 2, run="/base") as job:
+            job.save(1, state)
+    with Ranks(shared, 2, run="/run") as job:
+        job.save(5, state)
+    with HostRanks([alone, shared], levels=[Directory()], parent="/base@1") as job:
+        told = job.outcomes(lambda rank: job.ckpts[rank].restore(state(rank)))
+        assert all(isinstance(each, StateholdError) for each in told), told
+        assert all("rank 0 does not see" in str(each) for each in told), told
+    assert steps_at(alone, "/run") == []
+
+
 def test_a_run_that_no_rank_has_begun_is_none_on_all_ranks() -> None:
     with HostRanks(disks(2), levels=[local(), Directory(path="/far", every=1)]) as job:
         assert job.each(lambda rank: job.ckpts[rank].restore(state(rank))) == [None, None]

@@ -136,8 +136,10 @@ class RestoreCalls:
         if request.source is not None:
             return self._restore_from(request.source, state, request.choice, choose)
         nearest = self.levels.nearest(self.drain)
-        if self.parent is not None and led(self.peers, partial(self._begin, nearest)):
-            nearest = self.levels.nearest(self.drain)
+        if self.parent is not None:
+            self._check_none()
+            if led(self.peers, partial(self._begin, nearest)):
+                nearest = self.levels.nearest(self.drain)
         restorer, failed = self._load(nearest, state, request.choice, choose, self.claim)
         if self.report is None:
             self._check_none()
@@ -154,7 +156,7 @@ class RestoreCalls:
         return restored
 
     def _check_none(self) -> None:
-        """Rank 0 sees no step: raise on all ranks if another one sees some where all should."""
+        """Raise on all ranks if another one sees steps where all should, and rank 0 sees none."""
 
         def seen() -> bool:
             self.levels.check_there()
