@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +102,27 @@ def test_the_collector_is_left_as_it_was(
         else:
             assert failure is None
         assert gc.isenabled() == is_on
+
+
+class Forking:
+    """A data loader that starts its workers in state_dict()."""
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        self.exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_worker_that_is_forked_meanwhile_has_a_collector(tmp_path: Path) -> None:
+    loader = Forking()
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, {"loader": loader}).wait("committed", DEADLINE_S)
+    assert loader.exit_code == 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import numbers
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +148,9 @@ class Saver:
         is_collecting = gc.isenabled()
         try:
             ends = self._wait(save, is_last)
-            gc.disable()
+            if is_collecting:
+                _switched_off.add(number)
+                gc.disable()
             return self._capture(save, number, state, about, ends=ends)
         except BaseException:
             if not self.pipeline.has(save):
@@ -156,6 +159,7 @@ class Saver:
         finally:
             if is_collecting:
                 gc.enable()
+                _switched_off.discard(number)
 
     def _capture(
         self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
@@ -281,6 +285,18 @@ class Saver:
             store.abandon(plan.step)
             return None
         return file
+
+
+_switched_off = set[int]()  # the saves that have switched Python's collector off
+
+
+def _collect_in_child() -> None:
+    """state_dict() of a data loader may fork its workers."""
+    if _switched_off:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def _moved() -> TornSnapshot:
