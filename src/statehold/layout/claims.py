@@ -123,7 +123,7 @@ class Claims:
     def _resolve(self, specs: tuple[TensorSpec, ...]) -> Resolved:
         comparisons = []
         joined: dict[tuple[Mesh, str], Mesh] = {}
-        for claim in self._claims(specs):
+        for claim in self._claims(specs) if self._membership.world > 1 else ():
             known = self._known.get(claim.key)
             if known is None:
                 comparisons.append(Comparison(claim, claim.names, 0))
