@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from statehold.errors import UsageError
+import statehold
+from statehold.errors import StateholdError, StorageError, UsageError
 from statehold.kv import identity
 
 
@@ -49,8 +51,6 @@ def test_another_configuration_or_layout_is_another(weights: Path) -> None:
 
 
 def test_a_step_is_known_by_its_manifest(weights: Path, tmp_path: Path) -> None:
-    import statehold
-
     for run, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         with statehold.Checkpointer(tmp_path / run) as ckpt:
             ckpt.save(5, {"weight": value, "blob": b"x" * int(value)})
@@ -61,3 +61,46 @@ def test_a_step_is_known_by_its_manifest(weights: Path, tmp_path: Path) -> None:
 def test_a_value_that_is_no_json_is_refused(weights: Path) -> None:
     with pytest.raises(UsageError, match="no JSON"):
         identity(weights, dtype=object())
+
+
+class Scaled(torch.nn.Linear):
+    """A module that keeps a factor beside its tensors."""
+
+    scale = 1.0
+
+    def get_extra_state(self) -> float:
+        return self.scale
+
+    def set_extra_state(self, state: float) -> None:
+        self.scale = state
+
+
+def test_the_values_of_a_step_count(tmp_path: Path) -> None:
+    module, found = Scaled(4, 4), set()
+    for scale in (1.0, 2.0):
+        module.scale = scale
+        with statehold.Checkpointer(tmp_path / str(scale)) as ckpt:
+            ckpt.save(1, {"model": module})
+        found.add(identity(tmp_path / str(scale)))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("raw", [b'{"a": 1', b"[1]", b"\xff\xfe\xff"])
+def test_a_configuration_that_is_none_is_refused(weights: Path, raw: bytes) -> None:
+    (weights / "config.json").write_bytes(raw)
+    with pytest.raises(UsageError, match=r"JSON") as caught:
+        identity(weights)
+    assert "config.json" in str(caught.value)
+
+
+def test_weights_that_are_none_are_refused(weights: Path) -> None:
+    file = weights / "model.safetensors"
+    with pytest.raises(StateholdError):
+        identity(file)
+    file.write_bytes(b"")
+    with pytest.raises(UsageError, match="empty"):
+        identity(weights)
+    file.unlink()
+    file.symlink_to("/nothing")  # as in a hub's cache that was pruned
+    with pytest.raises(StorageError, match=r"model\.safetensors"):
+        identity(weights)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from statehold import _core
-from statehold.errors import refused
+from statehold.errors import refused, storing
 from statehold.kv.page import IDENTITY_BYTES
-from statehold.reading.places import at_rest, file_system
+from statehold.reading.places import StepPlace, at_rest, file_system
 from statehold.units import MiB
 
 # Of a config.json: these say where a model came from, and nothing about its numbers.
@@ -38,19 +38,28 @@ def identity(
 
     Args:
         weights: a step (RUN, RUN@STEP, RUN@best:METRIC, the directory of a step), whose manifest
-            has the checksums; or a directory with *.safetensors, which are read.
+            has the checksums, and all plain values; or a directory with *.safetensors, which are
+            read.
         config: the configuration of the model; default: the config.json beside the weights.
         layout: what else a page depends on, such as dtype, page size, adapter.
 
     Raises:
-        UsageError: there are no weights, or a value cannot be written as JSON.
+        UsageError: there are no weights, or a value or the config.json is no JSON.
         StateholdError: the weights cannot be read.
     """
-    if config is None:
-        config = {}
-        with contextlib.suppress(FileNotFoundError):
-            config = json.loads((Path(weights) / "config.json").read_bytes())
-    return folded(content_of(weights), config, layout)
+    found = content_of(weights)
+    return folded(found, _config_of(Path(weights)) if config is None else config, layout)
+
+
+def _config_of(weights: Path) -> dict[str, Any]:
+    """The config.json beside weights; empty without one."""
+    path = weights / "config.json"
+    try:
+        with storing("read a configuration", str(path)):
+            return dict((json.loads(path.read_bytes()) if path.exists() else {}).items())
+    except (ValueError, AttributeError) as error:
+        summary, got = "a configuration is no JSON object", str(error)
+        raise refused(summary, "a JSON object", got, file=path) from error
 
 
 def content_of(weights: str | os.PathLike[str]) -> list[Any]:
@@ -73,13 +82,21 @@ def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, A
 
 
 def _of_step(text: str) -> list[Any]:
+    def look(place: StepPlace) -> list[Any]:
+        saved = place.open(fs)
+        values = json.dumps(saved.state, sort_keys=True, default=repr)
+        files = ([each.name, each.bytes, each.digest] for each in saved.files)
+        return [*sorted(files), hashlib.sha256(values.encode()).hexdigest()]
+
     with contextlib.closing(file_system()) as fs:
-        files = at_rest(fs, text, lambda place: place.open(fs).files)
-    return sorted([each.name, each.bytes, each.digest] for each in files)
+        return at_rest(fs, text, look)
 
 
 def _of_file(path: Path) -> list[Any]:
     """The checksums of a file. Its name does not count, and neither does the number of files."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        pieces = (mapped[at : at + _PIECE_BYTES] for at in range(0, len(mapped), _PIECE_BYTES))
-        return [f"{_core.xxh3_64(piece):016x}" for piece in pieces]
+    with storing("read weights", str(path)), open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise refused("a file of weights is empty", "a safetensors file", "0 bytes", file=path)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            pieces = (mapped[at : at + _PIECE_BYTES] for at in range(0, len(mapped), _PIECE_BYTES))
+            return [f"{_core.xxh3_64(piece):016x}" for piece in pieces]
