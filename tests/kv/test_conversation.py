@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from support.caches import (
     small_store,
     step,
 )
-from support.faults import must
+from support.faults import DEADLINE_S, must
 
 pytestmark = pytest.mark.thorough
 
@@ -289,3 +290,69 @@ def test_a_store_of_small_pages_is_refused(llama: Any, tmp_path: Path) -> None:
         pytest.raises(UsageError, match="holds no token of the model"),
     ):
         save(filled(llama, ids), ids, store, WEIGHTS)
+
+
+OTHER = b"some weights 002"
+
+
+class Interrupted:
+    """Lets something happen in the middle of save(): when it has asked which pages are there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: PageStore, act: Any) -> None:
+        self.happened = 0
+        asked = store.contains
+
+        def contains(keys: Any) -> list[bool]:
+            found = asked(keys)
+            if not self.happened:
+                self.happened += 1
+                act()
+            return found
+
+        monkeypatch.setattr(store, "contains", contains)
+
+
+def test_weights_that_come_in_the_middle_of_a_save_find_none_of_its_pages(
+    llama: Any, store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = sequence(40)
+    cache = filled(llama, ids[:, :39])
+    another = sequence(9, seed=2)
+    save(filled(llama, another), another, store, OTHER)  # its layout is known
+    between = Interrupted(monkeypatch, store, lambda: setattr(store, "identity", OTHER))
+    save(cache, ids, store, WEIGHTS)
+    assert between.happened == 1
+    assert resume(ids, store, OTHER).get_seq_length() == 0
+
+
+def test_conversations_of_two_models_wait_for_each_other(
+    llama: Any, store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one comes in the middle of the first one."""
+    ids, waits = sequence(40), threading.Event()
+    cache = filled(llama, ids[:, :39])
+
+    class Watched:
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
+                waits.set()
+                self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    store.conversing = Watched(store.conversing)  # type: ignore[assignment]
+    second = threading.Thread(target=save, args=(cache, ids, store, OTHER))
+
+    def come() -> None:
+        second.start()
+        must(waits.wait(DEADLINE_S))
+
+    Interrupted(monkeypatch, store, come)
+    must(save(cache, ids, store, WEIGHTS) == 39)
+    second.join(DEADLINE_S)
+    for each in (WEIGHTS, OTHER):
+        assert resume(ids, store, each).get_seq_length() == 39

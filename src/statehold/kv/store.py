@@ -124,6 +124,7 @@ class PageStore:
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
+        self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
         self._is_flush_due = self._is_closed = False
         self._leftover: deque[LoadGroup] = deque()
         self._open = OpenStore(

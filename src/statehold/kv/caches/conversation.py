@@ -1,14 +1,16 @@
 """A conversation whose cache outlives its process: save() puts it into a store, resume() finds it.
 
-    root      what a page looks like: tokens, and for each layer its dtype, heads and dims
+    root      key: of the identity; what a page looks like: tokens, and for each layer its dtype,
+              heads and dims
     page n    key: SHA-256 of the key before it and of its tokens; bytes: for each layer K, then V
     tail      the same, for the tokens behind the last whole page
 
 A page has as many tokens as the store's pages have room for. The key follows from all tokens up to
 its last one, so conversations with the same beginning share its pages.
 
-Invariants: what resume() gives was computed from these tokens, under this identity. A page that is
-damaged, late or gone ends the prefix, and nothing else. At least one token is left to compute.
+Invariants: what resume() gives was computed from these tokens, under this identity, also if others
+give the store another identity meanwhile. A page that is damaged, late or gone ends the prefix, and
+nothing else. At least one token is left to compute.
 Not here: layers beyond a budget (tiered), weights and layouts by content (identity).
 """
 
@@ -32,9 +34,8 @@ from statehold.kv.caches.plain import as_pages, is_saved, views, whole_of
 from statehold.kv.store import PageStore
 from statehold.units import format_bytes
 
-FORMAT = 1
+FORMAT = 2
 DEADLINE_S = 60.0
-_ROOT = hashlib.sha256(b"statehold conversation %d" % FORMAT).digest()
 _ROOT_BYTES = 1024
 _IS_THERE = (PageVerdict.STORED, PageVerdict.THERE)
 
@@ -125,6 +126,8 @@ def save(
 ) -> int:  # fmt: skip
     """Put the cache of a conversation into a store, which takes the identity.
 
+    A thread that saves or resumes another conversation with this store waits meanwhile.
+
     Pages that the store has already are not written again. The others take memory until the store
     has them. They survive a loss of power after the store's flush(), or a second.
 
@@ -149,12 +152,20 @@ def save(
         expected = f"{max(1, count)} tokens or more"
         raise refused("the tokens are not those of the cache", expected, len(ids))
     layout = PageShape.of(cache.layers, store.page_bytes)
-    store.identity = identity
-    if not _has_root(store, layout, deadline_s):
+    with store.conversing:
+        store.identity = identity
+        return _put(cache, ids[:count], store, _root(identity), layout, ranking, deadline_s)
+
+
+def _put(
+    cache: Cache, ids: list[int], store: PageStore, root: bytes, layout: PageShape,
+    ranking: Score | None, deadline_s: float,
+) -> int:  # fmt: skip
+    count, size = len(ids), layout.page_tokens
+    if not _has_root(store, root, layout, deadline_s):
         return 0
-    size = layout.page_tokens
     whole, rest = divmod(count, size)
-    keys = _chain(ids[:count], size)
+    keys = _chain(root, ids, size)
     there = [*store.contains(keys), False].index(False)
     runs = {}
     if there < whole:
@@ -167,7 +178,7 @@ def save(
             run.add(*pair, ranking)
     for first, run in runs.items():
         batch = store.put(
-            keys[first : first + len(run.rows)], views(run.rows), after=[_ROOT, *keys][first],
+            keys[first : first + len(run.rows)], views(run.rows), after=[root, *keys][first],
             scores=run.scores.tolist(), deadline_s=deadline_s,
         )  # fmt: skip
         is_there = [verdict in _IS_THERE for verdict in batch.wait()]
@@ -198,8 +209,15 @@ def resume(
     if cache.get_seq_length():
         summary, got = "a cache that holds tokens cannot resume others", cache.get_seq_length()
         raise refused(summary, "an empty cache", f"{got} tokens")
-    store.identity = identity
-    roots = _read(store, [_ROOT], _ROOT_BYTES, deadline_s)
+    with store.conversing:
+        store.identity = identity
+        return _filled(cache, ids, store, _root(identity), deadline_s)
+
+
+def _filled(
+    cache: Cache, ids: list[int], store: PageStore, root: bytes, deadline_s: float
+) -> Cache:
+    roots = _read(store, [root], _ROOT_BYTES, deadline_s)
     if not len(roots):
         return cache
     layout = PageShape.decode(bytes(roots[0].tolist()))
@@ -207,10 +225,10 @@ def resume(
         expected, got = (f"{len(each.layers)} layers" for each in (layout, cache))
         raise refused("the cache is of another model than the pages", expected, got)
     size = layout.page_tokens
-    keys = _chain(ids[: len(ids) // size * size], size)
+    keys = _chain(root, ids[: len(ids) // size * size], size)
     keys = keys[: [*store.contains(keys), False].index(False)]
     pages = [*_read(store, keys, layout.nbytes(size), deadline_s)]
-    before = [_ROOT, *keys][len(pages)]
+    before = [root, *keys][len(pages)]
     rest = _after(before, ids[len(pages) * size :][: size - 1])
     for count, is_there in reversed([*enumerate(store.contains(rest), 1)]):
         wanted = [rest[count - 1]] if is_there else []
@@ -256,20 +274,26 @@ def _after(before: bytes, ids: Sequence[int]) -> list[bytes]:
     return keys
 
 
-def _chain(ids: Sequence[int], size: int) -> list[bytes]:
+def _root(identity: bytes) -> bytes:
+    """The key of the root: if the store gets another identity in between, that one has no page of
+    this one."""
+    return hashlib.sha256(b"statehold conversation %d, %b" % (FORMAT, identity)).digest()
+
+
+def _chain(root: bytes, ids: Sequence[int], size: int) -> list[bytes]:
     """The keys of the pages of a sequence, the last of which may hold fewer tokens."""
-    keys = [_ROOT]
+    keys = [root]
     for begin in range(0, len(ids), size):
         keys.append(_after(keys[-1], ids[begin : begin + size])[-1])
     return keys[1:]
 
 
-def _has_root(store: PageStore, layout: PageShape, deadline_s: float) -> bool:
+def _has_root(store: PageStore, root: bytes, layout: PageShape, deadline_s: float) -> bool:
     """Whether the store has the root page of a layout. Raises UsageError for that of another."""
     raw = layout.encode()
-    if store.put([_ROOT], [raw], deadline_s=deadline_s).wait() == [PageVerdict.STORED]:
+    if store.put([root], [raw], deadline_s=deadline_s).wait() == [PageVerdict.STORED]:
         return True
-    found = _read(store, [_ROOT], _ROOT_BYTES, deadline_s)
+    found = _read(store, [root], _ROOT_BYTES, deadline_s)
     if len(found) and bytes(found[0].tolist()) != raw:
         summary, there = "the store has pages of this identity with another layout", found[0]
         hint = "name the dtype and all else that differs in identity()"

@@ -243,6 +243,7 @@ class PagedEvictionCache(Cache):
     After a prompt, a layer keeps the first page, the newest one, and the tokens of the highest
     scores between them: together one page less than the budget, so the next page has room. When a
     page is full, the page of the lowest score goes. The attention of a prompt sees all of it.
+    Prompts have no padding: no cache learns which tokens a mask hides.
 
     Args:
         config: of the model. All its layers have full attention.
