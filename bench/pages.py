@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.harness import GB
+from bench.harness import GB, drop_caches
 from bench.limit import native
+from statehold._core import PageTable
 from statehold.kv import PageStore, PageVerdict
-from statehold.kv.table import SlotTable
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 PAGE_BYTES = ("128KiB", "360KiB", "1MiB", "8MiB")
@@ -186,20 +186,40 @@ def compare(root: Path, page: str, total: int, repeat: int) -> str:
     )
 
 
-def very_many(root: Path, count: int) -> None:
-    """How long a store of so many pages opens: with its table, and without it."""
+def _kill_in_a_change(path: Path) -> None:
+    """Leave the table of the files as a process does that is killed while it changes the table."""
+    with open(path / "index", "r+b") as file, mmap.mmap(file.fileno(), 0) as index:
+        slots = int.from_bytes(index[8:16], "little")
+        table = PageTable(memoryview(index), slots)
+        table.begin_change()
+        del table
+
+
+def very_many(root: Path, count: int, repeat: int) -> None:
+    """How long a store of so many pages opens: with its table, after a kill, and without it."""
     pages, path = Pages(512, count), root / "store"
     shutil.rmtree(path, ignore_errors=True)
     stored = pages.store(path)
     print(f"{count} pages stored in {format_seconds(stored)}, {1e6 * stored / count:.1f} us each")
     print(f"lookup of 1000 keys: {1000 * pages.look_up(path, 1000):.2f} ms")
-    print(f"index: {SlotTable.nbytes(count) / count:.0f} bytes a page")
-    for name in ("with its table", "without its table"):
-        begin = time.perf_counter()
-        with pages.open(path, BATCH_BYTES) as opened:
-            taken = time.perf_counter() - begin
-            print(f"opened {name} in {format_seconds(taken)}: {opened.stats()['pages']} pages")
-        (path / "index").unlink()
+    print(f"index: {PageTable.nbytes(count) / count:.0f} bytes a page")
+    for name, before in {
+        "with its table": lambda: None,
+        "after a kill in a change of its table": lambda: _kill_in_a_change(path),
+        "without its table": (path / "index").unlink,
+    }.items():
+        taken = []
+        for _ in range(repeat):
+            before()
+            drop_caches(path, gently=True)
+            begin = time.perf_counter()
+            with pages.open(path, BATCH_BYTES) as opened:
+                taken.append(time.perf_counter() - begin)
+                found = opened.stats()["pages"]
+        spread = f"{format_seconds(min(taken))} to {format_seconds(max(taken))}"
+        print(
+            f"opened {name} in {format_seconds(statistics.median(taken))} ({spread}): {found} pages"
+        )
     shutil.rmtree(path)
 
 
@@ -213,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     given.path.mkdir(parents=True, exist_ok=True)
     if given.pages:
-        very_many(given.path, given.pages)
+        very_many(given.path, given.pages, given.repeat)
         return 0
     print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
     print("    page    store  limit  files     load  limit  files  lookup of 1024, ms")

@@ -308,36 +308,6 @@ PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<u
   return {std::move(job), engine->memory(), std::move(owner)};
 }
 
-// Other processes may change the memory meanwhile, and it may be damaged: then a page is not found,
-// or a slot is named that has another one.
-std::vector<int64_t> find_pages(nb::handle buckets, nb::handle indices, nb::handle wanted) {
-  const std::vector<uint64_t> asked = integers(wanted, "wanted");
-  std::vector<int64_t> found;
-  Py_buffer bucket;
-  Py_buffer index;
-  if (PyObject_GetBuffer(buckets.ptr(), &bucket, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
-  if (PyObject_GetBuffer(indices.ptr(), &index, PyBUF_C_CONTIGUOUS) != 0) {
-    PyBuffer_Release(&bucket);
-    throw nb::python_error();
-  }
-  const auto* slots = static_cast<const volatile uint32_t*>(bucket.buf);
-  const auto* pages = static_cast<const volatile uint64_t*>(index.buf);
-  const uint64_t bucket_count = static_cast<uint64_t>(bucket.len) / sizeof(uint32_t);
-  const uint64_t slot_count = static_cast<uint64_t>(index.len) / sizeof(uint64_t);
-  for (const uint64_t page : asked) {
-    int64_t slot = -1;
-    for (uint64_t at = 0; at < bucket_count && slot < 0; ++at) {
-      const uint32_t there = slots[(page + at) & (bucket_count - 1)];
-      if (there == 0) break;
-      if (there <= slot_count && pages[there - 1] == page) slot = int64_t{there} - 1;
-    }
-    found.push_back(slot);
-  }
-  PyBuffer_Release(&index);
-  PyBuffer_Release(&bucket);
-  return found;
-}
-
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,

@@ -313,7 +313,6 @@ PyReadJob engine_read(PyEngine& engine, std::vector<FsPath> files, std::vector<u
                       nb::handle sizes, nb::handle addresses, nb::bytes flags, nb::dict strided,
                       nb::bytes sums, nb::object owner, nb::dict boxes, uint64_t first_segment,
                       uint32_t client, uint32_t path);
-std::vector<int64_t> find_pages(nb::handle buckets, nb::handle indices, nb::handle wanted);
 PyRangesJob engine_ranges(PyEngine& engine, bool write, const nb::list& files,
                           nb::handle file_index, nb::handle offsets, nb::handle sizes,
                           nb::handle addresses, nb::bytes sums, nb::object owner, uint32_t client,

@@ -15,6 +15,7 @@
 #include "checksum.h"
 #include "fs_threads.h"
 #include "fs_uring.h"
+#include "page_bindings.h"
 #include "raw.h"
 #include "tensor_forms.h"
 
@@ -457,7 +458,7 @@ NB_MODULE(_core, m) {
         return xxh3_64(reinterpret_cast<const std::byte*>(address), nbytes);
       },
       "address"_a, "nbytes"_a, nb::call_guard<GilReleased>());
-  m.def("find_pages", &find_pages, "buckets"_a, "indices"_a, "wanted"_a);
+  declare_pages(m);
   m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
         "kind"_a, "stream"_a);
   m.def("read_forms", &read_forms, "tensors"_a, "exchange"_a);

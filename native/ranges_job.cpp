@@ -53,10 +53,15 @@ RangesJob::RangesJob(const std::shared_ptr<Shared>& shared, RangesRequest reques
       is_hashed_on_the_way_[range] = progress_[range].blocks_left == 1 ? 1 : 0;
     }
   }
+  for (uint64_t range = 0; range < ranges_.size() && !is_read() && !verified_; ++range) {
+    is_hashed_on_the_way_[range] = 0;
+    progress_[range].hashed = progress_[range].blocks_left > 0;
+  }
   ranges_left_ = unreturned_ = ranges_.size();
   for (uint64_t range = 0; range < ranges_.size(); ++range) {
     const bool is_later = is_read() && progress_[range].blocks_left > 0;
-    if (!is_later && is_hashed_on_the_way_[range] == 0) hash_queue_.push_back(range);
+    const bool is_due = !is_later && !progress_[range].hashed;
+    if (is_due && is_hashed_on_the_way_[range] == 0) hash_queue_.push_back(range);
   }
 }
 

@@ -13,9 +13,9 @@
 // small, and buffers are huge pages. There, ranges side by side in a file share a buffer, wherever
 // their memory is.
 // A range is hashed in the caller's memory, all of it by one worker: when it has arrived, or while
-// it is written. In a staged job, a range that one buffer holds is hashed while it is copied. It is
-// done when all its blocks are done and it is hashed, and its checksum is the one that was given
-// (reading).
+// it is written, if it is verified. In a staged job, a range that one buffer holds is hashed while
+// it is copied. It is done when all its blocks are done and it is hashed, and its checksum is the
+// one that was given (reading).
 //
 // Invariants:
 // - The job owns memory and ranges until it is done, or has failed and is quiet, which it is only
@@ -55,7 +55,9 @@ struct RangesRequest {
   std::vector<std::shared_ptr<File>> files;
   std::vector<uint32_t> paths;  // by file, for limits (path_limits.h); none: all are on path 0
   std::vector<Range> ranges;
-  bool verified = true;  // reading: whether a range that differs from its sum fails
+  // Reading: whether a range that differs from its sum fails. Writing: whether ranges are hashed;
+  // the checksums of those that are not are zeros.
+  bool verified = true;
   uint32_t client = 0;
   uint64_t transfer_bytes = 0;  // of a block that goes straight; less than a buffer means a buffer
   bool staged = false;          // whether all of a direct file goes through buffers

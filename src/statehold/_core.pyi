@@ -221,13 +221,14 @@ class Engine:
         """Start moving ranges of open files to or from `addresses`.
 
         Reading takes the XXH3-64 of each range in `sums`. If it is not `verified`, it takes none,
-        and checksums() has those of what was read. In a file that is written directly, a range
-        begins at a multiple of 4096, and the rest of its last page becomes zeros. Nothing is copied
-        where offset, size and address are multiples of 4096. Nobody may change the memory before
-        the job is done. `paths` says on which path each file is. Ranges that lie side by side in a
-        file and in memory are moved together, up to `transfer_bytes`. A job that is `staged` moves
-        all of a direct file through buffers, which are huge pages, and copies: memory in small
-        pages makes a disk slow. `owner` is as in write().
+        and checksums() has those of what was read. What is written and not `verified` is not
+        hashed, and its checksums are 0. In a file that is written directly, a range begins at a
+        multiple of 4096, and the rest of its last page becomes zeros. Nothing is copied where
+        offset, size and address are multiples of 4096. Nobody may change the memory before the job
+        is done. `paths` says on which path each file is. Ranges that lie side by side in a file and
+        in memory are moved together, up to `transfer_bytes`. A job that is `staged` moves all of a
+        direct file through buffers, which are huge pages, and copies: memory in small pages makes a
+        disk slow. `owner` is as in write().
         """
     def set_limit(self, path: int, client: int | None, bytes_per_s: int) -> None:
         """Limit what starts on a path from now on, for one client, or (None) for all together.
@@ -359,9 +360,65 @@ def xxh3_64(data: bytes) -> int: ...
 def hash_memory(address: int, nbytes: int) -> int:
     """XXH3-64 of memory that the caller keeps alive and unchanged."""
 
-def find_pages(buckets: Buffer, indices: Buffer, wanted: Buffer) -> list[int]:
-    """The slot of each page, by its index in `indices`; -1 for none. `buckets`, a power of 2, have
-    open addressing: 1 + slot, or 0. See kv/table."""
+SEATS_MAX: Final[int]
+RANKED: Final[int]
+
+class PageTable:
+    """Which slots of a tier hold which pages, in `memory` of nbytes(slots); new memory is zeros.
+
+    Contract in native/page_table.h. A damaged table raises IndexError, and mend() makes that good.
+    """
+
+    def __init__(self, memory: memoryview, slots: int) -> None: ...
+    @staticmethod
+    def nbytes(slots: int) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def is_new(self) -> bool: ...
+    def create(self) -> None: ...
+    def find(self, index: int) -> int: ...
+    def find_all(self, indices: list[int]) -> list[int]: ...
+    def generation(self, slot: int) -> int: ...
+    def index(self, slot: int) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    def pages(self) -> int: ...
+    boot: int
+    @property
+    def is_torn(self) -> bool: ...
+    def begin_change(self) -> None: ...
+    def end_change(self) -> None: ...
+    def take(self, seat: int, below: int = ...) -> int: ...
+    def publish(
+        self, slot: int, index: int, before: int, space: int, score: float = 0.0
+    ) -> bool: ...
+    def hold(self, slot: int, seat: int) -> None: ...
+    def release(self, slot: int) -> None: ...
+    def free(self, slot: int) -> None: ...
+    def cut(self, below: int) -> None: ...
+    def touch(self, slots: list[int]) -> None: ...
+    def space(self, identity: bytes) -> int: ...
+    def seat(self, seat: int, space: int | None) -> None: ...
+    def clear_seats(self, dead: bytes) -> list[int]:
+        """dead: a byte for each seat, 0 for those that are alive."""
+    def mend(self) -> None: ...
+    def adopt(self, first: int, headers: memoryview, stride: int) -> None:
+        """Take up the pages of the slots from `first` on, whose headers are `stride` apart."""
+
+def page_indices(identity: bytes, keys: Sequence[bytes]) -> list[int]:
+    """By which each page is found. Raises ValueError for anything but a key."""
+
+def read_page_header(
+    memory: bytes | memoryview,
+) -> tuple[bytes, bytes, int, int, int, float] | None:
+    """(identity, key, bytes, checksum, index of the page before, score); None if it proves nothing.
+    Format in native/page_header.h."""
+
+def fill_page(
+    address: int, page: memoryview, identity: bytes, key: bytes, before: int, score: float
+) -> None:
+    """Copy a page into a slot, and write its header: the checksum is that of what was copied."""
 
 def call_copies(
     function: int, *, to: array[int], source: array[int], sizes: array[int], kind: int, stream: int

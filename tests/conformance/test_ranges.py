@@ -367,6 +367,27 @@ def test_two_ranges_are_not_read_into_one_place(disk: Disk, engine: _core.Engine
         paths.read(engine, ranges, bytes(16))
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_is_written_unverified_is_written_and_not_hashed(
+    disk: Disk, engine: _core.Engine, staged: bool
+) -> None:
+    paths = Paths(disk)
+    ranges = [each.filled_with(1) for each in some_ranges()]
+    sums = write_all(engine, paths, ranges)
+    again = [each.filled_with(2) for each in some_ranges()]
+    job = paths.write(engine, [*again, aligned(0, 0, 0)], verified=False, staged=staged)
+    must(job.wait(DEADLINE_S))
+    hashed = zip(again, array("Q", job.checksums()), strict=False)
+    assert not any(checksum for each, checksum in hashed if each.memory.nbytes)
+    assert sorted(job.next_done(0)) == list(range(len(again) + 1))
+    with pytest.raises(_core.Mismatch):
+        must(paths.read(engine, some_ranges(), sums).wait(DEADLINE_S))
+    found = some_ranges()
+    must(paths.read(engine, found, b"", verified=False).wait(DEADLINE_S))
+    assert all(bytes(a.memory) == bytes(b.memory) for a, b in zip(found, again, strict=True))
+    paths.close()
+
+
 def test_an_empty_range_overlaps_nothing(disk: Disk, engine: _core.Engine) -> None:
     paths = Paths(disk)
     write_all(engine, paths, [aligned(0, 0, 2 * PAGE), aligned(0, PAGE, 0)])

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import random
-from array import array
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from statehold import _core
-from statehold.kv.table import RANKED, SlotTable
+from statehold._core import RANKED, PageTable
+from statehold.kv.opened import address_of
+from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, indices_of
 
 SLOTS = 16
 
 
-def table(slots: int = SLOTS) -> SlotTable:
-    made = SlotTable(memoryview(bytearray(SlotTable.nbytes(slots))), slots)
+def table(slots: int = SLOTS) -> PageTable:
+    made = PageTable(memoryview(bytearray(PageTable.nbytes(slots))), slots)
     assert made.is_new
     made.create()
     return made
 
 
-def _gone(real: SlotTable, count: int) -> list[int]:
+@contextlib.contextmanager
+def changing(real: PageTable) -> Iterator[None]:
+    real.begin_change()
+    yield
+    real.end_change()
+
+
+def _gone(real: PageTable, count: int) -> list[int]:
     """Of pages 1 to `count`, those that go for the next so many slots, in their order."""
     gone = list[int]()
     for _ in range(count):
@@ -56,7 +65,7 @@ def test_a_table_does_what_a_dict_in_order_of_use_does(seed: int) -> None:
     indices = [dice.getrandbits(64) & ~0xF | dice.randrange(3) for _ in range(40)]  # they collide
     for _ in range(600):
         index = dice.choice(indices)
-        with real.change():
+        with changing(real):
             match dice.randrange(4):
                 case 0 | 1 if index not in model.pages:
                     before = dice.choice([0, *model.pages])
@@ -86,7 +95,7 @@ def test_pages_of_an_identity_that_nobody_uses_go_first() -> None:
     real.seat(0, old)
     new = real.space(b"n" * 16)
     real.seat(0, new)
-    with real.change():
+    with changing(real):
         assert real.publish(real.take(0), 3, 0, old)
         assert real.publish(real.take(0), 1, 0, new)
         assert real.publish(real.take(0), 2, 0, new)
@@ -98,7 +107,7 @@ def test_pages_of_an_identity_that_nobody_uses_go_first() -> None:
 def test_a_page_does_not_go_before_those_that_follow_it() -> None:
     real = table(4)
     space = real.space(bytes(16))
-    with real.change():
+    with changing(real):
         for index in range(1, 5):
             assert real.publish(real.take(0), index, index - 1, space)
         real.touch([real.find(3)])
@@ -109,7 +118,7 @@ def test_a_page_does_not_go_before_those_that_follow_it() -> None:
 def test_a_page_of_a_low_score_goes_first() -> None:
     real = table(8)
     space = real.space(bytes(16))
-    with real.change():
+    with changing(real):
         for index, score in enumerate([3.5, -1.0, 0.0, 2.0, -2.5, 1e-30, 7.0, -1e30], 1):
             assert real.publish(real.take(0), index, 0, space, score)
         gone = []
@@ -123,7 +132,7 @@ def test_a_page_of_a_low_score_goes_first() -> None:
 def test_a_low_score_does_not_take_a_page_before_those_that_follow_it() -> None:
     real = table(4)
     space = real.space(bytes(16))
-    with real.change():
+    with changing(real):
         for index in range(1, 5):
             assert real.publish(real.take(0), index, index - 1, space, float(index))
         real.touch([real.find(4)])
@@ -134,7 +143,7 @@ def test_a_low_score_does_not_take_a_page_before_those_that_follow_it() -> None:
 def test_a_page_that_was_used_stays_whatever_its_score() -> None:
     real = table(2 * RANKED)
     space = real.space(bytes(16))
-    with real.change():
+    with changing(real):
         for index in range(1, 2 * RANKED + 1):
             assert real.publish(real.take(0), index, 0, space, float(index))
         real.touch([real.find(1)])
@@ -144,21 +153,21 @@ def test_a_page_that_was_used_stays_whatever_its_score() -> None:
 
 
 def test_a_change_that_a_dead_process_left_is_mended() -> None:
-    memory = memoryview(bytearray(SlotTable.nbytes(SLOTS)))
-    real = SlotTable(memory, SLOTS)
+    memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
     real.create()
     space = real.space(bytes(16))
-    with contextlib.suppress(KeyboardInterrupt), real.change():
+    with contextlib.suppress(KeyboardInterrupt), changing(real):
         for index in range(1, 9):
             assert real.publish(real.take(3), index, 0, space)
         left = real.take(3)
         memory[-4 * 32 :] = bytes(4 * 32)  # the buckets
         raise KeyboardInterrupt  # as if it were killed here
     assert real.is_torn
-    with real.change():
+    with changing(real):
         assert all(real.find(index) >= 0 for index in range(1, 9))
-    assert real.clear_seats(lambda seat: seat != 3) == []
-    with real.change():
+    assert real.clear_seats(bytes(seat == 3 for seat in range(8))) == []
+    with changing(real):
         assert real.take(0) == left
     assert not real.is_torn
 
@@ -166,7 +175,7 @@ def test_a_change_that_a_dead_process_left_is_mended() -> None:
 def test_a_space_that_nobody_uses_is_given_to_a_new_identity() -> None:
     real = table(128)
     for number in range(100):
-        with real.change():
+        with changing(real):
             space = real.space(number.to_bytes(16, "little"))
             real.seat(0, space)
             assert real.publish(real.take(0), number + 1, 0, space)
@@ -174,9 +183,82 @@ def test_a_space_that_nobody_uses_is_given_to_a_new_identity() -> None:
     assert found == list(range(36, 100))
 
 
-def test_a_look_up_reads_nothing_beyond_its_tables() -> None:
-    """Whatever a table says that another process has damaged."""
-    pages = array("Q", [3, 4])
-    assert _core.find_pages(array("I"), array("Q"), pages) == [-1, -1]
-    assert _core.find_pages(array("I", [9, 9]), array("Q", [3]), pages) == [-1, -1]
-    assert _core.find_pages(array("I", [1, 1]), array("Q", [3]), pages) == [0, -1]
+@pytest.mark.parametrize("seed", range(30))
+def test_a_damaged_table_ends_every_call(seed: int) -> None:
+    """Whatever another process has damaged, nothing beyond the table is read, and mend() helps."""
+    dice = random.Random(seed)
+    memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
+    real.create()
+    with changing(real):
+        space = real.space(bytes(16))
+        for index in range(1, SLOTS + 1):
+            assert real.publish(real.take(3), index, index - 1, space, float(index % 3))
+    begin = 24 if dice.random() < 0.5 else len(memory) - 4 * (8 * SLOTS + 32)  # words, or columns
+    for _ in range(dice.choice([1, 10, 300])):
+        memory[dice.randrange(begin, len(memory))] = dice.getrandbits(8)
+    calls: list[Callable[[], object]] = [
+        lambda: real.find_all(list(range(40))),
+        lambda: real.take(0),
+        lambda: real.touch([dice.randrange(SLOTS) for _ in range(4)]),
+        lambda: real.free(dice.randrange(SLOTS)),
+        lambda: real.hold(dice.randrange(SLOTS), 3),
+        lambda: real.release(dice.randrange(SLOTS)),
+        lambda: real.space(dice.randbytes(16)),
+        lambda: real.cut(dice.randrange(SLOTS)),
+        lambda: real.clear_seats(bytes([0, 0, 0, 1])),
+    ]
+    for _ in range(100):
+        with contextlib.suppress(IndexError, ValueError):
+            dice.choice(calls)()
+    real.mend()
+    for index in range(100, 100 + SLOTS):
+        with changing(real):
+            slot = real.take(0)
+            assert slot < 0 or real.find(index) >= 0 or real.publish(slot, index, 0, 0)
+
+
+def test_a_slot_without_storage_is_not_taken_again() -> None:
+    real = table(4)
+    with changing(real):
+        slots = [real.take(0) for _ in range(4)]
+        real.cut(2)
+        for slot in slots:
+            real.free(slot)
+        assert sorted([real.take(0, 2), real.take(0, 2)]) == [0, 1]
+        assert real.take(0, 2) == -1
+
+
+def test_nothing_beyond_a_table_is_named() -> None:
+    real = table()
+    for slot in (SLOTS, 1 << 40):
+        for call in (real.generation, real.index, real.free, real.release):
+            with pytest.raises(IndexError, match="damaged"):
+                call(slot)
+    with pytest.raises(ValueError, match="does not fit"):
+        PageTable(memoryview(bytearray(PageTable.nbytes(SLOTS) - 1)), SLOTS)
+    with pytest.raises(IndexError, match="damaged"):
+        real.touch([SLOTS])
+
+
+def test_pages_that_are_taken_up_stay_with_their_identity() -> None:
+    """Those of an identity that nobody uses go first, also after the table was lost."""
+    old, new = (name * IDENTITY_BYTES for name in (b"o", b"n"))
+    keys, stride = [bytes([number]) for number in range(8)], 2 * HEADER_BYTES
+    headers = memoryview(bytearray(len(keys) * stride))
+    address = address_of(headers)
+    for number, key in enumerate(keys):
+        if number == 3:
+            continue  # a slot that holds nothing
+        of = new if number % 2 else old
+        _core.fill_page(address + number * stride, memoryview(b"page"), of, key, 0, 0.0)
+    real = table(len(keys))
+    with changing(real):
+        real.adopt(0, headers, stride)
+    real.mend()
+    assert real.pages() == len(keys) - 1
+    with changing(real):
+        real.seat(0, real.space(new))
+        slots = [real.take(0) for _ in range(5)]
+    assert slots == [3, 0, 2, 4, 6]
+    assert [real.find(each) for each in indices_of(new, keys)] == [-1, 1, -1, -1, -1, 5, -1, 7]

@@ -9,7 +9,8 @@ files, is written by the next one (`unwritten`). All processes are on one host, 
 memory.
 Pages pass through buffers of the engine, which are huge pages: a disk moves these several times as
 fast as the small pages of shared memory.
-Not here: pages on their way (store), the tables (table), their memory and files (tiers).
+Not here: pages on their way (store), the tables (native/page_table.h), their memory and files
+(tiers).
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ import contextlib
 import ctypes
 import hashlib
 import logging
+import mmap
 import os
 import threading
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold._core import SEATS_MAX
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
-from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
-from statehold.kv.table import SEATS_MAX
+from statehold.kv.page import HEADER_BYTES, slot_bytes, whole_blocks
 from statehold.kv.tiers import FileTier, Geometry, MemoryTier, boot, no_store
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
-from statehold.units import MiB, format_bytes
+from statehold.units import KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
     from statehold._core import File, RangesJob
@@ -41,8 +44,9 @@ logger = logging.getLogger("statehold")
 
 # So many large requests keep a disk busy in each direction.
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8
-# Slots whose headers are read at a time.
-HEADERS = 64
+# Headers are read so many bytes at a time. Small slots are read whole: a disk is faster with that
+# than with so many small pieces.
+HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 64 * KiB
 
 # A page: its slot in memory, its slot in a file, its bytes.
 Move = tuple[int, int, int]
@@ -85,7 +89,7 @@ class OpenStore:
         filling: slots in memory that this process has taken, and that hold nothing.
         """
         with contextlib.suppress(WaitTimeout), self._held(_LOCK_S):
-            with self.memory.table.change(), self.files.table.change():
+            with self._marked():
                 for slot in filling:
                     self.memory.table.free(slot)
                 self.memory.table.seat(self.seat, None)
@@ -125,8 +129,9 @@ class OpenStore:
         return self._begin(parts, self.memory, is_write=is_write)
 
     def _begin(
-        self, parts: Sequence[tuple[int, int, int, int]], owner: object, *, is_write: bool = False
-    ) -> RangesJob:
+        self, parts: Sequence[tuple[int, int, int, int]], owner: object, *, is_write: bool = False,
+        is_staged: bool = True,
+    ) -> RangesJob:  # fmt: skip
         """parts: a slot in a file, where in it, how many bytes, and their address in memory."""
         files: list[File] = []
         numbers = list[int]()
@@ -141,7 +146,7 @@ class OpenStore:
             addresses.append(address)
         return self._engine.ranges(
             write=is_write, files=files, file_index=array("Q", numbers), offsets=starts,
-            sizes=sizes, addresses=addresses, owner=owner, verified=is_write, staged=True,
+            sizes=sizes, addresses=addresses, owner=owner, verified=False, staged=is_staged,
             client=Client.PAGE_WRITE if is_write else Client.PAGE_READ,
         )  # fmt: skip
 
@@ -165,8 +170,18 @@ class OpenStore:
     @contextlib.contextmanager
     def changing(self, timeout_s: float | None) -> Iterator[None]:
         """Around changes of the tables, which no other process changes then. Raises WaitTimeout."""
-        with self._held(timeout_s), self.memory.table.change(), self.files.table.change():
+        with self._held(timeout_s), self._marked():
             yield
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Around changes, under the lock. An exception leaves the tables torn; the next change
+        mends them."""
+        for tier in (self.memory, self.files):
+            tier.table.begin_change()
+        yield
+        for tier in (self.memory, self.files):
+            tier.table.end_change()
 
     def _sit(self) -> int:
         """A seat of the store: a byte of the lock that this process alone has."""
@@ -195,35 +210,56 @@ class OpenStore:
         # A table that was flushed before the power was lost may be older than the pages.
         is_old = is_new or table.boot not in (0, now)
         table.boot = now
-        with self.changing(None):
-            self.unwritten = self.memory.table.clear_seats(self._is_taken)
+        dead = bytes(not self._is_taken(seat) for seat in range(SEATS_MAX))
+        with self._marked():
+            self.unwritten = self.memory.table.clear_seats(dead)
             for slot in self.unwritten:
                 self.memory.table.release(slot)
                 self.memory.table.hold(slot, self.seat)
-            table.clear_seats(self._is_taken)
+            table.clear_seats(dead)
             if is_new:
                 self._adopt_all()
         if is_old:
             table.mend()
 
     def _adopt_all(self) -> None:
-        """Find the pages in segments whose table is gone."""
-        table, count = self.files.table, self.files.slots_on_disk()
-        memory = bytearray(HEADERS * HEADER_BYTES)
-        at = address_of(memoryview(memory))
-        for first in range(0, count, HEADERS):
-            places = range(0, min(HEADERS, count - first) * HEADER_BYTES, HEADER_BYTES)
-            parts = [(first + n, 0, HEADER_BYTES, at + place) for n, place in enumerate(places)]
+        """Find the pages in segments whose table is gone. One job reads while another is seen
+        through."""
+        size = self.files.slot_bytes
+        stride = size if size <= WHOLE_BYTES else HEADER_BYTES
+        waiting = deque(self.files.runs_on_disk(HEADERS_BYTES // stride))
+        spare = [mmap.mmap(-1, HEADERS_BYTES) for _ in range(2)]
+        reading: deque[tuple[int, int, mmap.mmap, RangesJob | None]] = deque()
+        while waiting or reading:
+            if waiting and spare:
+                first, count = waiting.popleft()
+                reading.append(
+                    (first, count, spare[-1], self._read(first, count, stride, spare.pop()))
+                )
+                continue
+            first, count, memory, job = reading.popleft()
             try:
-                self._begin(parts, memory).wait(None)
+                is_read = job is not None and job.wait(None)
             except StateholdError as error:
                 self.warn("read", error)
-                continue
-            for slot, place in enumerate(places, first):
-                header = Header.decode(bytes(memory[place : place + HEADER_BYTES]))
-                if header is not None:
-                    space = table.space(header.identity)
-                    table.adopt(slot, header.index, header.before, space, header.score)
+                is_read = False
+            if is_read:
+                self.files.table.adopt(first, memoryview(memory)[: count * stride], stride)
+            elif count > 1:  # some of them cannot be read
+                waiting += [(first, count // 2), (first + count // 2, count - count // 2)]
+            spare.append(memory)
+
+    def _read(self, first: int, count: int, stride: int, memory: mmap.mmap) -> RangesJob | None:
+        """Begin to read slots from `first` on, or their headers; None if the storage refuses."""
+        at, is_whole = address_of(memoryview(memory)), stride > HEADER_BYTES
+        parts = [(first, 0, count * stride, at)]
+        if not is_whole:
+            parts = [(first + n, 0, stride, at + n * stride) for n in range(count)]
+        try:
+            return self._begin(parts, memory, is_staged=is_whole)
+        except StateholdError as error:
+            self.warn("read", error)
+            return None
 
 
 def address_of(view: memoryview) -> int:

@@ -12,7 +12,8 @@ taken only if its slot was not given to another page meanwhile. A page is found 
 are there. A slot that a process fills, writes or reads into is not given away, and what a dead
 process was filling is free again. If the storage refuses, the store goes on in memory, and warns
 once.
-Not here: bytes of a page (page), which page goes first (table), the tables' lock (opened).
+Not here: bytes of a page (page), which page goes first (native/page_table.h), the tables' lock
+(opened).
 """
 
 from __future__ import annotations
@@ -34,14 +35,13 @@ from statehold import _core
 from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.opened import Move, OpenStore, address_of
-from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of, whole_blocks
-from statehold.kv.table import SlotTable
+from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of
 from statehold.observe.counters import figures_of
 from statehold.process.worker import Worker
 from statehold.units import MiB, check_timeout, parse_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import RangesJob
+    from statehold._core import PageTable, RangesJob
 
 logger = logging.getLogger("statehold")
 
@@ -63,8 +63,8 @@ hanging: list[PageStore] = []
 @dataclass(slots=True)
 class MovingPage:
     """A page of a call. view: the caller's memory. index: of the page; before: of the one before
-    it. slot: in memory, FILLING. there, generation: of its slot in a file. header, verdict: once it
-    was read."""
+    it. slot: in memory; is_filled: it has the page. there, generation: of its slot in a file.
+    header, verdict: once it was read."""
 
     batch: PageBatch
     place: int
@@ -74,6 +74,7 @@ class MovingPage:
     before: int = 0
     score: float = 0.0
     slot: int = -1
+    is_filled: bool = False
     there: int = -1
     generation: int = 0
     header: Header | None = None
@@ -296,13 +297,13 @@ class PageStore:
     def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
         memory, files = self._memory.table, self._files.table
-        absent, slots = list[MovingPage](), memory.find_all(page.index for page in pages)
+        absent, slots = list[MovingPage](), memory.find_all([page.index for page in pages])
         for page, slot in zip(pages, slots, strict=True):
             if slot < 0 or not self._deliver(page, slot):
                 absent.append(page)
         with self._open.changing(batch.seconds_left):
             for table in (memory, files):
-                table.touch(table.find(page.index) for page in reversed(pages))
+                table.touch(table.find_all([page.index for page in reversed(pages)]))
         return absent
 
     def _deliver(self, page: MovingPage, slot: int) -> bool:
@@ -319,7 +320,7 @@ class PageStore:
         return True
 
     def _header(self, slot: int) -> Header | None:
-        return Header.decode(bytes(self._memory.slot(slot)[:HEADER_BYTES]))
+        return Header.decode(self._memory.slot(slot))
 
     def _copy_out(self, page: MovingPage, slot: int) -> bool:
         """Copy a page to the caller's memory, unless it is late."""
@@ -421,43 +422,28 @@ class PageStore:
                     break
                 waiting.popleft()
             for table in (memory, files):
-                table.touch(table.find(page.index) for page in reversed(there))
+                table.touch(table.find_all([page.index for page in reversed(there)]))
         batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
     def _publish(self, batch: PageBatch, taken: list[MovingPage]) -> None:
         """Fill slots in memory, let everybody find them, and have them written."""
-        filled = [page for page in taken if self._fill(page)]
+        for page in taken:
+            fill = partial(_core.fill_page, self._memory.address(page.slot), page.view)
+            about = (batch.identity, page.key, page.before, page.score)
+            page.is_filled = batch.move(page.place, partial(fill, *about))
         stored, memory = list[int](), self._memory.table
         with self._open.changing(None):
+            space = memory.space(batch.identity)
             for page in taken:
-                if page.header is not None and _publish(memory, page.slot, page.header):
+                which = (page.slot, page.index, page.before, space, page.score)
+                if page.is_filled and memory.publish(*which):
                     memory.hold(page.slot, self._open.seat)
                     stored.append(page.slot)
                 else:
                     memory.free(page.slot)
         self._write.submit(lambda: self._store(stored))
-        batch.settle([page.place for page in filled], PageVerdict.STORED)
-
-    def _fill(self, page: MovingPage) -> bool:
-        """Copy a page to its slot, unless it is late."""
-        slot, nbytes = self._memory.slot(page.slot), page.view.nbytes
-        end, whole = HEADER_BYTES + nbytes, whole_blocks(nbytes)
-        at = self._memory.address(page.slot) + HEADER_BYTES
-
-        def copy() -> None:
-            if page.view.readonly:
-                slot[HEADER_BYTES:end] = page.view
-            else:
-                ctypes.memmove(at, address_of(page.view), nbytes)
-
-        if not page.batch.move(page.place, copy):
-            return False
-        slot[end : HEADER_BYTES + whole] = bytes(whole - nbytes)
-        checksum, of = _core.hash_memory(at, whole), page.batch.identity
-        page.header = Header(of, page.key, nbytes, checksum, page.before, page.score)
-        slot[:HEADER_BYTES] = page.header.encode()
-        return True
+        batch.settle([page.place for page in taken if page.is_filled], PageVerdict.STORED)
 
     def _store(self, slots: list[int]) -> None:
         stored, tables = list[int](), (self._memory.table, self._files.table)
@@ -467,7 +453,7 @@ class PageStore:
             # What was put last follows the others, so they were used after it. Once for all groups:
             # using a page walks over those before it.
             for table in tables:
-                table.touch(map(table.find, reversed(stored)))
+                table.touch(table.find_all(stored[::-1]))
         if not self._is_flush_due:
             self._is_flush_due = True
             timer = threading.Timer(FLUSH_S, self._flush_later)
@@ -583,7 +569,7 @@ class PageStore:
         worker.submit(guarded)
 
 
-def _publish(table: SlotTable, slot: int, header: Header | None) -> bool:
+def _publish(table: PageTable, slot: int, header: Header | None) -> bool:
     if header is None:
         return False
     space = table.space(header.identity)

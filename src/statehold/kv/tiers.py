@@ -8,7 +8,7 @@
 Invariants: a slot has the same bytes in memory and in a file, so a page moves between them as it
 is. Memory and segments have their storage before they are used: a write cannot find that there is
 none. The files never take more than the budget, which counts the index, too.
-Not here: which slot is whose (table), when pages move (store).
+Not here: which slot is whose (native/page_table.h), when pages move (store).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import hashlib
 import json
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from statehold._core import PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
-from statehold.kv.table import SlotTable
 from statehold.process.host_memory import home
 from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
@@ -49,7 +50,7 @@ class MappedTable:
     and have their storage."""
 
     def __init__(self, path: str, slots: int, more: int = 0) -> None:
-        self.path, self.begin = path, whole_blocks(SlotTable.nbytes(slots))
+        self.path, self.begin = path, whole_blocks(PageTable.nbytes(slots))
         nbytes = self.begin + more
         with storing("map a table of pages", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
@@ -61,7 +62,7 @@ class MappedTable:
             finally:
                 os.close(fd)
         self.view = memoryview(self.map)
-        self.table = SlotTable(self.view[: SlotTable.nbytes(slots)], slots)
+        self.table = PageTable(self.view[: self.begin], slots)
 
     def close(self) -> None:
         """Unmap, once nothing uses the table and the view."""
@@ -184,12 +185,13 @@ class FileTier(MappedTable):
         # The slots that a page may be written to: those behind have no storage.
         self.below = geometry.slots
 
-    def slots_on_disk(self) -> int:
-        """The slots of the segments that are there, up to the first one that is not."""
-        count = 0
-        while os.path.exists(self._path(count // self._by_segment)) and count < self.table.slots:
-            count += self._by_segment
-        return count
+    def runs_on_disk(self, most: int) -> Iterator[tuple[int, int]]:
+        """Slots side by side in the segments that are there, at most so many at a time: the first
+        of them, and their number."""
+        for begin in range(0, self.table.slots, self._by_segment):
+            if os.path.exists(self._path(begin // self._by_segment)):
+                for first in range(begin, begin + self._by_segment, most):
+                    yield first, min(most, begin + self._by_segment - first)
 
     def _path(self, segment: int) -> str:
         return f"{self._root}/segment-{segment:06d}"
@@ -254,7 +256,7 @@ def _slots_there(path: str) -> int:
 
 
 def _taken(slots: int, slot_bytes: int) -> int:
-    return whole_blocks(SlotTable.nbytes(slots)) + slots * slot_bytes
+    return whole_blocks(PageTable.nbytes(slots)) + slots * slot_bytes
 
 
 def boot() -> int:

@@ -9,7 +9,7 @@ from the time when they were computed. So a page that goes leaves a gap, and not
 Invariants: after each call a layer holds at most `budget_tokens`. A page is two tensors of its own,
 so its memory is free as soon as it goes. The first page and the newest one never go. The lengths
 that transformers sees are those of the whole sequence; only the sizes of masks are those kept.
-Not here: pages that lie on tiers (tiered), pages of a store (table).
+Not here: pages that lie on tiers (tiered), pages of a store (store).
 """
 
 from __future__ import annotations

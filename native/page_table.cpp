@@ -1,0 +1,397 @@
+#include "page_table.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <unordered_set>
+
+#include "page_header.h"
+
+namespace statehold {
+namespace {
+
+constexpr uint64_t kMagic = 0x3242'4154'564B'4853;  // "SHKVTAB2"
+constexpr uint64_t kWords = 16;
+constexpr uint64_t kLongColumns = 2;
+constexpr uint64_t kColumns = 6;
+constexpr uint32_t kStateBits = 0xFF;
+constexpr uint32_t kSpaceBits = 0xFF000000;
+constexpr int kSeatShift = 8;
+constexpr int kSpaceShift = 24;
+
+uint64_t bucket_count(uint64_t slots) { return std::bit_ceil(std::max<uint64_t>(8, 2 * slots)); }
+
+// What find() reads while another process changes it.
+template <class T>
+T load(const T& from) {
+  return __atomic_load_n(&from, __ATOMIC_ACQUIRE);
+}
+template <class T>
+void store(T& to, T value) {
+  __atomic_store_n(&to, value, __ATOMIC_RELEASE);
+}
+
+[[noreturn]] void damaged() { throw std::out_of_range("the table of pages is damaged"); }
+
+// An integer in the order of the scores: that of the bits of a float, in one direction.
+uint32_t ranked(double score) {
+  constexpr double most = 3.4e38;
+  const auto bits = std::bit_cast<uint32_t>(static_cast<float>(std::clamp(score, -most, most)));
+  return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFF : 0x80000000);
+}
+
+}  // namespace
+
+PageTable::PageTable(std::byte* memory, uint64_t memory_bytes, uint64_t slots)
+    : slots_(slots), mask_(bucket_count(slots) - 1) {
+  if (slots >= UINT32_MAX || memory_bytes < bytes(slots) ||
+      reinterpret_cast<uintptr_t>(memory) % alignof(uint64_t) != 0) {
+    throw std::invalid_argument("the memory does not fit a table of so many slots");
+  }
+  words_ = reinterpret_cast<uint64_t*>(memory);
+  spaces_ = reinterpret_cast<Space*>(words_ + kWords);
+  seats_ = reinterpret_cast<uint64_t*>(spaces_ + kSpaces);
+  index_ = seats_ + kSeats;
+  before_ = index_ + slots;
+  auto* column = reinterpret_cast<uint32_t*>(before_ + slots);
+  for (uint32_t** each : {&generation_, &state_, &used_, &newer_, &older_, &rank_, &bucket_}) {
+    *each = column;
+    column += slots;
+  }
+}
+
+uint64_t PageTable::bytes(uint64_t slots) {
+  const uint64_t words =
+      kWords + kSpaces * (sizeof(Space) / sizeof(uint64_t)) + kSeats + kLongColumns * slots;
+  return sizeof(uint64_t) * (words + (kColumns * slots + bucket_count(slots) + 1) / 2);
+}
+
+bool PageTable::is_new() const { return words_[kMagicAt] != kMagic || words_[kSlots] != slots_; }
+
+void PageTable::create() {
+  words_[kSlots] = slots_;
+  words_[kMagicAt] = kMagic;
+}
+
+int64_t PageTable::find(uint64_t index) const {
+  for (uint64_t at = 0; at <= mask_; ++at) {
+    const uint32_t there = load(bucket_[(index + at) & mask_]);
+    if (there == 0) break;
+    if (there <= slots_ && load(index_[there - 1]) == index) return int64_t{there} - 1;
+  }
+  return -1;
+}
+
+uint32_t PageTable::generation(uint64_t slot) const { return load(generation_[checked(slot)]); }
+
+uint64_t PageTable::index(uint64_t slot) const { return load(index_[checked(slot)]); }
+
+uint64_t PageTable::pages() const {
+  return std::accumulate(spaces_, spaces_ + kSpaces, uint64_t{0},
+                         [](uint64_t sum, const Space& space) { return sum + space.pages; });
+}
+
+void PageTable::begin_change() {
+  if (is_torn()) mend();
+  store(words_[kChanges], words_[kChanges] + 1);
+}
+
+int64_t PageTable::take(uint32_t seat, uint64_t below) {
+  int64_t slot = static_cast<int64_t>(words_[kFreeAt]) - 1;
+  if (slot >= 0) {
+    words_[kFreeAt] = older_[checked(static_cast<uint64_t>(slot))];
+  } else if (words_[kFresh] < std::min(below, slots_)) {
+    slot = static_cast<int64_t>(words_[kFresh]++);
+  } else {
+    slot = oldest();
+    if (slot < 0) return -1;
+    unlink(static_cast<uint64_t>(slot));
+    unhash(static_cast<uint64_t>(slot));
+    ++words_[kEvicted];
+  }
+  store(generation_[slot], generation_[slot] + 1);
+  state_[slot] = uint32_t{kFilling} | seat << kSeatShift;
+  return slot;
+}
+
+bool PageTable::publish(uint64_t slot, uint64_t index, uint64_t before, uint32_t space,
+                        double score) {
+  checked(slot);
+  if (find(index) >= 0) return false;
+  fill(slot, index, before, space, score);
+  hash(slot);
+  link(slot);
+  return true;
+}
+
+void PageTable::hold(uint64_t slot, uint32_t seat) {
+  unlink(checked(slot));
+  state_[slot] = uint32_t{kDirty} | seat << kSeatShift | (state_[slot] & kSpaceBits);
+}
+
+void PageTable::release(uint64_t slot) {
+  state_[slot] = uint32_t{kWhole} | (state_[checked(slot)] & kSpaceBits);
+  link(slot);
+}
+
+void PageTable::free(uint64_t slot) {
+  const State state = state_of(checked(slot));
+  if (state == kWhole) unlink(slot);
+  if (state == kWhole || state == kDirty) unhash(slot);
+  if (state == kFree) return;
+  give_back(slot);
+  store(generation_[slot], generation_[slot] + 1);
+}
+
+void PageTable::cut(uint64_t below) {
+  if (below >= words_[kFresh]) return;
+  words_[kFresh] = below;
+  rebuild();
+}
+
+void PageTable::touch(const std::vector<int64_t>& slots) {
+  std::unordered_set<int64_t> seen;  // a page may come again after its own end
+  for (int64_t slot : slots) {
+    while (slot >= 0 && seen.insert(slot).second) {
+      const uint64_t at = checked(static_cast<uint64_t>(slot));
+      if (state_of(at) == kWhole) {
+        unlink(at);
+        link(at);
+      }
+      slot = before_[at] != 0 ? find(before_[at]) : -1;
+    }
+  }
+}
+
+uint32_t PageTable::space(std::string_view identity) {
+  uint64_t wanted[2];
+  if (identity.size() != sizeof wanted) throw std::invalid_argument("an identity has 16 bytes");
+  std::memcpy(wanted, identity.data(), sizeof wanted);
+  const std::vector<bool> used = in_use();
+  Space* spare = nullptr;
+  for (uint64_t i = 0; i < kSpaces; ++i) {
+    Space& space = spaces_[i];
+    if (std::memcmp(space.identity, wanted, sizeof wanted) == 0) return static_cast<uint32_t>(i);
+    if (spare == nullptr && space.pages == 0 && !used[i]) spare = &space;
+  }
+  if (spare == nullptr) {
+    spare = &longest_unused(used);
+    for (uint64_t left = slots_; spare->oldest != 0; --left) {
+      if (left == 0) damaged();
+      free(spare->oldest - 1);
+    }
+  }
+  std::memcpy(spare->identity, wanted, sizeof wanted);
+  return static_cast<uint32_t>(spare - spaces_);
+}
+
+void PageTable::seat(uint32_t seat, int64_t space) {
+  if (seat >= kSeats) throw std::invalid_argument("there is no such seat");
+  seats_[seat] = static_cast<uint64_t>(space + 1);
+}
+
+std::vector<uint64_t> PageTable::clear_seats(const std::vector<bool>& dead) {
+  for (uint64_t seat = 0; seat < std::min<uint64_t>(kSeats, dead.size()); ++seat) {
+    if (dead[seat]) seats_[seat] = 0;
+  }
+  std::vector<uint64_t> dirty;
+  for (uint64_t slot = 0; slot < std::min(words_[kFresh], slots_); ++slot) {
+    const State state = state_of(slot);
+    const uint32_t seat = state_[slot] >> kSeatShift & 0xFFFF;
+    if ((state != kFilling && state != kDirty) || seat >= dead.size() || !dead[seat]) continue;
+    if (state == kFilling) {
+      free(slot);
+    } else {
+      dirty.push_back(slot);
+    }
+  }
+  return dirty;
+}
+
+void PageTable::mend() {
+  store(words_[kChanges], words_[kChanges] | 1);
+  rebuild();
+  end_change();
+}
+
+void PageTable::rebuild() {
+  words_[kFreeAt] = 0;
+  words_[kFresh] = std::min(words_[kFresh], slots_);
+  for (uint64_t i = 0; i < kSpaces; ++i) {
+    spaces_[i].pages = spaces_[i].newest = spaces_[i].oldest = 0;
+  }
+  std::memset(bucket_, 0, (mask_ + 1) * sizeof *bucket_);
+  std::vector<uint32_t> order(words_[kFresh]);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [this](uint32_t a, uint32_t b) { return used_[a] < used_[b]; });
+  for (const uint32_t slot : order) {
+    const State state = state_of(slot);
+    const bool has_page = (state == kWhole || state == kDirty) && find(index_[slot]) < 0 &&
+                          state_[slot] >> kSpaceShift < kSpaces;
+    if (has_page) {
+      hash(slot);
+      if (state == kWhole) link(slot, used_[slot]);
+    } else if (state != kFilling) {
+      give_back(slot);
+    }
+  }
+}
+
+void PageTable::adopt(uint64_t first, const std::byte* memory, uint64_t stride, uint64_t count) {
+  if (first > slots_ || count > slots_ - first) throw std::invalid_argument("no such slots");
+  for (uint64_t slot = first; slot < first + count; ++slot, memory += stride) {
+    const std::optional<PageHeader> header = PageHeader::read(memory);
+    if (!header) continue;
+    words_[kFresh] = std::max(words_[kFresh], slot + 1);
+    publish(slot, page_index(header->identity, header->key), header->before,
+            space(header->identity), header->score);
+  }
+}
+
+uint64_t PageTable::checked(uint64_t slot) const {
+  if (slot >= slots_) damaged();
+  return slot;
+}
+
+PageTable::Space& PageTable::space_of(uint64_t slot) {
+  const uint32_t space = state_[slot] >> kSpaceShift;
+  if (space >= kSpaces) damaged();
+  return spaces_[space];
+}
+
+PageTable::State PageTable::state_of(uint64_t slot) const {
+  const uint32_t state = state_[slot] & kStateBits;
+  return state <= kDirty ? static_cast<State>(state) : kFree;
+}
+
+void PageTable::fill(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score) {
+  if (space >= kSpaces) damaged();
+  store(index_[slot], index);
+  before_[slot] = before;
+  rank_[slot] = ranked(score);
+  if (score != 0) words_[kIsRanked] = 1;
+  store(state_[slot], uint32_t{kWhole} | space << kSpaceShift);
+}
+
+void PageTable::give_back(uint64_t slot) {
+  state_[slot] = kFree;
+  if (slot >= words_[kFresh]) return;  // it has no storage
+  older_[slot] = static_cast<uint32_t>(words_[kFreeAt]);
+  words_[kFreeAt] = slot + 1;
+}
+
+void PageTable::hash(uint64_t slot) {
+  for (uint64_t at = 0; at <= mask_; ++at) {
+    uint32_t& bucket = bucket_[(index_[slot] + at) & mask_];
+    if (bucket == 0) return store(bucket, static_cast<uint32_t>(slot + 1));
+  }
+  damaged();
+}
+
+// Those behind it move up, or find() would stop too early.
+void PageTable::unhash(uint64_t slot) {
+  uint64_t hole = index_[slot] & mask_;
+  for (uint64_t left = mask_; bucket_[hole] != slot + 1; --left, hole = (hole + 1) & mask_) {
+    if (bucket_[hole] == 0 || left == 0) return;
+  }
+  for (uint64_t n = 1, from = hole; n <= mask_; ++n) {
+    const uint64_t at = (from + n) & mask_;
+    if (bucket_[at] == 0) break;
+    const uint64_t home = index_[checked(bucket_[at] - 1)] & mask_;
+    if (((at - home) & mask_) < ((at - hole) & mask_)) continue;
+    store(bucket_[hole], bucket_[at]);
+    hole = at;
+  }
+  store(bucket_[hole], uint32_t{0});
+}
+
+void PageTable::link(uint64_t slot) { link(slot, static_cast<uint32_t>(++words_[kClock])); }
+
+void PageTable::link(uint64_t slot, uint32_t used) {
+  Space& space = space_of(slot);
+  used_[slot] = used;
+  newer_[slot] = 0;
+  older_[slot] = static_cast<uint32_t>(space.newest);
+  if (space.newest != 0) {
+    newer_[checked(space.newest - 1)] = static_cast<uint32_t>(slot + 1);
+  } else {
+    space.oldest = slot + 1;
+  }
+  space.newest = slot + 1;
+  space.last_use = used;
+  ++space.pages;
+}
+
+void PageTable::unlink(uint64_t slot) {
+  Space& space = space_of(slot);
+  const uint64_t newer = newer_[slot];
+  const uint64_t older = older_[slot];
+  if (newer != 0) {
+    older_[checked(newer - 1)] = static_cast<uint32_t>(older);
+  } else {
+    space.newest = older;
+  }
+  if (older != 0) {
+    newer_[checked(older - 1)] = static_cast<uint32_t>(newer);
+  } else {
+    space.oldest = newer;
+  }
+  --space.pages;
+}
+
+std::vector<bool> PageTable::in_use() const {
+  std::vector<bool> used(kSpaces);
+  for (uint64_t seat = 0; seat < kSeats; ++seat) {
+    if (seats_[seat] > 0 && seats_[seat] <= kSpaces) used[seats_[seat] - 1] = true;
+  }
+  return used;
+}
+
+PageTable::Space& PageTable::longest_unused(const std::vector<bool>& used) {
+  Space* found = nullptr;
+  for (uint64_t i = 0; i < kSpaces; ++i) {
+    if (used[i] || (found != nullptr && found->last_use <= spaces_[i].last_use)) continue;
+    found = &spaces_[i];
+  }
+  if (found == nullptr) throw std::invalid_argument("processes use pages of too many identities");
+  return *found;
+}
+
+// The slot whose page goes first.
+int64_t PageTable::oldest() {
+  const std::vector<bool> used = in_use();
+  const Space* best = nullptr;
+  std::pair<bool, uint64_t> best_key;
+  for (uint64_t i = 0; i < kSpaces; ++i) {
+    const Space& space = spaces_[i];
+    if (space.oldest == 0) continue;
+    const uint64_t use = used[i] ? used_[checked(space.oldest - 1)] : space.last_use;
+    const std::pair<bool, uint64_t> key{used[i], use};
+    if (best != nullptr && key >= best_key) continue;
+    best = &space;
+    best_key = key;
+  }
+  if (best == nullptr) return -1;
+  const uint64_t slot = checked(best->oldest - 1);
+  return static_cast<int64_t>(words_[kIsRanked] != 0 ? least(slot) : slot);
+}
+
+// The page of the lowest score, among `slot` and those that were used next.
+uint64_t PageTable::least(uint64_t slot) const {
+  std::vector<uint64_t> followed;
+  uint64_t best = slot;
+  for (int n = 0; n < kRanked; ++n) {
+    const bool is_followed =
+        std::find(followed.begin(), followed.end(), index_[slot]) != followed.end();
+    if (!is_followed && rank_[slot] < rank_[best]) best = slot;
+    followed.push_back(before_[slot]);
+    if (newer_[slot] == 0) break;
+    slot = checked(newer_[slot] - 1);
+  }
+  return best;
+}
+
+}  // namespace statehold

@@ -1,0 +1,149 @@
+// page_table: which slots of a tier hold which pages, in memory that all processes of a host map.
+//
+//     words     magic, slots, changes (odd: one is under way), free, fresh, clock, unused, evicted,
+//               boot (of the host; 0 once all processes have closed the table), ranked (whether a
+//               page has a score)
+//     spaces    kSpaces times: identity, last use, pages, newest, oldest
+//     seats     by process: 1 + its space; 0 without one
+//     by slot   index of the key, index of the page before it; generation, state with seat and
+//               space, last use, next newer, next older, rank (its score, in an order of integers)
+//     buckets   open addressing: 1 + slot, or 0
+//
+// A space is the pages of one identity, in the order of their use. A slot that is needed is taken
+// from the space that nobody has used for longest. If all are in use, it is the slot that was used
+// least recently. Using a page uses those before it, too, so a page never goes before one that
+// follows it. With scores it is the page of the lowest score among the kRanked least recently used
+// ones that no other one of them follows.
+//
+// Invariants:
+// - The caller holds the lock of the tier, except for find(), index() and generation(). These may
+//   see half a change. Then they miss a page, or name a slot of another one, and the reader of a
+//   slot compares its generation after it has read. A slot gets a new generation each time that it
+//   is taken.
+// - A process that dies inside a change leaves `changes` odd. mend() makes again what follows from
+//   the columns.
+// - Nothing outside the memory is read or written, and every call ends, whatever a damaged table
+//   says. A call that meets damage throws std::out_of_range, and mend() makes that good.
+// - The table is only a hint: each page proves itself.
+// Not here: the bytes of pages, the lock (kv/opened).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace statehold {
+
+class PageTable {
+ public:
+  static constexpr uint64_t kSpaces = 64;
+  static constexpr uint64_t kSeats = 256;
+  // Among how many pages a score decides. More would keep pages that nobody has used for long.
+  static constexpr int kRanked = 16;
+
+  // Of a table in `memory`, which is zeros if it is new. Throws std::invalid_argument if it is
+  // smaller than bytes(slots).
+  PageTable(std::byte* memory, uint64_t memory_bytes, uint64_t slots);
+  static uint64_t bytes(uint64_t slots);
+
+  bool is_new() const;  // whether the memory has no table of this size
+  void create();
+
+  // Without the lock.
+  int64_t find(uint64_t index) const;  // the slot that may hold a page; -1 without one
+  uint32_t generation(uint64_t slot) const;
+  uint64_t index(uint64_t slot) const;
+  uint64_t evicted() const { return words_[kEvicted]; }
+  uint64_t pages() const;  // that can be found, and may go
+  uint64_t slots() const { return slots_; }
+  uint64_t boot() const { return words_[kBoot]; }
+  void set_boot(uint64_t boot) { words_[kBoot] = boot; }
+
+  // Around changes. begin_change() mends what a dead process has left.
+  bool is_torn() const { return words_[kChanges] % 2 != 0; }
+  void begin_change();
+  void end_change() { ++words_[kChanges]; }
+
+  // A slot that is empty, or whose page has to go; it is FILLING then. -1 without one. Slots that
+  // were never taken are taken only below `below`.
+  int64_t take(uint32_t seat, uint64_t below);
+  // From now on find() names a slot that was taken. False if another one has the page.
+  bool publish(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score);
+  // A published page is DIRTY: its slot is not given away before release().
+  void hold(uint64_t slot, uint32_t seat);
+  void release(uint64_t slot);
+  void free(uint64_t slot);
+  // The slots from this one on have no storage: nobody takes them any more.
+  void cut(uint64_t below);
+  // Pages were used, and so were those before them. The last page of a prefix comes first.
+  void touch(const std::vector<int64_t>& slots);
+
+  // The number of the space of an identity. If there are too many, the oldest goes. Throws
+  // std::invalid_argument if processes use all of them.
+  uint32_t space(std::string_view identity);
+  void seat(uint32_t seat, int64_t space);  // -1: it uses none
+  // Free what dead processes were filling; the slots that they have left DIRTY. dead: by seat.
+  std::vector<uint64_t> clear_seats(const std::vector<bool>& dead);
+
+  // Make lists and buckets again from the columns. A page that is there twice stays once.
+  void mend();
+  // Take up the pages whose headers are in `memory`, one for each slot from `first` on.
+  void adopt(uint64_t first, const std::byte* memory, uint64_t stride, uint64_t count);
+
+ private:
+  enum Word : uint32_t {
+    kMagicAt,
+    kSlots,
+    kChanges,
+    kFreeAt,
+    kFresh,
+    kClock,
+    kUnused,
+    kEvicted,
+    kBoot,
+    kIsRanked,
+  };
+  enum State : uint8_t { kFree, kFilling, kWhole, kDirty };
+
+  struct Space {
+    uint64_t identity[2];
+    uint64_t last_use;
+    uint64_t pages;
+    uint64_t newest;  // 1 + slot
+    uint64_t oldest;
+  };
+
+  uint64_t checked(uint64_t slot) const;
+  Space& space_of(uint64_t slot);
+  State state_of(uint64_t slot) const;
+  void fill(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score);
+  void give_back(uint64_t slot);
+  void hash(uint64_t slot);
+  void unhash(uint64_t slot);
+  void link(uint64_t slot);
+  void link(uint64_t slot, uint32_t used);
+  void unlink(uint64_t slot);
+  void rebuild();
+  std::vector<bool> in_use() const;
+  Space& longest_unused(const std::vector<bool>& used);
+  int64_t oldest();
+  uint64_t least(uint64_t slot) const;
+
+  uint64_t slots_ = 0;
+  uint64_t mask_ = 0;
+  uint64_t* words_ = nullptr;
+  Space* spaces_ = nullptr;
+  uint64_t* seats_ = nullptr;
+  uint64_t* index_ = nullptr;  // by slot
+  uint64_t* before_ = nullptr;
+  uint32_t* generation_ = nullptr;
+  uint32_t* state_ = nullptr;
+  uint32_t* used_ = nullptr;
+  uint32_t* newer_ = nullptr;  // 1 + slot
+  uint32_t* older_ = nullptr;
+  uint32_t* rank_ = nullptr;
+  uint32_t* bucket_ = nullptr;
+};
+
+}  // namespace statehold
