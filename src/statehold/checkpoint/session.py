@@ -197,7 +197,7 @@ class Session:
         read the records of all.
         """
         found = self.levels.nearest(self.pipeline.drain).steps()
-        return [step for step in found if self.peers or self.levels.has_whole(step)]
+        return found if self.peers else self.levels.whole(found)
 
     def rewind(self, step: int, *, is_elsewhere: bool = False) -> list[int]:
         """Discard the steps newer than `step` at every level. All ranks call this together.
@@ -221,7 +221,7 @@ class Session:
     def _check_whole(self, step: int) -> None:
         """Raise StepNotFoundError on all ranks if no level has all files of the step."""
         steps = self.levels.nearest(self.pipeline.drain).steps()
-        if not led(self.peers, lambda: self.levels.has_whole(step)):
+        if not led(self.peers, lambda: self.levels.whole([step])):
             error = no_such_step(step, self.levels.run, steps)
             if step in steps:
                 error.with_fact("found", "a part of it: files are missing, or cut")

@@ -196,13 +196,16 @@ class Levels:
                 kept.enter_context(place.protect(step))
             yield
 
-    def has_whole(self, step: int) -> bool:
-        """Whether a level has all files of a step, as far as it can tell without a transfer."""
+    def whole(self, steps: Sequence[int]) -> list[int]:
+        """Those of `steps` of which a level has all files, as far as it can tell without a
+        transfer."""
+        left = set(steps)
         for place in self.places:
             with contextlib.suppress(StorageError):
-                if step in place.steps() and place.is_whole(step):
-                    return True
-        return False
+                for step in left.intersection(place.steps()):
+                    with contextlib.suppress(StorageError):
+                        left -= {step} if place.is_whole(step) else set()
+        return [step for step in steps if step not in left]
 
     def prepare_all(self) -> None:
         """Lock and list what rewind() changes; raises if a level is unreachable or used."""
