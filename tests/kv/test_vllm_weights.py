@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from statehold.errors import CorruptionError, StepNotFoundError, UsageError
 from statehold.kv.vllm import opening
 from statehold.kv.vllm.loader import load_into
 from statehold.kv.vllm.opening import PagesOptions
-from statehold.kv.vllm.weights import RunInfo, StepInfo, StepWeights, layer_of
+from statehold.kv.vllm.weights import (
+    RunInfo,
+    StepInfo,
+    StepWeights,
+    check_tiers,
+    layer_of,
+)
 from support.faults import must
 
 
@@ -28,10 +35,13 @@ class Served(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in "abc")
         self.head = nn.Linear(8, 8)
         self.taken: list[str] = []
+        self.fails_behind: int | None = None
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         own = self.state_dict()
-        for name, tensor in weights:
+        for number, (name, tensor) in enumerate(weights):
+            if number == self.fails_behind:
+                raise RuntimeError("CUDA out of memory")
             self.taken.append(name)
             own[name].copy_(tensor)
 
@@ -104,11 +114,42 @@ def test_a_step_brings_the_layers_that_changed(run: Path) -> None:
 
 
 def test_what_pages_depend_on_is_the_step(run: Path) -> None:
+    """And no step while it is not whole."""
     engine = Engine(run)
     for step in (2, 3, 2):
         engine.take(step)
-    two, three, again = engine.connected.identities
+    _, two, half, three, _, again = engine.connected.identities
     assert two == again != three
+    assert half not in (two, three)
+
+
+@pytest.mark.parametrize("ending", ["no finish", "an error", "another step"])
+def test_an_update_that_does_not_end_is_read_again(run: Path, ending: str) -> None:
+    engine = Engine(run)
+    engine.start_weight_update()
+    if ending == "an error":
+        engine.model.fails_behind = 4
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.receive_weights(StepInfo(3))
+        engine.model.fails_behind = None
+    else:
+        engine.receive_weights(StepInfo(3))
+    must(not same(engine.model, values(run, 1)))
+    if ending == "another step":
+        engine.receive_weights(StepInfo(1))
+        engine.finish_weight_update()
+    else:
+        engine.take(1)
+    assert same(engine.model, values(run, 1))
+    assert len(set(engine.connected.identities)) > 1
+
+
+def test_updates_beside_tiers_that_do_not_learn_of_them_are_refused() -> None:
+    tiers = {"secondary_tiers": [{"type": "statehold", "path": "/nvme/kv"}]}
+    with pytest.raises(UsageError, match="StateholdConnector"):
+        check_tiers(SimpleNamespace(kv_connector_extra_config=tiers))
+    check_tiers(SimpleNamespace(kv_connector_extra_config={}))
+    check_tiers(None)
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "retired"])

@@ -8,7 +8,9 @@ The caller names the step, so all ranks take the same one. A rank reads the laye
 has other checksums than the one that is served.
 Invariants: all that changes is read and verified before any of it reaches the model, so a step that
 is damaged or was retired changes nothing, and the error says so. What pages depend on changes in
-the same call as the weights: nothing that was computed with those before is found after it.
+the same call as the weights: nothing that was computed with those before is found after it. From
+the first tensor to the end of an update the model has no whole step. If it does not end, the next
+one reads these tensors again.
 Not here: who decides that a step is taken, and pauses the engine (the caller), the reads (loader),
 what becomes of promises and of vLLM's own prefix cache (connector).
 """
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 
-from statehold.errors import refused
+from statehold.errors import UsageError, refused
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.loader import StepReader
 from statehold.kv.vllm.opening import Sums, serve, served
@@ -60,6 +62,17 @@ def _read(place: StepPlace, name: str) -> OtherWeights:
         return OtherWeights(tensors, sums, content_of(place.directory))
 
 
+def check_tiers(kv_transfer: Any) -> None:
+    """Raise UsageError if pages lie below vLLM's own offloading. kv_transfer: its configuration."""
+    extra = getattr(kv_transfer, "kv_connector_extra_config", None) or {}
+    if extra.get("secondary_tiers"):
+        raise UsageError(
+            "vLLM does not tell the tiers below its offloading of other weights",
+            facts={"secondary_tiers": extra["secondary_tiers"]},
+            hint="take the StateholdConnector, which learns of them",
+        )
+
+
 def layer_of(name: str) -> str:
     """What vLLM packs together: a layer with a number, or one tensor."""
     parts = name.split(".")
@@ -82,6 +95,8 @@ class StepWeights:
     def receive_weights(self, update_info: Any) -> None:
         """Take a step. Raises as other_weights() does, and then nothing has changed."""
         found = other_weights(self._info.run, update_info.step, self._info.name)
+        if found.tensors:
+            self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
         self._begin()
         self.model.load_weights(iter(found.tensors.items()))
         self._next = found
@@ -95,8 +110,11 @@ class StepWeights:
         if self._next is None:
             return
         self._end()
-        serve(self._next.content, self._next.sums)
+        self._serve(self._next.content, self._next.sums)
         self._next = None
+
+    def _serve(self, content: Any, sums: Sums) -> None:
+        serve(content, sums)
         for connector in self._connectors():
             connector.weights_changed()
 
@@ -140,6 +158,10 @@ def _derived() -> type[Any]:
 
         init_info_cls, update_info_cls = RunInfo, StepInfo
         supports_draft_weight_update = False
+
+        def __init__(self, config: Any, vllm_config: Any, *device_and_model: Any) -> None:
+            check_tiers(vllm_config.kv_transfer_config)
+            super().__init__(config, vllm_config, *device_and_model)
 
         def _begin(self) -> None:
             initialize_layerwise_reload(self.model)
