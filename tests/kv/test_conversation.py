@@ -292,6 +292,14 @@ def test_a_store_of_small_pages_is_refused(llama: Any, tmp_path: Path) -> None:
         save(filled(llama, ids), ids, store, WEIGHTS)
 
 
+def test_the_cache_lies_where_the_model_is(llama: Any, store: PageStore) -> None:
+    ids = sequence(20)
+    save(filled(llama, ids), ids, store, WEIGHTS)
+    found = resume(ids, store, WEIGHTS, device="meta")
+    assert found.get_seq_length() == 19
+    assert {each.keys.device.type for each in found.layers} == {"meta"}
+
+
 OTHER = b"some weights 002"
 
 

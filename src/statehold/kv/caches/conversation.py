@@ -189,7 +189,7 @@ def _put(
 
 def resume(
     tokens: Sequence[int] | torch.Tensor, store: PageStore, identity: bytes, *,
-    cache: Cache | None = None, deadline_s: float = DEADLINE_S,
+    cache: Cache | None = None, device: str | torch.device = "cpu", deadline_s: float = DEADLINE_S,
 ) -> Cache:  # fmt: skip
     """A cache with the longest beginning of `tokens` that the store has, for generate().
 
@@ -200,6 +200,7 @@ def resume(
         store: where save() has put pages; it takes the identity.
         identity: that of save().
         cache: an empty one to fill, such as a TieredCache; default: a DynamicCache.
+        device: of the model that goes on.
         deadline_s: how long to wait for the store. What comes later is computed again.
 
     Raises:
@@ -211,12 +212,13 @@ def resume(
         raise refused(summary, "an empty cache", f"{got} tokens")
     with store.conversing:
         store.identity = identity
-        return _filled(cache, ids, store, _root(identity), deadline_s)
+        return _filled(cache, ids, store, _root(identity), torch.device(device), deadline_s)
 
 
 def _filled(
-    cache: Cache, ids: list[int], store: PageStore, root: bytes, deadline_s: float
-) -> Cache:
+    cache: Cache, ids: list[int], store: PageStore, root: bytes, device: torch.device,
+    deadline_s: float,
+) -> Cache:  # fmt: skip
     roots = _read(store, [root], _ROOT_BYTES, deadline_s)
     if not len(roots):
         return cache
@@ -237,7 +239,7 @@ def _filled(
             pages.append(tail[0])
             break
     for number, pair in enumerate(layout.pairs(pages) if pages else ()):
-        keys_of, values_of = (each[:, :, : len(ids) - 1] for each in pair)
+        keys_of, values_of = (each[:, :, : len(ids) - 1].to(device) for each in pair)
         if keys_of.shape[2]:
             cache.update(keys_of, values_of, number)
     return cache
