@@ -231,6 +231,9 @@ def test_the_choice_changes_at_the_break_even(tokens: int) -> None:
         ({"hidden_size": True}, "lacks a number.*hidden_size.*True"),
         ({"layer_types": ["linear_attention"]}, "other than all tokens.*linear_att"),
         ({"sliding_window": 4096}, "other than all tokens.*sliding_window 4096"),
+        ({"layer_types": 5}, "other than all tokens.*got +5"),
+        ({"layer_types": [["x"]]}, "other than all tokens.*'x'"),
+        ({"attn_layer_period": 8, "mamba_d_state": 16}, "other than all tokens.*attn_layer"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized.*fp8, or none.*'awq'"),
         ({"torch_dtype": "int3"}, "type of the values.*bfloat16.*'int3'"),
         ({"kv_lora_rank": 8}, "lacks a number.*qk_rope_head_dim"),
@@ -276,6 +279,16 @@ def test_traces_that_are_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert_says(caught.value, why)
+
+
+def test_a_trace_that_is_no_csv_is_refused() -> None:
+    with pytest.raises(UsageError, match="no CSV"):
+        parse(f"arrival_s,prompt,answer\n0,{'1' * 200_000},5\n")
+
+
+def test_a_trace_that_a_spreadsheet_saved() -> None:
+    text = "arrival_s,prompt,answer\n0,10,5\n"
+    assert parse(f"\ufeff{text}") == parse(text)
 
 
 def test_a_trace_is_in_the_order_of_time() -> None:

@@ -62,12 +62,14 @@ def drawn(
 
 def parse(text: str) -> list[ServingRequest]:
     """Requests from CSV with the header arrival_s,prompt,answer. Raises UsageError."""
-    reader = csv.DictReader(io.StringIO(text))
-    names = reader.fieldnames or ()
-    if missing := set(_COLUMNS) - set(names):
-        got = f"missing {','.join(sorted(missing))}"
-        raise refused("a trace has no header with its columns", ",".join(_COLUMNS), got)
-    found = [_request(row, number) for number, row in enumerate(reader, 1)]
+    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))  # as spreadsheets save it
+    try:
+        if missing := set(_COLUMNS) - set(reader.fieldnames or ()):
+            got = f"missing {','.join(sorted(missing))}"
+            raise refused("a trace has no header with its columns", ",".join(_COLUMNS), got)
+        found = [_request(row, number) for number, row in enumerate(reader, 1)]
+    except csv.Error as error:
+        raise refused("a trace is no CSV", ",".join(_COLUMNS), str(error)) from error
     if not found:
         raise UsageError("a trace has no requests", hint="give at least one")
     return sorted(found, key=attrgetter("arrival_s"))

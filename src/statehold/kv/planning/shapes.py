@@ -144,11 +144,21 @@ def _experts(get: ConfigFields, layers: int, width: int) -> tuple[Experts | None
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
+# Fields of models some of whose layers have a state instead of keys and values (Mamba, RWKV, linear
+# attention), or a pattern of layers that is written in another way.
+_OF_OTHERS = (
+    "mamba", "ssm_", "linear_", "rwkv", "recurrent_", "attn_layer_", "block_types", "hybrid_",
+    "layers_block_type", "full_attention_interval",
+)  # fmt: skip
+
+
 def _refuse_other_layers(config: Mapping[str, Any]) -> None:
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    told = config.get("layer_types") or []
+    kinds = set(map(str, told)) - {"full_attention"} if type(told) is list else {shown(told)}
+    kinds |= {name for name, value in config.items() if name.startswith(_OF_OTHERS) and value}
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None or kinds:
-        got = ", ".join(sorted(map(str, kinds))) or f"sliding_window {window}"
+        got = ", ".join(sorted(kinds)) or f"sliding_window {window}"
         summary = "the model has layers that keep other than all tokens"
         raise refused(summary, "layers with full attention, or MLA", got)
 
