@@ -58,8 +58,7 @@ def prompt() -> list[int]:
 def train(run: str, steps: int) -> None:
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # The engines follow `step`, which each step changes.
-    state = {"model": model, "optimizer": optimizer, "step": torch.zeros(1)}
+    state = {"model": model, "optimizer": optimizer}
     with statehold.Checkpointer(run, keep=None) as ckpt:
         for step in range((ckpt.restore(state) or 0) + 1, steps + 1):
             tokens = sequences(step, 16, PROMPT_TOKENS)
@@ -67,7 +66,6 @@ def train(run: str, steps: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            state["step"] += 1
             ckpt.save(step, state, metrics={"loss": loss.item()}).wait("committed")
     print(f"   trained to step {steps}, loss {loss.item():.3f}", flush=True)
 
@@ -125,7 +123,7 @@ class VllmEngine:
         )  # fmt: skip
         from vllm import LLM
 
-        self._updates = statehold.subscribe(run, {"step": torch.zeros(1)})
+        self._steps = kv.follow(run, timeout_s=LIMIT_S)
         folder = Path(pages).with_name("model")
         made().config.save_pretrained(folder)
         connector = {"kv_connector": "StateholdConnector", "kv_role": "kv_both",
@@ -142,13 +140,11 @@ class VllmEngine:
         self._llm.collective_rpc(method, args=arguments)
 
     def take(self) -> int:
-        update = self._updates.wait(LIMIT_S)
-        assert update is not None
-        update.apply()
+        step = next(self._steps)
         self._call("start_weight_update")
-        self._call("update_weights", {"step": update.step})
+        self._call("update_weights", {"step": step})
         self._call("finish_weight_update")
-        return update.step
+        return step
 
     def answer(self) -> tuple[list[int], int]:
         from vllm import SamplingParams

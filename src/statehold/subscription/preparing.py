@@ -82,7 +82,8 @@ def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Fil
 
     Raises StateMismatchError if they differ, ManifestError for a step that contradicts itself.
     """
-    restoration = prepare(state, saved, selection=Selection(only=list(map(str, state))))
+    named = Selection(only=list(map(str, state))) if state else Selection(skip=["*"])
+    restoration = prepare(state, saved, selection=named)
     moves: list[Move] = []
     known: dict[str, tuple[torch.Tensor, KnownTensor]] = {}
     relied: dict[str, Filled] = {}

@@ -303,7 +303,9 @@ class Subscription:
         in_place = partial(_InPlace, step, save, stamps)
         put = partial(self._alone, partial(self._put, matched, at, in_place))
         read_s = time.perf_counter() - begun_s
-        return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, put)
+        about = nearest.said(step)
+        metrics = {} if about is None else dict(about.metrics)
+        return Update(step, matched.changed_bytes, read_bytes, read_s, committed_s, metrics, put)
 
     def _matched(self, saved: SavedStep) -> Prepared:
         filled = self._in_place.filled if self._in_place else {}
@@ -335,6 +337,7 @@ class Update:
         read_s: how many seconds it took to read and verify them.
         committed_s: when the step was committed, in seconds since 1970, by the clock of its file
             system.
+        metrics: what the step says of itself, as save(metrics=) got it.
         apply_s: how many seconds apply() took; None before.
     """
 
@@ -343,6 +346,7 @@ class Update:
     read_bytes: int
     read_s: float
     committed_s: float
+    metrics: Mapping[str, float]
     _put: Callable[[], None] = field(repr=False)
     apply_s: float | None = None
     _in_place_s: float | None = field(default=None, repr=False)
