@@ -124,8 +124,12 @@ class OpenStore:
         parts = list[tuple[int, int, int, int]]()
         for slot, there, nbytes in moves:
             address = self.memory.address(slot)
-            parts.append((there, 0, HEADER_BYTES, address))
-            parts.append((there, HEADER_BYTES, whole_blocks(nbytes), address + HEADER_BYTES))
+            # A page that is read needs the checksum of its payload alone.
+            header = 0 if is_write else HEADER_BYTES
+            if header:
+                parts.append((there, 0, header, address))
+            whole = HEADER_BYTES + whole_blocks(nbytes) - header
+            parts.append((there, header, whole, address + header))
         return self._begin(parts, self.memory, is_write=is_write)
 
     def _begin(
