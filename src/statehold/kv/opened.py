@@ -46,7 +46,7 @@ logger = logging.getLogger("statehold")
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8
 # Headers are read so many bytes at a time. Small slots are read whole: a disk is faster with that
 # than with so many small pieces.
-HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 64 * KiB
+HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 32 * KiB
 
 # A page: its slot in memory, its slot in a file, its bytes.
 Move = tuple[int, int, int]
