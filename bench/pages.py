@@ -7,12 +7,13 @@
 A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
 so its memory is gone, and it reads with O_DIRECT. Both are verified. The limit is that of the same
 bytes in whole blocks (limit.native), and `files` is a file for each page, both measured in turns
-with the store. Medians.
+with the store. With --vllm it is vLLM's `fs` tier, which then has to be installed. Medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import mmap
 import os
 import shutil
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -140,12 +143,82 @@ class Files:
             list(pool.map(action, range(self.pages.count)))
         return time.perf_counter() - begin
 
-    def measure(self) -> tuple[float, float]:
-        """Seconds to store all pages, and to load them."""
+    def measure(self) -> tuple[float, float, float]:
+        """Seconds to store and to load all pages, and to look up KEYS keys, half of them there."""
         self.root.mkdir()
         stored, loaded = self._seconds(self._write), self._seconds(self._read)
+        begin = time.perf_counter()
+        for number in range(KEYS):
+            self._path(number * 2 * self.pages.count // KEYS).exists()
+        looked_up = time.perf_counter() - begin
         shutil.rmtree(self.root)
-        return stored, loaded
+        return stored, loaded, looked_up
+
+
+class VllmTier:
+    """vLLM's own `fs` tier, driven over a memoryview as its manager drives it: 32 pages a job, four
+    threads each way, O_DIRECT. Nothing is verified or made durable. Its pages lie in memory that it
+    shares with the engine already, so that it copies nothing."""
+
+    def __init__(self, root: Path, pages: Pages) -> None:
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+        self.root, self.pages, self._job = root, pages, TransferJob
+        self._request = base.ReqContext(req_id="bench")
+        self._keys = [
+            base.make_offload_key(hashlib.sha256(key(n)).digest(), 0)
+            for n in range(2 * pages.count)
+        ]
+        self._pool = mmap.mmap(-1, pages.batch * pages.nbytes)
+        of_page = np.frombuffer(pages.page(0), dtype=np.uint8)
+        chunks = np.frombuffer(self._pool, dtype=np.uint8).reshape(pages.batch, pages.nbytes)
+        chunks[:] = of_page
+        group = SimpleNamespace(tokens_per_block=16, layer_names=["layer"])
+        parallel = SimpleNamespace(
+            tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False
+        )
+        config = SimpleNamespace(
+            groups=[group], parallel=parallel, canonical_layout=False, replicated_layout=False,
+            model=SimpleNamespace(name="model", dtype="bfloat16"),
+            cache=SimpleNamespace(tokens_per_hash=16),
+        )  # fmt: skip
+        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
+        self._tier = FileSystemTierManager(spec, memoryview(chunks), "fs", str(root), 4, 4)
+
+    def _move(self, submit: Callable[[Any], None], *, is_load: bool) -> float:
+        begin, waiting = time.perf_counter(), set[int]()
+        for batch in self.pages.batches():
+            for first in range(0, len(batch), 32):
+                part = batch[first : first + 32]
+                chunks = np.arange(first, first + len(part))
+                keys = [self._keys[number] for number in part]
+                submit(self._job(batch[first], keys, chunks, is_load, self._request))
+                waiting.add(batch[first])
+            while waiting:
+                for done in self._tier.get_finished_jobs():
+                    if not done.success:
+                        raise SystemExit("vLLM's tier has failed")
+                    waiting.remove(done.job_id)
+                time.sleep(0.0002)
+        return time.perf_counter() - begin
+
+    def measure(self) -> tuple[float, float, float]:
+        """Seconds to store and to load all pages, and to look up KEYS keys, half of them there."""
+        stored = self._move(self._tier.submit_store, is_load=False)
+        loaded = self._move(self._tier.submit_load, is_load=True)
+        asked = [self._keys[number * 2 * self.pages.count // KEYS] for number in range(KEYS)]
+        begin, left = time.perf_counter(), asked
+        while left:
+            found = [self._tier.lookup(each, self._request).name for each in left]
+            left = [each for each, said in zip(left, found, strict=True) if said == "RETRY"]
+            self._tier.on_schedule_end(None)
+            time.sleep(0.0002)
+        looked_up = time.perf_counter() - begin
+        self._tier.shutdown()
+        shutil.rmtree(self.root)
+        return stored, loaded, looked_up
 
 
 def _expect(verdicts: list[PageVerdict], wanted: PageVerdict) -> None:
@@ -154,11 +227,10 @@ def _expect(verdicts: list[PageVerdict], wanted: PageVerdict) -> None:
         raise SystemExit(f"{len(other)} pages are {other[0]} instead of {wanted}")
 
 
-def compare(root: Path, page: str, total: int, repeat: int) -> str:
+def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> str:
     """A row of the table."""
     pages = Pages(parse_bytes(page), max(1, total // parse_bytes(page)))
     path, ratios = root / "store", dict[str, list[float]]()
-    look_up_s = 0.0
     for _ in range(repeat):
         limit = native(root, total, gently=True)
         if limit is None:
@@ -168,7 +240,9 @@ def compare(root: Path, page: str, total: int, repeat: int) -> str:
         stored, loaded = nbytes / pages.store(path) / GB, nbytes / pages.load(path) / GB
         look_up_s = pages.look_up(path, KEYS)
         shutil.rmtree(path)
-        files = [nbytes / seconds / GB for seconds in Files(root / "files", pages).measure()]
+        peer = (VllmTier if vllm else Files)(root / "files", pages)
+        files_s, loaded_s, looked_up_s = peer.measure()
+        files = [nbytes / seconds / GB for seconds in (files_s, loaded_s)]
         for name, value in {
             "store": stored,
             "of fresh": stored / limit["fresh"],
@@ -176,13 +250,15 @@ def compare(root: Path, page: str, total: int, repeat: int) -> str:
             "load": loaded,
             "of read": loaded / limit["read"],
             "of loaded": loaded / files[1],
+            "look-up": 1000 * look_up_s,
+            "their look-up": 1000 * looked_up_s,
         }.items():
             ratios.setdefault(name, []).append(value)
     found = {name: statistics.median(values) for name, values in ratios.items()}
     return (
         f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['of stored']:5.2f}"
         f"  {found['load']:7.2f}  {found['of read']:5.2f}  {found['of loaded']:5.2f}"
-        f"  {1000 * look_up_s:6.2f}"
+        f"  {found['look-up']:6.2f}  {found['their look-up']:6.2f}"
     )
 
 
@@ -229,6 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--total", type=parse_bytes, default=1 << 30, help="bytes of all pages")
     parser.add_argument("--page", action="append", default=[], help="only this size; any number")
     parser.add_argument("--repeat", type=int, default=5, help="rounds; medians are shown")
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM's `fs` tier itself")
     parser.add_argument("--pages", type=int, help="measure the tables of so many pages instead")
     given = parser.parse_args(arguments)
     given.path.mkdir(parents=True, exist_ok=True)
@@ -236,9 +313,10 @@ def main(arguments: list[str] | None = None) -> int:
         very_many(given.path, given.pages, given.repeat)
         return 0
     print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
-    print("    page    store  limit  files     load  limit  files  lookup of 1024, ms")
+    peer = "vLLM" if given.vllm else "files"
+    print(f"    page    store  limit  {peer}     load  limit  {peer}  lookup, ms   {peer}")
     for page in given.page or PAGE_BYTES:
-        print(compare(given.path, page, given.total, given.repeat), flush=True)
+        print(compare(given.path, page, given.total, given.repeat, vllm=given.vllm), flush=True)
     return 0
 
 

@@ -224,11 +224,12 @@ void PageTable::rebuild() {
     spaces_[i].pages = spaces_[i].newest = spaces_[i].oldest = 0;
   }
   std::memset(bucket_, 0, (mask_ + 1) * sizeof *bucket_);
-  std::vector<uint32_t> order(words_[kFresh]);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [this](uint32_t a, uint32_t b) { return used_[a] < used_[b]; });
-  for (const uint32_t slot : order) {
+  std::vector<uint64_t> order(words_[kFresh]);  // last use, slot
+  for (uint64_t slot = 0; slot < order.size(); ++slot)
+    order[slot] = slot | uint64_t{used_[slot]} << 32;
+  std::sort(order.begin(), order.end());
+  for (const uint64_t each : order) {
+    const auto slot = static_cast<uint32_t>(each);
     const State state = state_of(slot);
     const bool has_page = (state == kWhole || state == kDirty) && find(index_[slot]) < 0 &&
                           state_[slot] >> kSpaceShift < kSpaces;

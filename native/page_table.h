@@ -92,7 +92,7 @@ class PageTable {
   void adopt(uint64_t first, const std::byte* memory, uint64_t stride, uint64_t count);
 
  private:
-  enum Word : uint32_t {
+  enum Word : uint8_t {
     kMagicAt,
     kSlots,
     kChanges,

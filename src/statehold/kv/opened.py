@@ -46,7 +46,7 @@ logger = logging.getLogger("statehold")
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8
 # Headers are read so many bytes at a time. Small slots are read whole: a disk is faster with that
 # than with so many small pieces.
-HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 64 * KiB
+HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 32 * KiB
 
 # A page: its slot in memory, its slot in a file, its bytes.
 Move = tuple[int, int, int]
@@ -124,8 +124,12 @@ class OpenStore:
         parts = list[tuple[int, int, int, int]]()
         for slot, there, nbytes in moves:
             address = self.memory.address(slot)
-            parts.append((there, 0, HEADER_BYTES, address))
-            parts.append((there, HEADER_BYTES, whole_blocks(nbytes), address + HEADER_BYTES))
+            # A page that is read needs the checksum of its payload alone.
+            header = 0 if is_write else HEADER_BYTES
+            if header:
+                parts.append((there, 0, header, address))
+            whole = HEADER_BYTES + whole_blocks(nbytes) - header
+            parts.append((there, header, whole, address + header))
         return self._begin(parts, self.memory, is_write=is_write)
 
     def _begin(

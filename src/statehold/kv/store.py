@@ -90,6 +90,16 @@ class LoadGroup:
     job: RangesJob | None
 
 
+@dataclass(frozen=True, slots=True)
+class StoreGroup:
+    """Pages that are written as one. headers: by slot in memory. job: None if there is no room, or
+    the storage refuses."""
+
+    headers: dict[int, Header | None]
+    moves: list[Move]
+    job: RangesJob | None
+
+
 class PageStore:
     """Pages of equal size in the directory `path`, which is made if need be.
 
@@ -387,9 +397,10 @@ class PageStore:
                         files.free(page.there)
                     else:  # the slot was given to another page while it was read
                         page.verdict = PageVerdict.MISS
-        for page in group.pages:
-            is_hit = page.verdict is PageVerdict.HIT
-            group.batch.settle([page.place], self._hit(group.batch) if is_hit else page.verdict)
+        for verdict in {page.verdict for page in group.pages}:
+            places = [page.place for page in group.pages if page.verdict is verdict]
+            is_hit = verdict is PageVerdict.HIT
+            group.batch.settle(places, self._hit(group.batch) if is_hit else verdict)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -446,51 +457,62 @@ class PageStore:
         batch.settle([page.place for page in taken if page.is_filled], PageVerdict.STORED)
 
     def _store(self, slots: list[int]) -> None:
-        stored, tables = list[int](), (self._memory.table, self._files.table)
-        for first in range(0, len(slots), self._group_pages):
-            stored += self._store_some(slots[first : first + self._group_pages])
+        """Write pages from memory to files. What cannot be written stays in memory."""
+        starts = deque(range(0, len(slots), self._group_pages))
+        under_way, tables = deque[StoreGroup](), (self._memory.table, self._files.table)
+        used = [self._memory.table.index(slot) for slot in reversed(slots)]
+        while starts or under_way:
+            if starts and len(under_way) < GROUPS:
+                first = starts.popleft()
+                under_way.append(self._begin_storing(slots[first : first + self._group_pages]))
+            else:
+                self._stored(under_way.popleft())
         with self._open.changing(None):
             # What was put last follows the others, so they were used after it. Once for all groups:
             # using a page walks over those before it.
             for table in tables:
-                table.touch(table.find_all(stored[::-1]))
+                table.touch(table.find_all(used))
+        self._figures.set("pages_evicted", self._files.table.evicted)
+        self._figures.set("pages_in_files", self._files.table.pages())
+        self._figures.set("pages_in_memory", self._memory.table.pages())
         if not self._is_flush_due:
             self._is_flush_due = True
             timer = threading.Timer(FLUSH_S, self._flush_later)
             timer.daemon = True
             timer.start()
 
-    def _store_some(self, slots: list[int]) -> list[int]:
-        """Write pages from memory to files; returns their indices. What cannot be written stays in
-        memory."""
-        memory, files = self._memory.table, self._files.table
-        headers = {slot: self._header(slot) for slot in slots}
-        moves = list[Move]()
+    def _begin_storing(self, slots: list[int]) -> StoreGroup:
+        """Begin to write pages as one, as far as there are slots in files."""
+        headers, moves = {slot: self._header(slot) for slot in slots}, list[Move]()
+        take = self._files.table.take
         with self._open.changing(None):
             for slot, header in headers.items():
-                there = files.take(self._open.seat, self._files.below)
-                if there >= 0 and header is not None:
+                if header is not None and (there := take(self._open.seat, self._files.below)) >= 0:
                     moves.append((slot, there, header.nbytes))
-        done = self._written(moves)
+        return StoreGroup(headers, moves, self._begin_job(moves, is_write=True))
+
+    def _stored(self, group: StoreGroup) -> None:
+        """Wait until pages are in files, and let everybody find them there."""
+        memory, files = self._memory.table, self._files.table
+        done = self._written(group.moves, group.job)
         with self._open.changing(None):
-            for slot, there, _ in moves:
-                if slot not in done or not _publish(files, there, headers[slot]):
+            for slot, there, _ in group.moves:
+                if slot not in done or not _publish(files, there, group.headers[slot]):
                     files.free(there)
-            for slot in slots:
+            for slot in group.headers:
                 memory.release(slot)
             files.cut(self._files.below)
-        self._counts["unwritten"] += len(slots) - len(done)
-        self._figures.add("pages_unwritten_total", len(slots) - len(done))
-        self._figures.set("pages_evicted", files.evicted)
-        self._figures.set("pages_in_files", files.pages())
-        self._figures.set("pages_in_memory", memory.pages())
-        return [header.index for header in headers.values() if header is not None]
+        self._counts["unwritten"] += len(group.headers) - len(done)
+        self._figures.add("pages_unwritten_total", len(group.headers) - len(done))
 
-    def _written(self, moves: list[Move]) -> set[int]:
-        """Write pages as one; the slots in memory of those that were written."""
-        if moves and self._is_done(self._begin_job(moves, is_write=True), None):
+    def _written(self, moves: list[Move], job: RangesJob | None) -> set[int]:
+        """The slots in memory of those pages that were written. If one was not, each is tried."""
+        if self._is_done(job, None):
             return {slot for slot, _, _ in moves}
-        return set().union(*(self._written([each]) for each in moves)) if len(moves) > 1 else set()
+        alone = [[each] for each in moves if len(moves) > 1]
+        return set().union(
+            *(self._written(each, self._begin_job(each, is_write=True)) for each in alone)
+        )
 
     def _flush_later(self) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile, and flushed
