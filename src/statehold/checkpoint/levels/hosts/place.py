@@ -462,7 +462,7 @@ class CopiesPlace(DirectoryPlace):
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
         having = placed.hosts if placed else [[at[carrier]] for carrier in carriers]
         self._planned = {
-            host: sorted({*writers, *(placed.copied_to(host) if placed else ())})
+            host: sorted({*writers, *(placed.copied.get(host, ()) if placed else ())})
             for host, writers in self._lacking(having).items()
         }
 
