@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import pytest
 
 from statehold.checkpoint.levels.hosts.census import Holder, PlacedFiles, lacking_hosts
 from statehold.layout.layout import Ranks
+from support.hosts import HostRanks, disks
+from support.in_memory.board import MemoryStore
+from support.rank_states import state
 
 
 class Counted(list[Any]):
@@ -48,3 +53,21 @@ def test_the_copies_of_all_hosts_are_found_in_one_pass() -> None:
     for writer, found in enumerate(placed.hosts):
         assert sorted(found) == sorted((writer + more) % hosts for more in range(3))
     assert first.gone_through + second.gone_through <= 4
+
+
+def test_the_first_rank_of_a_host_alone_reads_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the records of all ranks, so all of them would read the square of it from one."""
+    read = list[bytes]()
+    multi_get = MemoryStore.multi_get
+
+    def counting(self: MemoryStore, keys: Sequence[str]) -> list[bytes]:
+        found = multi_get(self, keys)
+        read.extend(found)
+        return found
+
+    with HostRanks(disks(2, ranks_each=3)) as ranks:
+        ranks.save(1, lambda rank: state(rank, 1))  # which begins with the meeting of the hosts
+        monkeypatch.setattr(MemoryStore, "multi_get", counting)
+        ranks.save(2, lambda rank: state(rank, 2))
+        name = b"rank-00005-of-00006"
+        assert len([each for each in read if name in each]) == 2
