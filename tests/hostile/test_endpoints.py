@@ -97,7 +97,7 @@ def coordinator(folder: Path) -> Iterator[Endpoint]:
             encode(HELLO),
         )
         yield found
-        assert office.coordinator.members == ["a"]
+        assert list(office.coordinator.members) == ["a"]
 
 
 def refused(endpoint: Endpoint) -> object:

@@ -94,6 +94,7 @@ class Server:
         self._unsent: collections.deque[tuple[int, Message]] = collections.deque()
         self._sends = False
         self._told: Message | None = None
+        self._encoded = b""  # the last message that was told
         self._ticked = 0.0
 
     def serve(self) -> None:
@@ -161,9 +162,11 @@ class Server:
         guest = self._guests.get(conn)
         if guest is None:
             return
+        if message is not self._told:  # an Install names all replicas, and goes to all ranks
+            self._encoded = encode(message)
         self._tell(conn, message)
         try:
-            self.reception.put(guest, encode(message))
+            self.reception.put(guest, self._encoded)
         except OSError as error:
             self.reception.drop(guest, error)
 
@@ -174,7 +177,7 @@ class Server:
             details = "".join(f"; {name}: {value}" for name, value in facts.items())
             self._report(f"{self.names.get(conn)} is out: {message.reason}{details}")
         elif message == self._told:
-            return
+            pass
         elif isinstance(message, Install):
             names, count = ", ".join(message.members), len(message.members)
             replicas = f"{count} replica{'s' if count > 1 else ''}"

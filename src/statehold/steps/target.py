@@ -165,9 +165,9 @@ class Target(Through):
             writer for writer, carrier in enumerate(carriers) if carrier == rank
         ]
 
-    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
+    def landed(self, step: int, save: str, carriers: Sequence[int]) -> None:
         """The step is committed here; every rank calls this. Raises StorageError if it is no longer
-        the save of the step that counts."""
+        the save of the step that counts: `save` is the sha256 of its manifest."""
 
     def missed_end(self, step: int, manifest: bytes) -> None:
         """This rank has missed the end of a copy: whether it is complete is unknown."""

@@ -17,6 +17,7 @@ from statehold.net import reception
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import Wire, connect
+from statehold.resilience import control
 from statehold.resilience.control import FIRST_MAX, Server
 from statehold.resilience.lost import GroupLostError
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -154,7 +155,7 @@ def test_a_message_that_breaks_the_protocol_ends_the_seat() -> None:
 def test_one_that_leaves_is_known_to_have_left() -> None:
     with meeting("a", "b") as (office, peers):
         peers["b"].link.leave()
-        until(lambda: office.coordinator.members == ["a"])
+        until(lambda: list(office.coordinator.members) == ["a"])
         assert [view.step for view in office.coordinator.departed] == [0]
         assert office.coordinator.epoch == 1
 
@@ -258,7 +259,7 @@ def test_who_knows_another_secret_does_not_join_and_hears_why(
             assert isinstance(other.member.fenced, Refused)
             assert ENVIRONMENT in other.member.fenced.facts["reason"]
             other.link.close()
-        assert office.coordinator.members == ["a"]
+        assert list(office.coordinator.members) == ["a"]
         assert f"a stranger has gone: it knows another {ENVIRONMENT}" in office.said
         monkeypatch.setenv(ENVIRONMENT, "the secret of the job")
         newcomer = Peer("c", office.port)
@@ -399,3 +400,15 @@ def test_ctrl_c_in_the_trainer_leaves_the_lock_of_the_link_free() -> None:
 
         places = interrupt_everywhere([Seat.where], object, call, after)
     assert "where" in places
+
+
+def test_what_all_ranks_are_told_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+
+    def count(message: Message) -> bytes:
+        encoded.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(control, "encode", count)
+    with meeting("a", "b", "c"):
+        assert len([each for each in encoded if isinstance(each, Install)]) == 1

@@ -84,4 +84,4 @@ class Hall:
 
     @property
     def names(self) -> list[str]:
-        return self.coordinator.members
+        return list(self.coordinator.members)

@@ -367,7 +367,7 @@ class Promoter:
                 self.place.missed_end(step, copied.manifest)
                 raise
         self._landed = sha256(copied.manifest)
-        self.place.landed(step, copied.manifest, copied.carriers)
+        self.place.landed(step, self._landed, copied.carriers)
 
     def _copy(self, order: _Order, attempt: str | None, watch: CopyWatch, copied: _Copied) -> None:
         step, source = order.step, order.source

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import socket
 import traceback
@@ -40,7 +39,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, About
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
 from statehold.format.manifest import (
     Commit,
     Encoded,
@@ -55,6 +54,7 @@ from statehold.layout.claims import Claims, Lesson, judge, lesson_document, less
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
 from statehold.observe.background_log import BackgroundLog
+from statehold.ranks.board import lost_leader
 from statehold.ranks.peers import Peers
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ class Together:
             "step": work.save.step,
             "bytes": work.plan.save.file_bytes,
             "host": socket.gethostname(),
-            "record": [len(raw), hashlib.sha256(raw).hexdigest()],
+            "record": [len(raw), sha256(raw)],
             "digests": digests,
             "version": work.version,
             "claims": message(self.peers.rank, work.comparisons, work.fingerprints),
@@ -423,7 +423,7 @@ class Across(Together):
     """One of several ranks that save into a level that each host has for itself: D3 to D7 in two
     rounds.
 
-        record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, conclude with the manifest
+        record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, post the manifest, conclude
             -> the first rank of each host: D5 to D7 in its host's store -> all meet: committed
 
     A step is committed when every host has published the same manifest. If a rank is lost between
@@ -448,7 +448,10 @@ class Across(Together):
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         super()._keep_outcome(work, commit, outcome)
         if work.place.is_apart:
-            outcome["manifest"] = commit.encode().decode()
+            # It names the records of all ranks, so only the first rank of each host reads it.
+            raw = commit.encode()
+            outcome["manifest"] = sha256(raw)
+            self.peers.post(MANIFEST_NAME, raw)
             self.peers.conclude(work.number, json.dumps(outcome).encode())
 
     def _confirm(self, work: Work, attempt: str) -> bool:
@@ -459,12 +462,21 @@ class Across(Together):
         place, step = work.place, work.save.step
         if not place.is_apart:
             return
-        manifest = Encoded(step, outcome["manifest"].encode())
+        save = outcome["manifest"]
         rounds = CommitRounds(self.peers, "save", work.number, f"while publishing step {step}")
         with work.save.stage("publish"):
-            rounds.publish(place, lambda: place.store.commit(manifest, work.attempt))
+            rounds.publish(
+                place, lambda: place.store.commit(self._posted(step, save), work.attempt)
+            )
         with after_commit(self._log, step, "note where its files are"):
-            place.landed(step, manifest.raw, range(self.peers.world_size))
+            place.landed(step, save, range(self.peers.world_size))
+
+    def _posted(self, step: int, save: str) -> Encoded:
+        """The manifest of this save. Rank 0 posts no other one before all have published it."""
+        raw = self.peers.peek(MANIFEST_NAME)
+        if raw is None or sha256(raw) != save:
+            raise lost_leader(f"post the manifest of step {step}")
+        return Encoded(step, raw)
 
 
 # -- work after a commit ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
@@ -122,7 +122,7 @@ class Coordinator:
 
     def __init__(self, expected: int | None = None, settle_s: float = 1.0) -> None:
         self.epoch = 0
-        self.members: list[str] = []
+        self.members: dict[str, None] = {}  # in the order in which they have entered
         self.expected = expected or sys.maxsize
         self._settle_s = settle_s
         self._target: int | None = None
@@ -140,8 +140,10 @@ class Coordinator:
         self._furthest: int | None = None
         self._now = self._changed_at = 0.0
         self._outlived: set[str] = set()  # newcomers that were here when the last member was lost
-        self._returned_at = 0.0
+        self._returned_at: float | None = None  # None: nobody knew an epoch before this process
         self._ticked_at: float | None = None
+        self._lease_s = self._due = sys.float_info.max  # the shortest; none ends before that time
+        self._awaited: dict[str, None] = {}  # asked for a promise, and have not all given it
         self._out: Sent = []
 
     # Events
@@ -161,8 +163,9 @@ class Coordinator:
         known.hellos[message.place] = message
         known.ranks[message.place] = conn
         self._names[conn] = (message.replica, message.place)
-        self._beats[conn] = now
-        self._changed_at = now
+        self._beats[conn] = self._changed_at = now
+        self._lease_s = min(self._lease_s, message.lease_s)
+        self._due = min(self._due, now + message.lease_s)
         if message.epoch and not self.epoch:
             self._returns(message)
         if self._target is not None and known.is_whole:
@@ -182,9 +185,10 @@ class Coordinator:
         self._beats[conn] = now
         if not self.epoch:
             _note(replica.hellos, place, message)
-        if isinstance(message, Beat):
+        if isinstance(message, Beat):  # thousands beat: each decides nothing, and the tick does
             replica.drawn = dict(message.drawn)
-        elif isinstance(message, Promise):
+            return []
+        if isinstance(message, Promise):
             self._promise(name, place, message)
         elif isinstance(message, Complaint):
             if message.epoch == self.epoch and self._target is None:
@@ -215,6 +219,12 @@ class Coordinator:
         self._now = now
         gap = 0.0 if self._ticked_at is None else now - self._ticked_at
         self._ticked_at = now
+        if now > self._due or gap > self._lease_s / 2:
+            self._end_leases(now, gap)
+        return self._sent()
+
+    def _end_leases(self, now: float, gap: float) -> None:
+        self._due = sys.float_info.max
         for conn, (name, place) in list(self._names.items()):
             if conn not in self._names:  # lost with another rank of its replica
                 continue
@@ -223,7 +233,8 @@ class Coordinator:
                 self._beats[conn] = now
             elif now - self._beats[conn] > lease_s:
                 self._lose(name, Fenced(f"the lease of its rank {place} has ended ({lease_s} s)"))
-        return self._sent()
+                continue
+            self._due = min(self._due, self._beats[conn] + lease_s)
 
     # Decisions
 
@@ -239,7 +250,8 @@ class Coordinator:
             if self.members:
                 self._prepare(self.epoch + 1)
         is_settled = bool(self.members) and self._target is None
-        if is_settled and not self._told_waiting and self._entering():
+        has_others = len(self.replicas) > len(self.members)
+        if is_settled and has_others and not self._told_waiting and self._entering():
             self._told_waiting = True
             self._tell(self.members, Waiting(self.epoch))
         sent, self._out = self._out, []
@@ -247,20 +259,24 @@ class Coordinator:
 
     def _begin(self) -> None:
         """The first epoch, or the epoch that others know (R12)."""
-        returning = {name: each for name, each in self.replicas.items() if each.hello.epoch}
-        if returning:
-            newest = max((each.hello for each in returning.values()), key=lambda it: it.epoch)
-            self._return(newest, (self._now - self._returned_at - RETURN_S) / newest.lease_s)
+        returned_at, newest = self._returned_at, None
+        if returned_at is not None:
+            hellos = (each.hello for each in self.replicas.values())
+            newest = max(hellos, key=lambda it: it.epoch, default=None)
+        if returned_at is not None and newest is not None and newest.epoch:
+            self._return(newest, (self._now - returned_at - RETURN_S) / newest.lease_s)
         else:
             self._form()
 
     def _form(self) -> None:
         """A membership of replicas that have just come: nobody holds the state of the run."""
+        waited = self._now - self._changed_at > self._settle_s
+        if not waited and len(self.replicas) < self.expected:
+            return
         ready = self._newcomers()
         if not ready:
             return
         fewest = self._fewest(ready)
-        waited = self._now - self._changed_at > self._settle_s
         complete = len(ready) >= self.expected and not self._outlived.issuperset(ready)
         if len(ready) >= fewest and (waited or complete):
             self._prepare(self.epoch + 1)
@@ -271,8 +287,9 @@ class Coordinator:
         `leases` have passed since RETURN_S after the last one came. How long a new run waits for
         more replicas (settle_s) has nothing to do with it: the members stand still meanwhile.
         """
+        members = set(newest.members)
         for name in [each for each in self.replicas if self.replicas[each].hello.epoch]:
-            if name not in newest.members:
+            if name not in members:
                 self._lose(name, Fenced(f"epoch {newest.epoch} is without it"))
         present = [
             name
@@ -286,11 +303,11 @@ class Coordinator:
             return
         all_here = len(present) == len(newest.members)
         if all_here and all(self.replicas[name].works_in(newest.epoch) for name in present):
-            self.epoch, self.members = newest.epoch, present
+            self.epoch, self.members = newest.epoch, dict.fromkeys(present)
         elif all_here or leases > (1 if 2 * len(present) > len(newest.members) else PATIENCE):
-            for name in set(newest.members) & self.replicas.keys() - set(present):
+            for name in members & self.replicas.keys() - set(present):
                 self._lose(name, Fenced("a rank of it has not come back"))
-            self.epoch, self.members = newest.epoch, present
+            self.epoch, self.members = newest.epoch, dict.fromkeys(present)
             self._prepare(self.epoch + 1)
 
     def _prepare(self, epoch: int, *, admits: bool = False) -> None:
@@ -300,11 +317,13 @@ class Coordinator:
         self._told_waiting = False
         for replica in self.replicas.values():
             replica.promises.clear()
+        self._awaited.clear()
         for name in [*self.members, *self._newcomers()]:  # these may be needed if members die
             self._ask(name)
 
     def _ask(self, name: str) -> None:
         assert self._target is not None
+        self._awaited[name] = None
         self._tell([name], Prepare(self._target))
 
     def _promise(self, name: str, place: int, message: Promise) -> None:
@@ -312,8 +331,12 @@ class Coordinator:
             self._prepare(message.epoch, admits=True)  # its vote has ended the epoch (R11)
         if message.epoch == self._target:
             self.replicas[name].promises[place] = message.view
+            if self.replicas[name].has_promised:
+                self._awaited.pop(name, None)
 
     def _install_if_ready(self) -> None:
+        if any(self._is_needed(name) for name in self._awaited):
+            return  # found at once, where the list of all candidates takes long
         names = self._candidates()
         promised = all(self.replicas[name].has_promised for name in names)
         if self._target is None or not names or not promised:
@@ -338,10 +361,10 @@ class Coordinator:
         if furthest != self._furthest:
             self._furthest = furthest
             self._complaints.clear()
-        self.members = list(views)
+        self.members = dict.fromkeys(views)
         departed, drawn = tuple(self.departed), dict(self._drawn)
         self.departed, self._drawn = [], {}
-        desk = self.replicas[self.members[0]].hellos[0].desk
+        desk = self.replicas[next(iter(self.members))].hellos[0].desk
         self._tell(self.members, Install(self.epoch, views, departed, desk, drawn))
 
     def _end_fruitless(self) -> None:
@@ -361,6 +384,11 @@ class Coordinator:
         admits = self._admits or len(self.members) < self._fewest(self.members)
         return [*self.members, *(self._entering() if admits else ())]
 
+    def _is_needed(self, name: str) -> bool:
+        """Whether the next epoch surely waits for a promise of this replica."""
+        counts = name in self.members if self.members else not self.replicas[name].hello.epoch
+        return counts and self.replicas[name].is_whole
+
     def _entering(self) -> list[str]:
         """The newcomers that members go on with: those that ask for more replicas stay outside."""
         entering = self._newcomers()
@@ -372,7 +400,7 @@ class Coordinator:
             entering = content
         return entering
 
-    def _fewest(self, names: list[str]) -> int:
+    def _fewest(self, names: Iterable[str]) -> int:
         """How many replicas these need at least."""
         return max((self.replicas[name].hello.min_replicas for name in names), default=1)
 
@@ -385,8 +413,8 @@ class Coordinator:
 
     def _returns(self, message: Hello) -> None:
         """Others hold the state of the run: no new membership without them, nor another job."""
-        self._target, self._returned_at = None, self._now
-        for name, each in list(self.replicas.items()):
+        is_first, self._target, self._returned_at = self._returned_at is None, None, self._now
+        for name, each in list(self.replicas.items()) if is_first else ():
             out = _difference(message, each.hello)
             if out is not None and not each.hello.epoch:
                 self._lose(name, out)
@@ -396,12 +424,11 @@ class Coordinator:
             return self._gone[message.replica]
         if message.epoch and self.epoch and message.replica not in self.members:
             return Fenced("the job has gone on without it")
-        others = [each.hello for each in self.replicas.values()]
-        returned = [each for each in others if each.epoch]
-        if returned or not message.epoch:
-            for other in (returned or others)[:1]:
-                return _difference(other, message)
-        return None
+        others = (each.hello for each in self.replicas.values())
+        knows = None if self._returned_at is None else next((it for it in others if it.epoch), None)
+        if knows is None and not message.epoch and self.replicas:
+            knows = next(iter(self.replicas.values())).hello
+        return None if knows is None else _difference(knows, message)
 
     def _lose(self, name: str, out: Fenced | Refused, but: int | None = None) -> None:
         """The replica is out: tell its other ranks, and any that comes under its name later."""
@@ -415,13 +442,14 @@ class Coordinator:
         self._gone.setdefault(name, out)
 
     def _forget(self, name: str, out: Fenced | Refused) -> None:
+        self._awaited.pop(name, None)
         for conn in self.replicas.pop(name).ranks.values():
             self._names.pop(conn, None)
             self._beats.pop(conn, None)
         self._complaints.pop(name, None)
         self._gone[name] = out
         if name in self.members:
-            self.members.remove(name)
+            del self.members[name]
             if not self.members:
                 # A new run begins. Who has been lost comes back with the newest state.
                 self._target, self._changed_at = None, self._now
@@ -429,10 +457,10 @@ class Coordinator:
         elif not self._candidates():
             self._target = None  # who comes next waits for others, as after a loss of all members
 
-    def _tell(self, names: list[str], message: Message) -> None:
+    def _tell(self, names: Iterable[str], message: Message) -> None:
         self._out += [(conn, message) for conn in self._connections(names)]
 
-    def _connections(self, names: list[str]) -> Iterator[int]:
+    def _connections(self, names: Iterable[str]) -> Iterator[int]:
         for name in names:
             for place in sorted(self.replicas[name].ranks):
                 yield self.replicas[name].ranks[place]

@@ -96,7 +96,7 @@ def resolve(
         )
     missing = set(range(microbatches)) - set(counted)
     shares = spread(*_adopted(missing, shares, copies))
-    joiners = tuple(each for each in views if each not in holders)
+    joiners = tuple(each for each in views if each not in shares)
     return Resolution(current, shares, tuple(holders), joiners, begins)
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from statehold.format.saved import MANIFEST_NAME
@@ -115,18 +116,19 @@ class PlacedFiles:
 
     def with_copies_of(self, other: PlacedFiles) -> PlacedFiles:
         """The same, with the copies that hosts hold according to `other`, too."""
-        hosts = {holder.host for holder in other.holders if holder.is_copy}
-        return self.with_copies({at: self.copied_to(at) | other.copied_to(at) for at in hosts})
+        return self.with_copies(
+            {at: self.copied.get(at, set()) | held for at, held in other.copied.items()}
+        )
 
-    def copied_to(self, host: int) -> set[int]:
-        """The writers whose files `host` holds as copies."""
-        return {
-            writer
-            for holder in self.holders
-            if holder.is_copy and holder.host == host
-            for first, last in holder.writers.ranges
-            for writer in range(first, last + 1)
-        }
+    @cached_property
+    def copied(self) -> dict[int, set[int]]:
+        """For each host that holds copies, the writers of these files."""
+        found: dict[int, set[int]] = {}
+        for holder in self.holders:
+            if holder.is_copy:
+                for first, last in holder.writers.ranges:
+                    found.setdefault(holder.host, set()).update(range(first, last + 1))
+        return found
 
 
 def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
@@ -136,7 +138,7 @@ def lacking_hosts(having: Sequence[int], hosts: int, copies: int) -> list[int]:
     """
     wanted = min(copies + 1, hosts) - len(having)
     around = ((having[0] + distance) % hosts for distance in range(1, hosts))
-    return [host for host in around if host not in having][: max(0, wanted)]
+    return list(islice((host for host in around if host not in having), max(0, wanted)))
 
 
 def settled(

@@ -22,6 +22,7 @@ import logging
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -283,10 +284,11 @@ def _hosts(
         if len(leaders) > 1 and "error" in notes[ranks[0]]:
             raise PeerFailedError(ranks[0], notes[ranks[0]]["error"])
     names = [leader["name"] for leader in leaders]
+    count = Counter(names)
     return [
         [
             # Containers may all have the same name, so this name tells their files apart.
-            name if names.count(name) == 1 else f"{name} of rank {ranks[0]}",
+            name if count[name] == 1 else f"{name} of rank {ranks[0]}",
             leader.get("address"),
             Ranks.of(ranks).ranges,
         ]

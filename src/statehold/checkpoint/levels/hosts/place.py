@@ -314,7 +314,7 @@ class HostPlace(DirectoryPlace):
         if self.copies.takes_steps or self.copies.store.steps():  # of an earlier job, perhaps
             self.copies.prepare(peers)
 
-    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
+    def landed(self, step: int, save: str, carriers: Sequence[int]) -> None:
         self.store.committed(step)  # on ranks that do not lead, too
         at = {rank: host for host, each in enumerate(self.hosts) for rank in each.ranks}
         writers: list[list[int]] = [[] for _ in self.hosts]
@@ -324,7 +324,7 @@ class HostPlace(DirectoryPlace):
         with self._knowing:
             # A newer step was whole nowhere.
             self._placed = {each: at for each, at in self._placed.items() if each < step}
-            self._placed[step] = PlacedFiles(len(carriers), tuple(own), sha256(manifest))
+            self._placed[step] = PlacedFiles(len(carriers), tuple(own), save)
             self._committed.add(step)
             self._forget_retired()
         self._remove_halves(lambda each: each > step)
@@ -341,11 +341,11 @@ class HostPlace(DirectoryPlace):
         self._committed.intersection_update(self._placed)
         self._copied_in = {step: at for step, at in self._copied_in.items() if step in kept}
 
-    def copied(self, step: int, manifest: bytes, copies: Mapping[int, Sequence[int]]) -> None:
+    def copied(self, step: int, save: str, copies: Mapping[int, Sequence[int]]) -> None:
         """Hosts hold these copies of this save now. Raises StorageError if it is here no more."""
         with self._knowing:
             placed = self._placed.get(step)
-            if placed is None or placed.save != sha256(manifest):
+            if placed is None or placed.save != save:
                 raise storage_error(
                     "keep copies of a step: it was retired, or saved again", errno.ESTALE, ""
                 )
@@ -462,7 +462,7 @@ class CopiesPlace(DirectoryPlace):
         at = {each: host for host, there in enumerate(hosts) for each in there.ranks}
         having = placed.hosts if placed else [[at[carrier]] for carrier in carriers]
         self._planned = {
-            host: sorted({*writers, *(placed.copied_to(host) if placed else ())})
+            host: sorted({*writers, *(placed.copied.get(host, ()) if placed else ())})
             for host, writers in self._lacking(having).items()
         }
 
@@ -483,8 +483,8 @@ class CopiesPlace(DirectoryPlace):
         if self._level.mine in self._planned:
             super().commit(step, attempt, manifest)
 
-    def landed(self, step: int, manifest: bytes, carriers: Sequence[int]) -> None:
-        self._level.copied(step, manifest, self._planned)
+    def landed(self, step: int, save: str, carriers: Sequence[int]) -> None:
+        self._level.copied(step, save, self._planned)
 
     def missed_end(self, step: int, manifest: bytes) -> None:
         """Keep the step until the ranks meet for the next copy.
@@ -501,8 +501,9 @@ class CopiesPlace(DirectoryPlace):
         if missed is None:
             return
         with missed.kept, contextlib.suppress(StorageError):  # it may have been saved again
-            if sha256(missed.manifest) in landed:
-                self._level.copied(missed.step, missed.manifest, missed.planned)
+            save = sha256(missed.manifest)
+            if save in landed:
+                self._level.copied(missed.step, save, missed.planned)
 
     def retire(self) -> None:
         self._level.retire()
