@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from observe.exposition import samples_of
+from statehold import _core
 from statehold.cli import main
 from statehold.errors import (
     ClosedError,
@@ -24,7 +26,7 @@ from statehold.errors import (
     UsageError,
     WaitTimeout,
 )
-from statehold.kv import PageStore, PageVerdict, opened
+from statehold.kv import PageBatch, PageStore, PageVerdict, opened
 from statehold.kv import store as kv_store
 from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
@@ -442,6 +444,38 @@ def test_a_page_that_is_asked_at_another_size_stays(tmp_path: Path) -> None:
         assert small == [PageVerdict.MISS]
         found = get(store, 1)
         assert found == [PageVerdict.HIT]
+
+
+def test_a_slot_that_another_page_fills_by_the_time_it_is_read_is_no_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the table and the copy, another process takes the slot of the page."""
+    is_half, may_go_on = threading.Event(), threading.Event()
+    fill, find, leaf = _core.fill_page, _core.PageTable.find_all, SLOTS_MIN - 1
+
+    def half_filled(address: int, view: memoryview, *about: Any) -> None:
+        ctypes.memmove(address + HEADER_BYTES, view.tobytes(), len(view) // 2)
+        is_half.set()
+        must(may_go_on.wait(60))
+        fill(address, view, *about)
+
+    def found(table: _core.PageTable, indices: list[int]) -> list[int]:
+        slots = find(table, indices)
+        monkeypatch.setattr(_core.PageTable, "find_all", find)
+        batches.append(other.put([key(100)], [page(100)]))
+        must(is_half.wait(60))
+        return slots
+
+    batches = list[PageBatch]()
+    with made(tmp_path, memory=0) as store, made(tmp_path, memory=0) as other:
+        put(store, *range(SLOTS_MIN))
+        monkeypatch.setattr(_core, "fill_page", half_filled)
+        monkeypatch.setattr(_core.PageTable, "find_all", found)
+        into = bytearray(PAGE)
+        must(store.get([key(leaf)], [into]).wait() == [PageVerdict.HIT])
+        may_go_on.set()
+        assert into == page(leaf)
+        assert batches[0].wait() == [PageVerdict.STORED]
 
 
 class NoRoom:

@@ -310,11 +310,14 @@ class PageStore:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
         table, batch = self._memory.table, page.batch
         generation, header = table.generation(slot), self._header(slot)
-        if header is None or not header.is_of(batch.identity, page.key, page.view.nbytes):
+        # The slot may have been given to another page between find_all() and this generation.
+        if table.find(page.index) != slot or header is None:
+            return False
+        if not header.is_of(batch.identity, page.key, page.view.nbytes):
             return False
         if not self._copy_out(page, slot):
             return True  # it is late, and has its verdict
-        if table.generation(slot) != generation or table.index(slot) != page.index:
+        if table.generation(slot) != generation:
             return False
         batch.settle([page.place], self._hit(batch))
         return True
