@@ -551,6 +551,32 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
             job.may_end.set()
 
 
+def test_a_call_that_is_late_at_the_tables_keeps_no_memory(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load has all the memory when another process holds the tables for too long."""
+    with made(tmp_path) as store:
+        put(store, *range(SLOTS_MIN + 1))
+    held, changing, is_late = request.getfixturevalue("held"), OpenStore.changing, threading.Event()
+
+    def late(self: OpenStore, timeout_s: float | None) -> Any:
+        if held and timeout_s is not None:
+            is_late.set()
+            raise WaitTimeout("another process holds the tables of the store")
+        return changing(self, timeout_s)
+
+    with made(tmp_path, memory=0) as store:
+        monkeypatch.setattr(OpenStore, "changing", late)
+        numbers = range(SLOTS_MIN + 1)
+        store.get([key(n) for n in numbers], [bytearray(PAGE) for _ in numbers])
+        must(is_late.wait(60))
+        for job in held:
+            job.may_end.set()
+        monkeypatch.undo()
+        found = get(store, *numbers)
+        assert found == [PageVerdict.HIT] * len(numbers)
+
+
 def chained(store: PageStore, *numbers: int, after: int | None = None, score: float = 0.0) -> None:
     batch = store.put(
         [key(n) for n in numbers],

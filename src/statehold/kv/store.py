@@ -278,19 +278,22 @@ class PageStore:
         for _ in range(len(self._leftover)):  # loads that were late may be done by now
             self._finish(self._leftover.popleft())
         waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
-        while waiting or under_way:
-            while waiting and len(under_way) < GROUPS:
-                chosen = self._next(batch, waiting)
-                if chosen:
-                    under_way.append(self._group(batch, chosen))
-                elif waiting:
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < GROUPS:
+                    chosen = self._next(batch, waiting)
+                    if chosen:
+                        under_way.append(self._group(batch, chosen))
+                    elif waiting:
+                        break
+                if under_way:
+                    self._finish(under_way.popleft())
+                elif may_wait and self._write.passed(batch.until):
+                    may_wait = False  # memory was full of pages that were to be written
+                else:
                     break
-            if under_way:
-                self._finish(under_way.popleft())
-            elif may_wait and self._write.passed(batch.until):
-                may_wait = False  # memory was full of pages that were to be written
-            else:
-                break
+        finally:
+            self._leftover += under_way  # the tables were held for too long
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
 
