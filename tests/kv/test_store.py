@@ -617,6 +617,17 @@ def test_scores_that_are_none_are_refused(store: PageStore, scores: list[float])
         store.put([key(1)], [page(1)], scores=scores)
 
 
+@pytest.mark.parametrize("score", [1e39, -1.7e308])
+def test_a_score_may_be_any_finite_number(tmp_path: Path, score: float) -> None:
+    """Also one that a float of 32 bits has no room for."""
+    with made(tmp_path, memory=0) as store:
+        for first in range(0, 2 * SLOTS_MIN, 4):
+            chained(store, *range(first, first + 4), score=score)
+    (tmp_path / "index").unlink()
+    with made(tmp_path) as store:
+        assert get(store, *range(2 * SLOTS_MIN)) == [PageVerdict.HIT] * 2 * SLOTS_MIN
+
+
 def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:
     with pytest.raises(UsageError, match="not a time"):
         store.get([key(1)], [bytearray(1)], deadline_s=math.nan)
