@@ -599,6 +599,27 @@ def test_pages_that_were_put_do_not_go_before_those_that_follow_them(tmp_path: P
         assert there == [True] * (slots - 1) + [False]
 
 
+def test_pages_that_new_ones_follow_do_not_go_for_them(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB) as store:
+        slots = store.stats()["pages_max"]
+        chained(store, *range(8))
+        chained(store, *range(100, 100 + slots - 8))
+        chained(store, *range(8, 12), after=7)
+        assert store.contains([key(n) for n in range(12)]) == [True] * 12
+        assert store.stats()["evicted"] == 4
+
+
+def test_memory_keeps_the_pages_that_new_ones_follow(tmp_path: Path) -> None:
+    """A put says that the first of its pages are there, and needs memory for the others."""
+    with made(tmp_path, memory=0) as store:
+        chained(store, *range(4))
+        chained(store, *range(100, 100 + SLOTS_MIN - 4))
+        put(store, *range(6))
+        for segment in tmp_path.glob("segment-*"):
+            change(segment, 0, bytes(segment.stat().st_size))
+        assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+
+
 def test_a_score_stays_with_its_page(tmp_path: Path) -> None:
     with made(tmp_path, capacity=1 * MiB) as store:
         slots = store.stats()["pages_max"]

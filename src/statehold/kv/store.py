@@ -415,8 +415,11 @@ class PageStore:
     def _take(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
         """The next pages that need a slot, each with one, as far as there are slots."""
         memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
-        there = list[MovingPage]()
+        there, used = list[MovingPage](), [page.index for page in reversed(waiting)]
         with self._open.changing(batch.seconds_left):
+            # First, or what is there and what the first page follows could go for the new ones.
+            for table in (memory, files):
+                table.touch(table.find_all([*used, waiting[0].before]))
             while waiting:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
@@ -427,8 +430,6 @@ class PageStore:
                 else:
                     break
                 waiting.popleft()
-            for table in (memory, files):
-                table.touch(table.find_all([page.index for page in reversed(there)]))
         batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
