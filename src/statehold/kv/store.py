@@ -472,10 +472,10 @@ class PageStore:
         memory."""
         memory, files = self._memory.table, self._files.table
         headers = {slot: self._header(slot) for slot in slots}
-        moves = list[Move]()
+        moves, below = list[Move](), self._files.grow()
         with self._open.changing(None):
             for slot, header in headers.items():
-                there = files.take(self._open.seat, self._files.below)
+                there = files.take(self._open.seat, below)
                 if there >= 0 and header is not None:
                     moves.append((slot, there, header.nbytes))
         done = self._written(moves)
@@ -485,7 +485,8 @@ class PageStore:
                     files.free(there)
             for slot in slots:
                 memory.release(slot)
-            files.cut(self._files.below)
+            if self._files.below < below:  # this write has found the disk full
+                files.cut(self._files.below)
         self._counts["unwritten"] += len(slots) - len(done)
         self._figures.add("pages_unwritten_total", len(slots) - len(done))
         self._figures.set("pages_evicted", files.evicted)
