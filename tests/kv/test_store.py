@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from observe.exposition import samples_of
+from statehold import _core
 from statehold.cli import main
 from statehold.errors import (
     ClosedError,
@@ -24,7 +26,7 @@ from statehold.errors import (
     UsageError,
     WaitTimeout,
 )
-from statehold.kv import PageStore, PageVerdict, opened
+from statehold.kv import PageBatch, PageStore, PageVerdict, opened
 from statehold.kv import store as kv_store
 from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
@@ -444,14 +446,46 @@ def test_a_page_that_is_asked_at_another_size_stays(tmp_path: Path) -> None:
         assert found == [PageVerdict.HIT]
 
 
+def test_a_slot_that_another_page_fills_by_the_time_it_is_read_is_no_hit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the table and the copy, another process takes the slot of the page."""
+    is_half, may_go_on = threading.Event(), threading.Event()
+    fill, find, leaf = _core.fill_page, _core.PageTable.find_all, SLOTS_MIN - 1
+
+    def half_filled(address: int, view: memoryview, *about: Any) -> None:
+        ctypes.memmove(address + HEADER_BYTES, view.tobytes(), len(view) // 2)
+        is_half.set()
+        must(may_go_on.wait(60))
+        fill(address, view, *about)
+
+    def found(table: _core.PageTable, indices: list[int]) -> list[int]:
+        slots = find(table, indices)
+        monkeypatch.setattr(_core.PageTable, "find_all", find)
+        batches.append(other.put([key(100)], [page(100)]))
+        must(is_half.wait(60))
+        return slots
+
+    batches = list[PageBatch]()
+    with made(tmp_path, memory=0) as store, made(tmp_path, memory=0) as other:
+        put(store, *range(SLOTS_MIN))
+        monkeypatch.setattr(_core, "fill_page", half_filled)
+        monkeypatch.setattr(_core.PageTable, "find_all", found)
+        into = bytearray(PAGE)
+        must(store.get([key(leaf)], [into]).wait() == [PageVerdict.HIT])
+        may_go_on.set()
+        assert into == page(leaf)
+        assert batches[0].wait() == [PageVerdict.STORED]
+
+
 class NoRoom:
-    """A file system that has room for one segment."""
+    """A file system that has room for one segment, until it has room again."""
 
     def __init__(self, fs: Any) -> None:
-        self._fs, self.refused = fs, 0
+        self._fs, self.refused, self.has_room = fs, 0, False
 
     def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
-        if not path.endswith("-000000"):
+        if not (reuse or self.has_room or path.endswith("-000000")):
             self.refused += 1
             raise NoSpaceError("cannot open_write", errno=28, path=path)
         return self._fs.open_write(path, nbytes, reuse=reuse)
@@ -460,17 +494,23 @@ class NoRoom:
         return self._fs.open_read(path, direct=direct)
 
 
-def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disks = []
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> list[NoRoom]:
+    """Those of stores that are opened from now on."""
+    found = list[NoRoom]()
 
     class SmallTier(FileTier):
         def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
-            disks.append(NoRoom(fs))
-            super().__init__(disks[0], root, geometry)  # type: ignore[arg-type]
+            found.append(NoRoom(fs))
+            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
 
     monkeypatch.setattr(opened, "FileTier", SmallTier)
+    return found
+
+
+def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: list[NoRoom]
+) -> None:
     with made(tmp_path) as store:
         first_ones = Geometry.of(2 * MiB, SLOT).segment_slots
         for first in range(0, 4 * first_ones, first_ones):
@@ -483,6 +523,37 @@ def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
     with made(tmp_path) as store:
         found = get(store, *range(3 * first_ones, 4 * first_ones))
         assert found == [PageVerdict.HIT] * first_ones
+
+
+def test_a_disk_that_was_full_is_used_again(tmp_path: Path, disks: list[NoRoom]) -> None:
+    count = Geometry.of(2 * MiB, SLOT).segment_slots
+    with made(tmp_path) as store:
+        put(store, *range(count))
+        put(store, *range(count, 2 * count))
+        must(store.stats()["pages"] == count)
+        disks[0].has_room = True
+        slots = store.stats()["pages_max"]
+        for first in range(2 * count, 2 * count + slots, count):
+            put(store, *range(first, first + count))
+        assert store.stats()["pages"] == slots
+
+
+def test_a_process_whose_disk_was_full_leaves_the_pages_of_others(
+    tmp_path: Path, disks: list[NoRoom]
+) -> None:
+    count = Geometry.of(2 * MiB, SLOT).segment_slots
+    with made(tmp_path) as store, made(tmp_path) as other:
+        put(store, *range(count))
+        put(store, *range(count, 2 * count))
+        must(disks[0].refused > 0)
+        disks[1].has_room = True
+        slots = store.stats()["pages_max"]
+        for first in range(100, 100 + slots, count):
+            put(other, *range(first, first + count))
+        evicted = store.stats()["evicted"]
+        put(store, 1000)
+        stats = store.stats()
+        assert (stats["pages"], stats["evicted"]) == (slots, evicted + 1)
 
 
 def test_a_page_that_is_used_in_memory_stays_in_the_files(tmp_path: Path) -> None:
@@ -517,6 +588,32 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
             job.may_end.set()
 
 
+def test_a_call_that_is_late_at_the_tables_keeps_no_memory(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its load has all the memory when another process holds the tables for too long."""
+    with made(tmp_path) as store:
+        put(store, *range(SLOTS_MIN + 1))
+    held, changing, is_late = request.getfixturevalue("held"), OpenStore.changing, threading.Event()
+
+    def late(self: OpenStore, timeout_s: float | None) -> Any:
+        if held and timeout_s is not None:
+            is_late.set()
+            raise WaitTimeout("another process holds the tables of the store")
+        return changing(self, timeout_s)
+
+    with made(tmp_path, memory=0) as store:
+        monkeypatch.setattr(OpenStore, "changing", late)
+        numbers = range(SLOTS_MIN + 1)
+        store.get([key(n) for n in numbers], [bytearray(PAGE) for _ in numbers])
+        must(is_late.wait(60))
+        for job in held:
+            job.may_end.set()
+        monkeypatch.undo()
+        found = get(store, *numbers)
+        assert found == [PageVerdict.HIT] * len(numbers)
+
+
 def chained(store: PageStore, *numbers: int, after: int | None = None, score: float = 0.0) -> None:
     batch = store.put(
         [key(n) for n in numbers],
@@ -539,6 +636,27 @@ def test_pages_that_were_put_do_not_go_before_those_that_follow_them(tmp_path: P
         assert there == [True] * (slots - 1) + [False]
 
 
+def test_pages_that_new_ones_follow_do_not_go_for_them(tmp_path: Path) -> None:
+    with made(tmp_path, capacity=1 * MiB) as store:
+        slots = store.stats()["pages_max"]
+        chained(store, *range(8))
+        chained(store, *range(100, 100 + slots - 8))
+        chained(store, *range(8, 12), after=7)
+        assert store.contains([key(n) for n in range(12)]) == [True] * 12
+        assert store.stats()["evicted"] == 4
+
+
+def test_memory_keeps_the_pages_that_new_ones_follow(tmp_path: Path) -> None:
+    """A put says that the first of its pages are there, and needs memory for the others."""
+    with made(tmp_path, memory=0) as store:
+        chained(store, *range(4))
+        chained(store, *range(100, 100 + SLOTS_MIN - 4))
+        put(store, *range(6))
+        for segment in tmp_path.glob("segment-*"):
+            change(segment, 0, bytes(segment.stat().st_size))
+        assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+
+
 def test_a_score_stays_with_its_page(tmp_path: Path) -> None:
     with made(tmp_path, capacity=1 * MiB) as store:
         slots = store.stats()["pages_max"]
@@ -555,6 +673,17 @@ def test_a_score_stays_with_its_page(tmp_path: Path) -> None:
 def test_scores_that_are_none_are_refused(store: PageStore, scores: list[float]) -> None:
     with pytest.raises(UsageError, match="a score for each page"):
         store.put([key(1)], [page(1)], scores=scores)
+
+
+@pytest.mark.parametrize("score", [1e39, -1.7e308])
+def test_a_score_may_be_any_finite_number(tmp_path: Path, score: float) -> None:
+    """Also one that a float of 32 bits has no room for."""
+    with made(tmp_path, memory=0) as store:
+        for first in range(0, 2 * SLOTS_MIN, 4):
+            chained(store, *range(first, first + 4), score=score)
+    (tmp_path / "index").unlink()
+    with made(tmp_path) as store:
+        assert get(store, *range(2 * SLOTS_MIN)) == [PageVerdict.HIT] * 2 * SLOTS_MIN
 
 
 def test_times_and_sizes_that_are_none_are_refused(store: PageStore) -> None:

@@ -92,11 +92,12 @@ class LoadGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup:
-    """Pages that are written as one. headers: by slot in memory. job: None if there is no room, or
-    the storage refuses."""
+    """Pages that are written as one. headers: by slot in memory. below: the slots that had storage
+    when it began. job: None if there is no room, or the storage refuses."""
 
     headers: dict[int, Header | None]
     moves: list[Move]
+    below: int
     job: RangesJob | None
 
 
@@ -288,19 +289,22 @@ class PageStore:
         for _ in range(len(self._leftover)):  # loads that were late may be done by now
             self._finish(self._leftover.popleft())
         waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
-        while waiting or under_way:
-            while waiting and len(under_way) < GROUPS:
-                chosen = self._next(batch, waiting)
-                if chosen:
-                    under_way.append(self._group(batch, chosen))
-                elif waiting:
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < GROUPS:
+                    chosen = self._next(batch, waiting)
+                    if chosen:
+                        under_way.append(self._group(batch, chosen))
+                    elif waiting:
+                        break
+                if under_way:
+                    self._finish(under_way.popleft())
+                elif may_wait and self._write.passed(batch.until):
+                    may_wait = False  # memory was full of pages that were to be written
+                else:
                     break
-            if under_way:
-                self._finish(under_way.popleft())
-            elif may_wait and self._write.passed(batch.until):
-                may_wait = False  # memory was full of pages that were to be written
-            else:
-                break
+        finally:
+            self._leftover += under_way  # the tables were held for too long
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
 
@@ -320,11 +324,14 @@ class PageStore:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
         table, batch = self._memory.table, page.batch
         generation, header = table.generation(slot), self._header(slot)
-        if header is None or not header.is_of(batch.identity, page.key, page.view.nbytes):
+        # The slot may have been given to another page between find_all() and this generation.
+        if table.find(page.index) != slot or header is None:
+            return False
+        if not header.is_of(batch.identity, page.key, page.view.nbytes):
             return False
         if not self._copy_out(page, slot):
             return True  # it is late, and has its verdict
-        if table.generation(slot) != generation or table.index(slot) != page.index:
+        if table.generation(slot) != generation:
             return False
         batch.settle([page.place], self._hit(batch))
         return True
@@ -420,8 +427,11 @@ class PageStore:
     def _take(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
         """The next pages that need a slot, each with one, as far as there are slots."""
         memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
-        there = list[MovingPage]()
+        there, used = list[MovingPage](), [page.index for page in reversed(waiting)]
         with self._open.changing(batch.seconds_left):
+            # First, or what is there and what the first page follows could go for the new ones.
+            for table in (memory, files):
+                table.touch(table.find_all([*used, waiting[0].before]))
             while waiting:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
@@ -432,8 +442,6 @@ class PageStore:
                 else:
                     break
                 waiting.popleft()
-            for table in (memory, files):
-                table.touch(table.find_all([page.index for page in reversed(there)]))
         batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
@@ -484,12 +492,12 @@ class PageStore:
     def _begin_storing(self, slots: list[int]) -> StoreGroup:
         """Begin to write pages as one, as far as there are slots in files."""
         headers, moves = {slot: self._header(slot) for slot in slots}, list[Move]()
-        take = self._files.table.take
+        take, below = self._files.table.take, self._files.grow()
         with self._open.changing(None):
             for slot, header in headers.items():
-                if header is not None and (there := take(self._open.seat, self._files.below)) >= 0:
+                if header is not None and (there := take(self._open.seat, below)) >= 0:
                     moves.append((slot, there, header.nbytes))
-        return StoreGroup(headers, moves, self._begin_job(moves, is_write=True))
+        return StoreGroup(headers, moves, below, self._begin_job(moves, is_write=True))
 
     def _stored(self, group: StoreGroup) -> None:
         """Wait until pages are in files, and let everybody find them there."""
@@ -501,7 +509,8 @@ class PageStore:
                     files.free(there)
             for slot in group.headers:
                 memory.release(slot)
-            files.cut(self._files.below)
+            if self._files.below < group.below:  # a write has found the disk full
+                files.cut(self._files.below)
         self._counts["unwritten"] += len(group.headers) - len(done)
         self._figures.add("pages_unwritten_total", len(group.headers) - len(done))
 

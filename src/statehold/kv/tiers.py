@@ -207,6 +207,19 @@ class FileTier(MappedTable):
             self._files[key] = self._open(segment, is_write=is_write)
         return self._files[key], at * self.slot_bytes
 
+    def grow(self) -> int:
+        """Use one more segment if the disk was full, and the segment is there or has room now.
+        Returns `below`."""
+        if self.below < self.table.slots:
+            segment, nbytes = self.below // self._by_segment, self._by_segment * self.slot_bytes
+            with contextlib.suppress(OSError, StorageError):
+                disk = os.statvfs(self._root)
+                has_room = disk.f_bavail * disk.f_frsize >= nbytes
+                if has_room or os.path.exists(self._path(segment)):
+                    self.file(self.below, is_write=True)
+                    self.below += self._by_segment
+        return self.below
+
     def _open(self, segment: int, *, is_write: bool) -> File:
         path = self._path(segment)
         try:
@@ -215,7 +228,7 @@ class FileTier(MappedTable):
                 return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
             return self._fs.open_read(path, direct=True)
         except NoSpaceError:
-            self.below = segment * self._by_segment
+            self.below = min(self.below, segment * self._by_segment)
             raise
         except StorageError as error:
             if is_write or error.errno != errno.EINVAL:  # a file system without O_DIRECT
