@@ -22,6 +22,7 @@ from statehold.errors import (
     ClosedError,
     FormatVersionError,
     NoSpaceError,
+    RunBusyError,
     StorageError,
     UsageError,
     WaitTimeout,
@@ -110,6 +111,22 @@ def test_pages_of_another_identity_are_not_found(tmp_path: Path) -> None:
         assert not any(store.contains([key(1), key(2)]))
         store.identity = OLD
         assert get(store, 1, 2) == [PageVerdict.HIT] * 2
+
+
+def test_an_identity_too_many_is_refused_and_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(tmp_path, identity=OLD, memory=0) as store:
+        with monkeypatch.context() as patched:  # other processes use all spaces
+            patched.setattr(_core.PageTable, "space", lambda *_: -1)
+            with pytest.raises(RunBusyError, match="too many identities") as refused:
+                made(tmp_path, identity=NEW)
+            assert refused.value.hint
+            with pytest.raises(RunBusyError, match="too many identities"):
+                store.identity = NEW
+            assert put(store, *range(3 * SLOTS_MIN)) == [PageVerdict.DROPPED] * 3 * SLOTS_MIN
+            assert get(store, 0) == [PageVerdict.MISS]
+        assert put(store, *range(SLOTS_MIN)) == [PageVerdict.STORED] * SLOTS_MIN
 
 
 def test_the_files_never_take_more_than_the_budget(tmp_path: Path) -> None:
