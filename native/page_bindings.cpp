@@ -1,3 +1,4 @@
+// page_bindings: contract in page_bindings.h.
 #include "page_bindings.h"
 
 #include <nanobind/stl/optional.h>

@@ -1,3 +1,4 @@
+// page_header: contract in page_header.h.
 #include "page_header.h"
 
 #include <cstring>

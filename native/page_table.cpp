@@ -1,3 +1,4 @@
+// page_table: contract in page_table.h.
 #include "page_table.h"
 
 #include <algorithm>
