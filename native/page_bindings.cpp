@@ -162,6 +162,7 @@ void declare_pages(nb::module_& m) {
       .def("mend", &PyPageTable::mend, gil_released)
       .def("adopt", &adopt, "first"_a, "headers"_a, "stride"_a);
   m.attr("SEATS_MAX") = PageTable::kSeats;
+  m.attr("SPACES_MAX") = PageTable::kSpaces;
   m.attr("RANKED") = PageTable::kRanked;
   m.def("page_indices", &page_indices, "identity"_a, "keys"_a);
   m.def("read_page_header", &read_page_header, "memory"_a);

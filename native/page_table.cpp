@@ -117,11 +117,11 @@ int64_t PageTable::take(uint32_t seat, uint64_t below) {
   return slot;
 }
 
-bool PageTable::publish(uint64_t slot, uint64_t index, uint64_t before, uint32_t space,
+bool PageTable::publish(uint64_t slot, uint64_t index, uint64_t before, int64_t space,
                         double score) {
   checked(slot);
-  if (find(index) >= 0) return false;
-  fill(slot, index, before, space, score);
+  if (space < 0 || find(index) >= 0) return false;
+  fill(slot, index, before, static_cast<uint32_t>(space), score);
   hash(slot);
   link(slot);
   return true;
@@ -166,7 +166,7 @@ void PageTable::touch(const std::vector<int64_t>& slots) {
   }
 }
 
-uint32_t PageTable::space(std::string_view identity) {
+int64_t PageTable::space(std::string_view identity) {
   uint64_t wanted[2];
   if (identity.size() != sizeof wanted) throw std::invalid_argument("an identity has 16 bytes");
   std::memcpy(wanted, identity.data(), sizeof wanted);
@@ -174,18 +174,19 @@ uint32_t PageTable::space(std::string_view identity) {
   Space* spare = nullptr;
   for (uint64_t i = 0; i < kSpaces; ++i) {
     Space& space = spaces_[i];
-    if (std::memcmp(space.identity, wanted, sizeof wanted) == 0) return static_cast<uint32_t>(i);
+    if (std::memcmp(space.identity, wanted, sizeof wanted) == 0) return static_cast<int64_t>(i);
     if (spare == nullptr && space.pages == 0 && !used[i]) spare = &space;
   }
   if (spare == nullptr) {
-    spare = &longest_unused(used);
+    spare = longest_unused(used);
+    if (spare == nullptr) return -1;
     for (uint64_t left = slots_; spare->oldest != 0; --left) {
       if (left == 0) damaged();
       free(spare->oldest - 1);
     }
   }
   std::memcpy(spare->identity, wanted, sizeof wanted);
-  return static_cast<uint32_t>(spare - spaces_);
+  return spare - spaces_;
 }
 
 void PageTable::seat(uint32_t seat, int64_t space) {
@@ -352,14 +353,13 @@ std::vector<bool> PageTable::in_use() const {
   return used;
 }
 
-PageTable::Space& PageTable::longest_unused(const std::vector<bool>& used) {
+PageTable::Space* PageTable::longest_unused(const std::vector<bool>& used) {
   Space* found = nullptr;
   for (uint64_t i = 0; i < kSpaces; ++i) {
     if (used[i] || (found != nullptr && found->last_use <= spaces_[i].last_use)) continue;
     found = &spaces_[i];
   }
-  if (found == nullptr) throw std::invalid_argument("processes use pages of too many identities");
-  return *found;
+  return found;
 }
 
 // The slot whose page goes first.

@@ -17,9 +17,9 @@
 //
 // Invariants:
 // - The caller holds the lock of the tier, except for find(), index() and generation(). These may
-//   see half a change. Then they miss a page, or name a slot of another one, and the reader of a
-//   slot compares its generation after it has read. A slot gets a new generation each time that it
-//   is taken.
+//   see half a change. Then they miss a page, or name a slot of another one. The reader of a slot
+//   looks at its generation, finds the page again, reads, and compares the generation. A slot gets a
+//   new generation each time that it is taken, after find() has forgotten its page.
 // - A process that dies inside a change leaves `changes` odd. mend() makes again what follows from
 //   the columns.
 // - Nothing outside the memory is read or written, and every call ends, whatever a damaged table
@@ -68,8 +68,9 @@ class PageTable {
   // A slot that is empty, or whose page has to go; it is FILLING then. -1 without one. Slots that
   // were never taken are taken only below `below`.
   int64_t take(uint32_t seat, uint64_t below);
-  // From now on find() names a slot that was taken. False if another one has the page.
-  bool publish(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score);
+  // From now on find() names a slot that was taken. False if another one has the page, or without
+  // a space.
+  bool publish(uint64_t slot, uint64_t index, uint64_t before, int64_t space, double score);
   // A published page is DIRTY: its slot is not given away before release().
   void hold(uint64_t slot, uint32_t seat);
   void release(uint64_t slot);
@@ -79,9 +80,9 @@ class PageTable {
   // Pages were used, and so were those before them. The last page of a prefix comes first.
   void touch(const std::vector<int64_t>& slots);
 
-  // The number of the space of an identity. If there are too many, the oldest goes. Throws
-  // std::invalid_argument if processes use all of them.
-  uint32_t space(std::string_view identity);
+  // The number of the space of an identity. If there are too many, the oldest goes. -1 if processes
+  // use all of them.
+  int64_t space(std::string_view identity);
   void seat(uint32_t seat, int64_t space);  // -1: it uses none
   // Free what dead processes were filling; the slots that they have left DIRTY. dead: by seat.
   std::vector<uint64_t> clear_seats(const std::vector<bool>& dead);
@@ -126,7 +127,7 @@ class PageTable {
   void unlink(uint64_t slot);
   void rebuild();
   std::vector<bool> in_use() const;
-  Space& longest_unused(const std::vector<bool>& used);
+  Space* longest_unused(const std::vector<bool>& used);
   int64_t oldest();
   uint64_t least(uint64_t slot) const;
 

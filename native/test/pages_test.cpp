@@ -82,7 +82,7 @@ TEST(a_table_that_is_full_lets_the_least_used_page_go) {
   PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), kSlots);
   EXPECT(table.is_new());
   table.create();
-  const uint32_t space = table.space(identity);
+  const int64_t space = table.space(identity);
   for (uint64_t index = 1; index <= 3 * kSlots; ++index) {
     const int64_t slot = table.take(kSeat, kSlots);
     EXPECT(slot >= 0 && table.publish(slot, index, 0, space, 0));
@@ -100,7 +100,7 @@ TEST(damage_ends_no_call_badly) {
     auto memory = memory_of(kSlots);
     PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), kSlots);
     table.create();
-    const uint32_t space = table.space(identity);
+    const int64_t space = table.space(identity);
     for (uint64_t index = 1; index <= kSlots; ++index) {
       table.publish(table.take(kSeat, kSlots), index, index - 1, space, double(index % 3));
     }

@@ -361,6 +361,7 @@ def hash_memory(address: int, nbytes: int) -> int:
     """XXH3-64 of memory that the caller keeps alive and unchanged."""
 
 SEATS_MAX: Final[int]
+SPACES_MAX: Final[int]
 RANKED: Final[int]
 
 class PageTable:

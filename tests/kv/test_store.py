@@ -21,17 +21,17 @@ from statehold.cli import main
 from statehold.errors import (
     ClosedError,
     FormatVersionError,
-    NoSpaceError,
+    RunBusyError,
     StorageError,
     UsageError,
     WaitTimeout,
 )
-from statehold.kv import PageBatch, PageStore, PageVerdict, opened
+from statehold.kv import PageBatch, PageStore, PageVerdict
 from statehold.kv import store as kv_store
 from statehold.kv.looking import look
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES
-from statehold.kv.tiers import SLOTS_MIN, FileTier, Geometry
+from statehold.kv.tiers import SLOTS_MIN
 from statehold.observe.counters import exposition
 from statehold.units import KiB, MiB
 from support import scripts
@@ -110,6 +110,22 @@ def test_pages_of_another_identity_are_not_found(tmp_path: Path) -> None:
         assert not any(store.contains([key(1), key(2)]))
         store.identity = OLD
         assert get(store, 1, 2) == [PageVerdict.HIT] * 2
+
+
+def test_an_identity_too_many_is_refused_and_costs_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(tmp_path, identity=OLD, memory=0) as store:
+        with monkeypatch.context() as patched:  # other processes use all spaces
+            patched.setattr(_core.PageTable, "space", lambda *_: -1)
+            with pytest.raises(RunBusyError, match="too many identities") as refused:
+                made(tmp_path, identity=NEW)
+            assert refused.value.hint
+            with pytest.raises(RunBusyError, match="too many identities"):
+                store.identity = NEW
+            assert put(store, *range(3 * SLOTS_MIN)) == [PageVerdict.DROPPED] * 3 * SLOTS_MIN
+            assert get(store, 0) == [PageVerdict.MISS]
+        assert put(store, *range(SLOTS_MIN)) == [PageVerdict.STORED] * SLOTS_MIN
 
 
 def test_the_files_never_take_more_than_the_budget(tmp_path: Path) -> None:
@@ -370,6 +386,55 @@ def test_the_command_counts_and_verifies(
     assert main(["kv", "ls", str(tmp_path / "nothing")]) == 2
 
 
+def test_verifying_beside_a_writer_reports_no_page_that_is_on_its_way(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with made(tmp_path) as store:
+        put(store, 1)
+        held = request.getfixturevalue("held")
+        must(store.put([key(2)], [page(2)]).wait() == [PageVerdict.STORED])
+        while not held:  # the thread that writes has begun nothing yet
+            store.contains([key(2)])
+        must(held[0].is_moved())
+        (_, _), (segment, at) = slots_of(tmp_path)
+        for where in (at, at + HEADER_BYTES):  # its header is torn, or half of it is there
+            raw = segment.read_bytes()[where : where + 8]
+            change(segment, where, b"torn now")
+            assert look(tmp_path, verify=True).bad == []
+            change(segment, where, raw)
+        held[0].may_end.set()
+        store.flush()
+        change(segment, at + HEADER_BYTES, b"damage")
+        assert look(tmp_path, verify=True).bad == [f"{segment.name} at {at}"]
+
+
+def test_verifying_beside_a_writer_reports_no_page_that_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another page takes the slot between the look at its header and that at its bytes."""
+    checksum = _core.xxh3_64
+
+    def replaced(payload: bytes) -> int:
+        monkeypatch.setattr(_core, "xxh3_64", checksum)
+        put(store, *range(100, 100 + slots))
+        return 0
+
+    with made(tmp_path) as store:
+        slots = store.stats()["pages_max"]
+        put(store, *range(slots))
+        monkeypatch.setattr(_core, "xxh3_64", replaced)
+        assert look(tmp_path, verify=True).bad == []
+
+
+def test_damage_is_reported_without_the_table(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1)
+    (segment, at), *_ = slots_of(tmp_path)
+    change(segment, at + HEADER_BYTES, b"damage")
+    (tmp_path / "index").unlink()
+    assert look(tmp_path, verify=True).bad == [f"{segment.name} at {at}"]
+
+
 class Held:
     """A job that ends once `may_end` is set."""
 
@@ -379,6 +444,10 @@ class Held:
     def wait(self, timeout: float | None) -> bool:
         self.begun.set()
         return self.may_end.wait(timeout) and bool(self._job.wait(None))
+
+    def is_moved(self) -> bool:
+        """Wait until its bytes are moved; it has not ended yet."""
+        return bool(self._job.wait(None))
 
     def checksums(self) -> bytes:
         return bytes(self._job.checksums())
@@ -476,84 +545,6 @@ def test_a_slot_that_another_page_fills_by_the_time_it_is_read_is_no_hit(
         may_go_on.set()
         assert into == page(leaf)
         assert batches[0].wait() == [PageVerdict.STORED]
-
-
-class NoRoom:
-    """A file system that has room for one segment, until it has room again."""
-
-    def __init__(self, fs: Any) -> None:
-        self._fs, self.refused, self.has_room = fs, 0, False
-
-    def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
-        if not (reuse or self.has_room or path.endswith("-000000")):
-            self.refused += 1
-            raise NoSpaceError("cannot open_write", errno=28, path=path)
-        return self._fs.open_write(path, nbytes, reuse=reuse)
-
-    def open_read(self, path: str, *, direct: bool = False) -> Any:
-        return self._fs.open_read(path, direct=direct)
-
-
-@pytest.fixture
-def disks(monkeypatch: pytest.MonkeyPatch) -> list[NoRoom]:
-    """Those of stores that are opened from now on."""
-    found = list[NoRoom]()
-
-    class SmallTier(FileTier):
-        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
-            found.append(NoRoom(fs))
-            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(opened, "FileTier", SmallTier)
-    return found
-
-
-def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: list[NoRoom]
-) -> None:
-    with made(tmp_path) as store:
-        first_ones = Geometry.of(2 * MiB, SLOT).segment_slots
-        for first in range(0, 4 * first_ones, first_ones):
-            put(store, *range(first, first + first_ones))
-        stats = store.stats()
-        assert disks[0].refused
-        assert stats["pages"] == first_ones
-        assert stats["evicted"] >= first_ones  # later pages take the place of earlier ones
-    monkeypatch.undo()
-    with made(tmp_path) as store:
-        found = get(store, *range(3 * first_ones, 4 * first_ones))
-        assert found == [PageVerdict.HIT] * first_ones
-
-
-def test_a_disk_that_was_full_is_used_again(tmp_path: Path, disks: list[NoRoom]) -> None:
-    count = Geometry.of(2 * MiB, SLOT).segment_slots
-    with made(tmp_path) as store:
-        put(store, *range(count))
-        put(store, *range(count, 2 * count))
-        must(store.stats()["pages"] == count)
-        disks[0].has_room = True
-        slots = store.stats()["pages_max"]
-        for first in range(2 * count, 2 * count + slots, count):
-            put(store, *range(first, first + count))
-        assert store.stats()["pages"] == slots
-
-
-def test_a_process_whose_disk_was_full_leaves_the_pages_of_others(
-    tmp_path: Path, disks: list[NoRoom]
-) -> None:
-    count = Geometry.of(2 * MiB, SLOT).segment_slots
-    with made(tmp_path) as store, made(tmp_path) as other:
-        put(store, *range(count))
-        put(store, *range(count, 2 * count))
-        must(disks[0].refused > 0)
-        disks[1].has_room = True
-        slots = store.stats()["pages_max"]
-        for first in range(100, 100 + slots, count):
-            put(other, *range(first, first + count))
-        evicted = store.stats()["evicted"]
-        put(store, 1000)
-        stats = store.stats()
-        assert (stats["pages"], stats["evicted"]) == (slots, evicted + 1)
 
 
 def test_a_page_that_is_used_in_memory_stays_in_the_files(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from statehold import _core
-from statehold._core import RANKED, PageTable
+from statehold._core import RANKED, SPACES_MAX, PageTable
 from statehold.kv.opened import address_of
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, indices_of
 
@@ -181,6 +181,20 @@ def test_a_space_that_nobody_uses_is_given_to_a_new_identity() -> None:
             assert real.publish(real.take(0), number + 1, 0, space)
     found = [number for number in range(100) if real.find(number + 1) >= 0]
     assert found == list(range(36, 100))
+
+
+def test_an_identity_that_there_is_no_space_for_has_no_pages() -> None:
+    real = table(2)
+    with changing(real):
+        for seat in range(SPACES_MAX):
+            real.seat(seat, real.space(bytes([seat]) * IDENTITY_BYTES))
+        more = real.space(b"m" * IDENTITY_BYTES)
+        slot = real.take(0)
+        assert more == -1
+        assert not real.publish(slot, 1, 0, more)
+        assert real.find(1) == -1
+        real.seat(7, None)
+        assert real.publish(slot, 1, 0, real.space(b"m" * IDENTITY_BYTES))
 
 
 @pytest.mark.parametrize("seed", range(30))

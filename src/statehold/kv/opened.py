@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold._core import SEATS_MAX
+from statehold._core import SEATS_MAX, SPACES_MAX
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, slot_bytes, whole_blocks
@@ -60,7 +60,9 @@ _LOCK_S = 10.0
 class OpenStore:
     """The store in the directory `path`, for one process. Raises as PageStore does."""
 
-    def __init__(self, path: str, *, page_bytes: int, capacity: int, memory: int) -> None:
+    def __init__(
+        self, path: str, *, page_bytes: int, capacity: int, memory: int, identity: bytes
+    ) -> None:
         self.path = path
         self._guard = threading.RLock()
         self._warned = set[str]()
@@ -81,6 +83,7 @@ class OpenStore:
                 self.memory = MemoryTier(name_of(path), memory, size)
                 self._tiers.callback(lambda: self.memory.leave(is_last=self._is_alone()))
                 self._recover()
+            self.use(identity)
             self._opened = opened.pop_all()
 
     def close(self, filling: Iterable[int] = ()) -> None:
@@ -100,10 +103,28 @@ class OpenStore:
         self._opened.close()
 
     def use(self, identity: bytes) -> None:
-        """This process uses the pages of an identity, so they go last."""
+        """This process uses the pages of an identity, so they go last.
+
+        Raises RunBusyError if there is no room for an identity more, and WaitTimeout.
+        """
         with self.changing(_LOCK_S):
-            for tier in (self.memory, self.files):
-                tier.table.seat(self.seat, tier.table.space(identity))
+            tables = self.memory.table, self.files.table
+            for table in tables:
+                table.seat(self.seat, None)  # its identity before is one fewer
+            spaces = [table.space(identity) for table in tables]
+            for table, space in zip(tables, spaces, strict=True):
+                table.seat(self.seat, None if space < 0 else space)
+        if min(spaces) < 0:
+            raise RunBusyError(
+                "the processes that use the store of pages have too many identities",
+                facts={
+                    "path": self.path,
+                    "expected": f"at most {SPACES_MAX} identities at a time",
+                    "got": f"{SPACES_MAX} others",
+                    "still safe": "the pages of the others; those of this identity are dropped",
+                },
+                hint="give this identity a directory of its own",
+            )
 
     def flush(self) -> None:
         """Make durable what was written. Raises StorageError."""

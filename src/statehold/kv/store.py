@@ -115,7 +115,7 @@ class PageStore:
 
     Raises:
         UsageError: an argument makes no sense; the error says which.
-        RunBusyError: another host uses the store, or too many processes do.
+        RunBusyError: another host uses the store, or too many processes or identities do.
         FormatVersionError: another version of statehold has made the store.
         WaitTimeout: another process holds the tables of the store, and does nothing.
         StorageError: the directory cannot be used.
@@ -144,9 +144,9 @@ class PageStore:
             page_bytes=self.page_bytes,
             capacity=parse_bytes(capacity),
             memory=parse_bytes(memory),
+            identity=self._identity,
         )
         self._memory, self._files = self._open.memory, self._open.files
-        self._open.use(self._identity)
         self._figures = figures_of(self._open.path, None)
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
@@ -462,7 +462,8 @@ class PageStore:
                 else:
                     memory.free(page.slot)
         self._write.submit(lambda: self._store(stored))
-        batch.settle([page.place for page in taken if page.is_filled], PageVerdict.STORED)
+        verdict = PageVerdict.DROPPED if space < 0 else PageVerdict.STORED
+        batch.settle([page.place for page in taken if page.is_filled], verdict)
 
     def _store(self, slots: list[int]) -> None:
         """Write pages from memory to files. What cannot be written stays in memory."""

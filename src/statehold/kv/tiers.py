@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
+INDEX = "index"
 
 _ABOUT = "store.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -179,7 +180,7 @@ class FileTier(MappedTable):
 
     def __init__(self, fs: Fs, root: str, geometry: Geometry) -> None:
         self.slot_bytes, self._by_segment = geometry.slot_bytes, geometry.segment_slots
-        super().__init__(f"{root}/index", geometry.slots)
+        super().__init__(f"{root}/{INDEX}", geometry.slots)
         self._fs, self._root = fs, root
         self._files: dict[tuple[int, bool], File] = {}
         # The slots that a page may be written to: those behind have no storage.

@@ -1,0 +1,93 @@
+"""PageStore on a full disk: it goes on with what is there, and uses room that comes later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from statehold.errors import NoSpaceError
+from statehold.kv import PageVerdict, opened
+from statehold.kv.tiers import FileTier, Geometry
+from statehold.units import MiB
+from support.faults import must
+from support.pages import SLOT, get, made, put
+
+
+class NoRoom:
+    """A file system that has room for one segment, until it has room again."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs, self.refused, self.has_room = fs, 0, False
+
+    def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+        if not (reuse or self.has_room or path.endswith("-000000")):
+            self.refused += 1
+            raise NoSpaceError("cannot open_write", errno=28, path=path)
+        return self._fs.open_write(path, nbytes, reuse=reuse)
+
+    def open_read(self, path: str, *, direct: bool = False) -> Any:
+        return self._fs.open_read(path, direct=direct)
+
+
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch) -> list[NoRoom]:
+    """Those of stores that are opened from now on."""
+    found = list[NoRoom]()
+
+    class SmallTier(FileTier):
+        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
+            found.append(NoRoom(fs))
+            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(opened, "FileTier", SmallTier)
+    return found
+
+
+def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: list[NoRoom]
+) -> None:
+    with made(tmp_path) as store:
+        first_ones = Geometry.of(2 * MiB, SLOT).segment_slots
+        for first in range(0, 4 * first_ones, first_ones):
+            put(store, *range(first, first + first_ones))
+        stats = store.stats()
+        assert disks[0].refused
+        assert stats["pages"] == first_ones
+        assert stats["evicted"] >= first_ones  # later pages take the place of earlier ones
+    monkeypatch.undo()
+    with made(tmp_path) as store:
+        found = get(store, *range(3 * first_ones, 4 * first_ones))
+        assert found == [PageVerdict.HIT] * first_ones
+
+
+def test_a_disk_that_was_full_is_used_again(tmp_path: Path, disks: list[NoRoom]) -> None:
+    count = Geometry.of(2 * MiB, SLOT).segment_slots
+    with made(tmp_path) as store:
+        put(store, *range(count))
+        put(store, *range(count, 2 * count))
+        must(store.stats()["pages"] == count)
+        disks[0].has_room = True
+        slots = store.stats()["pages_max"]
+        for first in range(2 * count, 2 * count + slots, count):
+            put(store, *range(first, first + count))
+        assert store.stats()["pages"] == slots
+
+
+def test_a_process_whose_disk_was_full_leaves_the_pages_of_others(
+    tmp_path: Path, disks: list[NoRoom]
+) -> None:
+    count = Geometry.of(2 * MiB, SLOT).segment_slots
+    with made(tmp_path) as store, made(tmp_path) as other:
+        put(store, *range(count))
+        put(store, *range(count, 2 * count))
+        must(disks[0].refused > 0)
+        disks[1].has_room = True
+        slots = store.stats()["pages_max"]
+        for first in range(100, 100 + slots, count):
+            put(other, *range(first, first + count))
+        evicted = store.stats()["evicted"]
+        put(store, 1000)
+        stats = store.stats()
+        assert (stats["pages"], stats["evicted"]) == (slots, evicted + 1)
