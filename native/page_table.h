@@ -18,8 +18,8 @@
 // Invariants:
 // - The caller holds the lock of the tier, except for find(), index() and generation(). These may
 //   see half a change. Then they miss a page, or name a slot of another one. The reader of a slot
-//   looks at its generation, finds the page again, reads, and compares the generation. A slot gets a
-//   new generation each time that it is taken, after find() has forgotten its page.
+//   looks at its generation, finds the page again, reads, and compares the generation. A slot gets
+//   a new generation each time that it is taken, after find() has forgotten its page.
 // - A process that dies inside a change leaves `changes` odd. mend() makes again what follows from
 //   the columns.
 // - Nothing outside the memory is read or written, and every call ends, whatever a damaged table
