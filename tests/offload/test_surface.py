@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
@@ -143,7 +148,48 @@ def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
     twins.train(1)
     for name, value in before["state"][0].items():
         assert same_bits(kept["state"][0][name], value)
-    assert not twins.ours.state
+    assert not list(twins.ours.state)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torchs_distributed_state_dict_reads_and_takes_the_state(
+    tmp_path: Path, flat: bool
+) -> None:
+    """Before it reads, it makes an update with zero gradients if an optimizer has no state."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [torch.nn.Linear(129, 65, dtype=BF16) for _ in range(2)]
+    ours, other = (offload.AdamW(each.named_parameters(), **on(tmp_path)) for each in models)
+    for model, optimizer in zip(models, (ours, other), strict=True):
+        for each in model.parameters():
+            each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = ours.state_dict()["state"]
+    shown = get_optimizer_state_dict(models[0], ours, options=options)
+    name = "state.weight.master" if flat else "state"
+    assert same_bits(shown[name] if flat else shown[name]["weight"]["master"], before[0]["master"])
+    set_optimizer_state_dict(models[1], other, shown, options=options)
+    for optimizer in (ours, other):
+        state = optimizer.state_dict()["state"]
+        assert state.keys() == before.keys()
+        for index, fields in before.items():
+            assert all(same_bits(state[index][name], value) for name, value in fields.items())
+
+
+def test_state_has_a_copy_of_what_is_on_tiers(tmp_path: Path) -> None:
+    twins = Twins([(129, 65), (5,)], [BF16], **on(tmp_path))
+    optimizer = twins.ours
+    assert not optimizer.state
+    twins.backward(skip=[1])
+    optimizer.step()
+    assert len(optimizer.state) == 1
+    expected = optimizer.state_dict()["state"][0]
+    found = optimizer.state[twins.params[0]]
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+    assert not optimizer.state[twins.params[1]]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 1
 
 
 def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:

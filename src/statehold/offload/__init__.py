@@ -10,8 +10,8 @@
 in torch with `fused=True` on float32 masters. Schedulers, closures, clipping and
 torch.amp.GradScaler work as with those.
 
-Invariants: `optimizer.state` is empty, because the state is on tiers. state_dict() makes all of it
-in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
+Invariants: `optimizer.state` holds nothing, because the state is on tiers. state_dict() makes all
+of it in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
 
 Not here: the state as a whole (state), the subgroups on their way (pipeline).
 """
@@ -19,6 +19,7 @@ Not here: the state as a whole (state), the subgroups on their way (pipeline).
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -76,6 +77,7 @@ class _Offloaded(torch.optim.Optimizer):
         self._offloaded = OffloadedState(
             self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
+        self.state = _OnTiers(self._offloaded)
         self._keeper = OptimizerKeeper(self, self._offloaded.close)
 
     @torch.no_grad()
@@ -188,11 +190,35 @@ class _Offloaded(torch.optim.Optimizer):
             raise UsageError("the optimizer is not constructed yet")
         return self._offloaded
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """load_state_dict() of torch ends with it."""
+        super().__setstate__({**state, "state": self.state})
+
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
             "an offloaded optimizer can be neither copied nor pickled",
             hint="state_dict() has its state",
         )
+
+
+class _OnTiers(defaultdict[torch.Tensor, dict[str, Any]]):
+    """`state` of torch's optimizer. Nothing is in it, and `[parameter]` copies from the tiers.
+
+    Its length is the number of parameters that were updated. Torch makes an update with zero
+    gradients where it is 0, and takes the names of the fields from `[parameter]`.
+    """
+
+    def __init__(self, offloaded: OffloadedState) -> None:
+        super().__init__()
+        self._offloaded = offloaded
+
+    def __len__(self) -> int:
+        return len(self._offloaded.started)
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        found = self._offloaded.started
+        index = next((i for i in found if self._offloaded.parameters[i].tensor is parameter), None)
+        return {} if index is None else self._offloaded.gather([index])[index]
 
 
 @answering()

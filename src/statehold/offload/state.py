@@ -215,6 +215,11 @@ class OffloadedState:
         """Whether the state belongs to no step until load()."""
         return self._failure is not None
 
+    @property
+    def started(self) -> list[int]:
+        """The parameters that were ever updated."""
+        return [index for index, each in enumerate(self.parameters) if each.is_started]
+
     def gather(self, among: Sequence[int] | None = None) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of the fields of the parameters that were ever updated, in their shapes.
 
@@ -222,7 +227,7 @@ class OffloadedState:
         """
         note(f"a copy {OFFLOADED}")
         self._check_usable()
-        started = self._started if among is None else among
+        started = self.started if among is None else among
         found = {index: self._empty_fields(self.parameters[index]) for index in started}
 
         def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
@@ -242,7 +247,7 @@ class OffloadedState:
         """
         note(f"a save {OFFLOADED}")
         self._check_usable()
-        naming, started = self._naming_of(saved), self._started
+        naming, started = self._naming_of(saved), self.started
         heads = None if naming is None else naming.heads(started)
         if naming is None or heads is None:
             return None
@@ -388,11 +393,6 @@ class OffloadedState:
     def _fields_in_files(self, parameter: Parameter, saved: SavedParameter) -> dict[str, Any]:
         found = {field: InFiles(saved.field(field)) for field in parameter.fields}
         return {"step": parameter.step.clone(), **found} if self.rule.keeps_step else found
-
-    @property
-    def _started(self) -> list[int]:
-        """The parameters that were ever updated."""
-        return [index for index, each in enumerate(self.parameters) if each.is_started]
 
     def _touched(self, parameters: Sequence[int]) -> list[int]:
         """The subgroups with spans of these parameters, in order."""
