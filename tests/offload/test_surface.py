@@ -20,7 +20,7 @@ from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.state import OffloadedState
 from support.faults import DEADLINE_S, must
-from support.twins import Twins, same_bits
+from support.twins import Twins, same_bits, state_of
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -333,6 +333,58 @@ def test_a_parameter_that_was_changed_after_its_optimizer_was_made(tmp_path, cha
     with pytest.raises(UsageError, match="converted or moved") as caught:
         optimizer.step()
     assert caught.value.facts["parameter"] == "weight"
+
+
+def fused_into_columns(weight: torch.nn.Parameter) -> torch.Tensor:
+    """Returns what is beside it in memory."""
+    left, right = torch.zeros(*weight.shape[:-1], 2 * weight.shape[-1]).chunk(2, -1)
+    weight.data = left.copy_(weight.data)
+    return right
+
+
+def to_channels_last(weight: torch.nn.Parameter) -> torch.Tensor:
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    return torch.zeros(0)
+
+
+@pytest.mark.parametrize("change", [fused_into_columns, to_channels_last])
+@pytest.mark.parametrize("call", ["step", "state_dict", "state", "load_state_dict", "save"])
+def test_a_parameter_in_another_order_of_memory_is_refused(
+    tmp_path: Path, change: Any, call: str
+) -> None:
+    """Its moments are in the order that it had. Nothing beside it is written."""
+    twins = Twins([(8, 4, 3, 3)], [F32], **on(tmp_path))
+    twins.train(1)
+    (weight,), optimizer, before = twins.params, twins.ours, twins.params[0].data
+    saved = optimizer.state_dict()
+    beside = change(weight)
+    weight.grad = torch.ones_like(weight)
+    calls = {
+        "step": optimizer.step,
+        "state_dict": optimizer.state_dict,
+        "state": lambda: optimizer.state[weight],
+        "load_state_dict": lambda: optimizer.load_state_dict(saved),
+        "save": lambda: state_of(optimizer).stored([]),
+    }
+    with pytest.raises(UsageError, match="converted or moved") as caught:
+        calls[call]()
+    assert caught.value.facts["parameter"] == "parameter 0"
+    assert str(before.stride()) in caught.value.facts["expected"]
+    assert torch.equal(weight, before)
+    assert not beside.any()
+    weight.data, weight.grad = before, None
+    twins.train(1)
+    twins.check()
+
+
+def test_another_stride_of_one_element_is_the_same_order(tmp_path: Path) -> None:
+    twins = Twins([(8, 4, 1, 1)], [F32], **on(tmp_path))
+    twins.train(1)
+    before = twins.params[0].stride()
+    to_channels_last(twins.params[0])
+    assert twins.params[0].stride() != before
+    twins.train(1)
+    twins.check()
 
 
 @pytest.mark.parametrize("wrong", ["entry", "option", "count"])

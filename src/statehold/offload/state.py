@@ -154,7 +154,7 @@ class OffloadedState:
         enter(f"step() {OFFLOADED}")
         begin = time.perf_counter()
         self._check_usable()
-        self._check_parameters(groups)
+        self._check_options(groups)
         grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
@@ -263,8 +263,9 @@ class OffloadedState:
 
     def check(self, groups: Groups, entries: Sequence[Mapping[str, Any] | None]) -> None:
         """Refuse groups and entries of another model. Their number is for torch to refuse."""
+        self._check_looks()
         if len(groups) > max(each.group for each in self.parameters):
-            self._check_parameters(groups)
+            self._check_options(groups)
         if len(entries) == len(self.parameters):
             self._check_entries(entries)
 
@@ -276,6 +277,7 @@ class OffloadedState:
         """
         note(f"load_state_dict() {OFFLOADED}")
         self._check_open()
+        self._check_looks()
         self._check_entries(entries)
         given = [
             {name: _flat_of(parameter, entry[name]) for name in parameter.fields if name in entry}
@@ -409,6 +411,7 @@ class OffloadedState:
 
     def _check_usable(self) -> None:
         self._check_open()
+        self._check_looks()
         if self._failure is not None:
             raise UsageError(
                 "an earlier update of this optimizer has failed, so its state belongs to no step",
@@ -418,7 +421,7 @@ class OffloadedState:
                 hint="restore the newest committed step, or call load_state_dict()",
             ) from self._failure
 
-    def _check_parameters(self, groups: Groups) -> None:
+    def _check_looks(self) -> None:
         for parameter in self.parameters:
             if parameter.look() != parameter.made_as:
                 raise UsageError(
@@ -427,9 +430,13 @@ class OffloadedState:
                         "parameter": parameter.name,
                         "expected": " ".join(map(str, parameter.made_as)),
                         "got": " ".join(map(str, parameter.look())),
+                        "still safe": "the state of the optimizer, for the parameter as it was",
                     },
-                    hint="convert the model first, then make the optimizer",
+                    hint="convert the model first, then make the optimizer; or convert it back",
                 )
+
+    def _check_options(self, groups: Groups) -> None:
+        for parameter in self.parameters:
             fields = self.rule.fields(groups[parameter.group])
             if fields != parameter.kept:
                 raise UsageError(
