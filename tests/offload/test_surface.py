@@ -20,7 +20,7 @@ from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.state import OffloadedState
 from support.faults import DEADLINE_S, must
-from support.twins import Twins, same_bits, state_of
+from support.twins import Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -348,10 +348,7 @@ def to_channels_last(weight: torch.nn.Parameter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [fused_into_columns, to_channels_last])
-@pytest.mark.parametrize("call", ["step", "state_dict", "state", "load_state_dict", "save"])
-def test_a_parameter_in_another_order_of_memory_is_refused(
-    tmp_path: Path, change: Any, call: str
-) -> None:
+def test_a_parameter_in_another_order_of_memory_is_refused(tmp_path: Path, change: Any) -> None:
     """Its moments are in the order that it had. Nothing beside it is written."""
     twins = Twins([(8, 4, 3, 3)], [F32], **on(tmp_path))
     twins.train(1)
@@ -359,17 +356,17 @@ def test_a_parameter_in_another_order_of_memory_is_refused(
     saved = optimizer.state_dict()
     beside = change(weight)
     weight.grad = torch.ones_like(weight)
-    calls = {
-        "step": optimizer.step,
-        "state_dict": optimizer.state_dict,
-        "state": lambda: optimizer.state[weight],
-        "load_state_dict": lambda: optimizer.load_state_dict(saved),
-        "save": lambda: state_of(optimizer).stored([]),
-    }
-    with pytest.raises(UsageError, match="converted or moved") as caught:
-        calls[call]()
-    assert caught.value.facts["parameter"] == "parameter 0"
-    assert str(before.stride()) in caught.value.facts["expected"]
+    for call in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.state[weight],
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.stored_parameters([]),
+    ):
+        with pytest.raises(UsageError, match="converted or moved") as caught:
+            call()
+        assert caught.value.facts["parameter"] == "parameter 0"
+        assert str(before.stride()) in caught.value.facts["expected"]
     assert torch.equal(weight, before)
     assert not beside.any()
     weight.data, weight.grad = before, None
@@ -385,6 +382,61 @@ def test_another_stride_of_one_element_is_the_same_order(tmp_path: Path) -> None
     assert twins.params[0].stride() != before
     twins.train(1)
     twins.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "got"),
+    [
+        (lambda first, _: first.__setitem__(0, param(4)), "a", "in no group"),
+        (lambda first, second: second.append(first.pop(0)), "a", "number 2, in group 1"),
+        (lambda first, _: first.pop(1), "c", "in no group"),
+        (lambda _, second: second.append(param(4)), "one more", "number 3, in group 1"),
+        (lambda first, _: first.reverse(), "a", "number 1, in group 0"),
+        (
+            lambda first, second: second.append(first[0]),
+            "one more",
+            "number 0, in group 0 and number 3, in group 1",
+        ),
+    ],
+    ids=["replaced", "moved", "removed", "added", "reordered", "twice"],
+)
+def test_other_parameters_in_the_groups_are_refused(
+    tmp_path: Path, change: Any, named: str, got: str
+) -> None:
+    weights = {name: param(4) for name in "abc"}
+    groups = [[weights["a"], weights["c"]], [weights["b"]]]
+    names = [["a", "c"], ["b"]]
+    optimizer = offload.AdamW(
+        [
+            {"params": list(zip(own, each, strict=True)), "lr": 0.5}
+            for own, each in zip(names, groups, strict=True)
+        ],
+        **on(tmp_path),
+    )
+    for each in weights.values():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    before = {name: each.detach().clone() for name, each in weights.items()}
+    live = [group["params"] for group in optimizer.param_groups]
+    kept = [list(each) for each in live]
+    change(*live)
+    for call in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.load_stored(saved["state"], lambda _: None),
+        lambda: optimizer.stored_parameters([]),
+    ):
+        with pytest.raises(UsageError, match="the parameters of the groups are others") as caught:
+            call()
+        assert caught.value.facts["parameter"] == named
+        assert caught.value.facts["got"] == got
+    assert all(torch.equal(each, before[name]) for name, each in weights.items())
+    for each, own in zip(live, kept, strict=True):
+        each[:] = own
+    optimizer.step()
+    assert not any(torch.equal(each, before[name]) for name, each in weights.items())
 
 
 @pytest.mark.parametrize("wrong", ["entry", "option", "count"])

@@ -95,7 +95,7 @@ class _Offloaded(torch.optim.Optimizer):
             )
         if found_inf is None or not found_inf.item():
             scale = getattr(self, "grad_scale", None) if self._clipped is None else self._clipped
-            self._opened.update(self.param_groups, scale)
+            self._checked.update(self.param_groups, scale)
         self._clipped = None
         return loss
 
@@ -113,7 +113,7 @@ class _Offloaded(torch.optim.Optimizer):
         next step() divides those by norm / max_norm, in float32.
         """
         if not self._drains:
-            every = [each.tensor for each in self._opened.parameters]
+            every = [each.tensor for each in self._checked.parameters]
             return torch.nn.utils.clip_grad_norm_(every, max_norm)
         found = self._opened.gradients().values()
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in found]
@@ -133,7 +133,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     def stored_parameters(self, saved: Sequence[SavedParameter]) -> StoredState | None:
         """The state for a save that takes files as they are; None without a Path."""
-        return self._opened.stored(saved)
+        return self._checked.stored(saved)
 
     @property
     def has_lost_state(self) -> bool:
@@ -142,7 +142,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""
-        parameters = self._opened.parameters
+        parameters = self._checked.parameters
         gathered = self._opened.gather()
         return {parameters[index].tensor: fields for index, fields in gathered.items()}
 
@@ -151,14 +151,14 @@ class _Offloaded(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         names = chain.from_iterable(group["params"] for group in groups)
         entries = [state_dict["state"].get(name) for name in names]
-        self._opened.check(groups, entries)  # a refusal leaves the groups as they are
+        self._checked.check(groups, entries)  # a refusal leaves the groups as they are
         super().load_state_dict({**state_dict, "state": {}})
         self._opened.load(entries)
 
     def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
         """load_state_dict() without the groups, from a step that is read a subgroup at a time."""
         indices = range(len(self._opened.parameters))
-        self._opened.load([state.get(index) for index in indices], fill)
+        self._checked.load([state.get(index) for index in indices], fill)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made, because its state is cut and placed then."""
@@ -189,6 +189,13 @@ class _Offloaded(torch.optim.Optimizer):
         if self._offloaded is None:
             raise UsageError("the optimizer is not constructed yet")
         return self._offloaded
+
+    @property
+    def _checked(self) -> OffloadedState:
+        """The state, if it is that of the parameters that are in the groups."""
+        opened = self._opened
+        opened.check_parameters(self.param_groups)
+        return opened
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """load_state_dict() of torch ends with it."""

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -261,6 +261,25 @@ class OffloadedState:
         tree = [fields.get(index) for index in range(len(self.parameters))]
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
 
+    def check_parameters(self, groups: Groups) -> None:
+        """Refuse groups with other parameters than those of the state, or in another order."""
+        made = [(id(each.tensor), each.group) for each in self.parameters]
+        live = [(id(each), index) for index, group in enumerate(groups) for each in group["params"]]
+        if live != made:
+            odd = next(n for n, (own, now) in enumerate(zip_longest(made, live)) if own != now)
+            is_more = odd == len(made)
+            raise UsageError(
+                "the parameters of the groups are others than when the optimizer was made",
+                facts={
+                    "parameter": "one more" if is_more else self.parameters[odd].name,
+                    "expected": "in no group" if is_more else _place(made, made[odd][0]),
+                    "got": _place(live, (live if is_more else made)[odd][0]),
+                    "still safe": "the state of the optimizer, for the parameters as they were",
+                },
+                hint="put the parameters back; make the optimizer when the model and the groups "
+                "are complete, such as after fully_shard()",
+            )
+
     def check(self, groups: Groups, entries: Sequence[Mapping[str, Any] | None]) -> None:
         """Refuse groups and entries of another model. Their number is for torch to refuse."""
         self._check_looks()
@@ -476,6 +495,12 @@ class OffloadedState:
             if hasattr(error, "add_note"):
                 error.add_note(f"statehold: this {what} of an optimizer is incomplete")
             raise
+
+
+def _place(places: Sequence[tuple[int, int]], parameter: int) -> str:
+    found = [f"number {n}, in group {places[n][1]}" for n in range(len(places))
+             if places[n][0] == parameter]  # fmt: skip
+    return " and ".join(found) or "in no group"
 
 
 def _flat_of(parameter: Parameter, value: torch.Tensor | InStep) -> torch.Tensor | InStep:
