@@ -38,7 +38,7 @@ from statehold.options.keywords import answering
 from statehold.process.ending import forget, remember
 from statehold.process.reentry import enter, refuse
 from statehold.process.worker import Thread
-from statehold.tensors.stored import Fill, SavedParameter, StoredState
+from statehold.tensors.stored import Fill, SavedParameter, States, StoredState
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -155,10 +155,13 @@ class _Offloaded(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         self._opened.load(entries)
 
-    def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
+    def check_stored(self, groups: Sequence[Mapping[str, Any]], state: States) -> None:
+        """Refuse what load_state_dict() would, before anything of a step is read."""
+        self._checked.check(groups, self._entries(state))
+
+    def load_stored(self, state: States, fill: Fill) -> None:
         """load_state_dict() without the groups, from a step that is read a subgroup at a time."""
-        indices = range(len(self._opened.parameters))
-        self._checked.load([state.get(index) for index in indices], fill)
+        self._checked.load(self._entries(state), fill)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made, because its state is cut and placed then."""
@@ -189,6 +192,9 @@ class _Offloaded(torch.optim.Optimizer):
         if self._offloaded is None:
             raise UsageError("the optimizer is not constructed yet")
         return self._offloaded
+
+    def _entries(self, state: States) -> list[Mapping[str, Any] | None]:
+        return list(map(state.get, range(len(self._opened.parameters))))
 
     @property
     def _checked(self) -> OffloadedState:
