@@ -92,6 +92,40 @@ def test_hooks_and_schedulers_see_the_step(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_hooks_of_a_load_change_and_see_the_state(tmp_path: Path) -> None:
+    """The hook that comes first matches parameters by name, as the documentation of torch does."""
+    twins = Twins([(129, 65), (129, 65)], [BF16], **on(tmp_path))
+    twins.train(2)
+    saved = twins.ours.state_dict()
+    seen: list[Any] = []
+
+    def swap(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append("first")
+        state["param_groups"] = copy.deepcopy(state["param_groups"])
+        state["param_groups"][0]["lr"] = 0.5
+        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+
+    def second(_: Any, state: dict[str, Any]) -> None:
+        seen.append("second")
+        state["state"] = {1: state["state"][1]}
+
+    def after(optimizer: Any) -> None:
+        seen.append((len(optimizer.state), optimizer.param_groups[0]["lr"]))
+
+    other = offload.AdamW([param(129, 65, dtype=BF16) for _ in range(2)], **on(tmp_path))
+    other.register_load_state_dict_pre_hook(swap)
+    other.register_load_state_dict_pre_hook(second)
+    other.register_load_state_dict_post_hook(after)
+    other.load_state_dict(saved)
+    assert seen == ["first", "second", (1, 0.5)]
+    (found,) = other.state_dict()["state"].items()
+    assert found[0] == 1
+    assert all(same_bits(found[1][name], value) for name, value in saved["state"][0].items())
+    assert saved["param_groups"][0]["lr"] == 1e-2
+    other.load_state_dict(saved)  # once more
+    assert len(seen) == 6
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
     """In the middle of a training, in both directions."""

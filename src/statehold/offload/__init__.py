@@ -49,6 +49,7 @@ __all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"
 # -- the optimizers --------------------------------------------------------------------------------
 
 
+_ENTRIES = object()  # the key of all state while torch loads the groups
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -148,12 +149,21 @@ class _Offloaded(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""
+        with self.register_load_state_dict_pre_hook(lambda _, given: self._take(given)):  # the last
+            super().load_state_dict(dict(state_dict))
+
+    def _take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What torch loads: the groups, and the state as one entry that it does not look into."""
         groups = state_dict["param_groups"]
         names = chain.from_iterable(group["params"] for group in groups)
         entries = [state_dict["state"].get(name) for name in names]
         self._checked.check(groups, entries)  # a refusal leaves the groups as they are
-        super().load_state_dict({**state_dict, "state": {}})
-        self._opened.load(entries)
+        return {**state_dict, "state": {_ENTRIES: entries}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """load_state_dict() of torch calls it before the hooks that come after a load."""
+        super().__setstate__({**state, "state": self.state})
+        self._opened.load(state["state"][_ENTRIES])
 
     def check_stored(self, groups: Sequence[Mapping[str, Any]], state: States) -> None:
         """Refuse what load_state_dict() would, before anything of a step is read."""
@@ -202,10 +212,6 @@ class _Offloaded(torch.optim.Optimizer):
         opened = self._opened
         opened.check_parameters(self.param_groups)
         return opened
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """load_state_dict() of torch ends with it."""
-        super().__setstate__({**state, "state": self.state})
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
