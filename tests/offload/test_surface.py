@@ -20,7 +20,7 @@ from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.state import OffloadedState
 from support.faults import DEADLINE_S, must
-from support.twins import Twins, same_bits
+from support.twins import KINDS, Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -124,6 +124,29 @@ def test_hooks_of_a_load_change_and_see_the_state(tmp_path: Path) -> None:
     assert saved["param_groups"][0]["lr"] == 1e-2
     other.load_state_dict(saved)  # once more
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_an_older_torch_lacks_options(tmp_path: Path, kind: str) -> None:
+    """Then they are off, whatever the optimizer was made with."""
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    old = Twins([(129, 65)], [F32], kind=kind, options=options, tiers=[offload.Host("8MiB")])
+    old.train(2)
+    new = Twins(
+        [(129, 65)], [F32], kind=kind, options={**options, "maximize": True}, **on(tmp_path)
+    )
+    for ours, of in ((new.ours, old.ours), (new.torchs, old.torchs)):
+        state = copy.deepcopy(of.state_dict())
+        lacking = "maximize", "amsgrad", "nesterov", "capturable", "differentiable", "foreach"
+        state["param_groups"] = [
+            {key: value for key, value in group.items() if key not in lacking}
+            for group in state["param_groups"]
+        ]
+        ours.load_state_dict(state)
+        assert ours.param_groups[0]["maximize"] is False
+        assert "maximize" not in state["param_groups"][0]
+    new.train(2)
+    new.check()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -54,7 +54,7 @@ EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class _Offloaded(torch.optim.Optimizer):
-    """What the optimizers have in common. defaults: those of torch's optimizer with the rule."""
+    """What the optimizers have in common. like: one of torch with the options and the rule."""
 
     # As torch's fused optimizers: GradScaler hands over the scale, and the kernel divides by it.
     _step_supports_amp_scaling = True
@@ -62,7 +62,7 @@ class _Offloaded(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
+        like: torch.optim.Optimizer,
         rule: Rule,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
@@ -71,7 +71,8 @@ class _Offloaded(torch.optim.Optimizer):
         fs: Fs | None,
     ) -> None:
         self._offloaded: OffloadedState | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, like.defaults)
+        self._like = like
         self._drains = drain_gradients
         self._clipped: torch.Tensor | None = None  # what drained gradients are divided by
         wait_for_dropped()
@@ -154,11 +155,12 @@ class _Offloaded(torch.optim.Optimizer):
 
     def _take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What torch loads: the groups, and the state as one entry that it does not look into."""
-        groups = state_dict["param_groups"]
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._like.__setstate__({"state": {}, "param_groups": groups})  # what an older torch lacks
         names = chain.from_iterable(group["params"] for group in groups)
         entries = [state_dict["state"].get(name) for name in names]
         self._checked.check(groups, entries)  # a refusal leaves the groups as they are
-        return {**state_dict, "state": {_ENTRIES: entries}}
+        return {"state": {_ENTRIES: entries}, "param_groups": groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """load_state_dict() of torch calls it before the hooks that come after a load."""
@@ -278,7 +280,7 @@ class AdamW(_Offloaded):
         )
         rule = AdamRule(decoupled=True)
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -307,7 +309,7 @@ class Adam(_Offloaded):
         )
         rule = AdamRule(decoupled=False)
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -339,7 +341,7 @@ class SGD(_Offloaded):
         )
         rule = SgdRule()
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
