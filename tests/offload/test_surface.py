@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import statehold
 from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.state import OffloadedState
 from support.faults import DEADLINE_S, must
+from support.faults import SMALL as SMALL_RUN
 from support.twins import KINDS, Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -124,6 +126,30 @@ def test_hooks_of_a_load_change_and_see_the_state(tmp_path: Path) -> None:
     assert saved["param_groups"][0]["lr"] == 1e-2
     other.load_state_dict(saved)  # once more
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("how", ["load", "restore", "group"])
+def test_weight_decay_is_decoupled_where_torch_does_so(tmp_path: Path, kind: str, how: str) -> None:
+    """The group says so, and state of the other kind may set it there."""
+    options = {"weight_decay": 0.5}
+    other = {"Adam": "AdamW", "AdamW": "Adam"}[kind]
+    old = Twins([(129, 65)], [F32], kind=other, options=options, tiers=[offload.Host("8MiB")])
+    new = Twins([(129, 65)], [F32], kind=kind, options=options, **on(tmp_path))
+    old.train(1)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL_RUN) as ckpt:
+        ckpt.save(1, {"opt": old.ours}).wait("committed", DEADLINE_S)
+        for each in (new.ours, new.torchs):
+            if how == "group":
+                each.param_groups[0]["decoupled_weight_decay"] = kind == "Adam"
+            elif how == "load":
+                each.load_state_dict(copy.deepcopy(old.torchs.state_dict()))
+            else:
+                ckpt.restore({"opt": each})
+    one, two = (each.param_groups[0] for each in (new.ours, new.torchs))
+    assert one["decoupled_weight_decay"] is two["decoupled_weight_decay"]
+    new.train(2)
+    new.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -278,9 +278,8 @@ class AdamW(_Offloaded):
         like = torch.optim.AdamW(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
-        rule = AdamRule(decoupled=True)
         super().__init__(
-            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, AdamRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -307,9 +306,8 @@ class Adam(_Offloaded):
         like = torch.optim.Adam(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
-        rule = AdamRule(decoupled=False)
         super().__init__(
-            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, AdamRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -339,9 +337,8 @@ class SGD(_Offloaded):
         like = torch.optim.SGD(
             _ANY, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
-        rule = SgdRule()
         super().__init__(
-            params, like, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, SgdRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
