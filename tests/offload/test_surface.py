@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -551,6 +553,34 @@ def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
         twins.train(1)
     with pytest.raises(ClosedError):
         twins.ours.state_dict()
+
+
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    """It has none of the threads that an update would wait for. Its parent goes on."""
+    twins = Twins([(80_000,)], [F32], **on(tmp_path))
+    twins.train(1)
+    saved = twins.ours.state_dict()
+    twins.backward()
+    calls = (
+        twins.ours.step,
+        twins.ours.state_dict,
+        lambda: twins.ours.state[twins.params[0]],
+        lambda: twins.ours.load_state_dict(saved),
+        lambda: twins.ours.stored_parameters([]),
+    )
+    for call in calls:
+        child = os.fork()
+        if not child:
+            signal.alarm(int(DEADLINE_S))  # of a child that waits
+            try:
+                call()
+            except ClosedError as error:
+                os._exit("belongs to the process that was forked" in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    twins.step()
+    twins.check()
 
 
 def test_dropping_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

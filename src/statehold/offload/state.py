@@ -427,6 +427,16 @@ class OffloadedState:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the optimizer was closed")
+        if os.getpid() != self._owner_pid:
+            raise ClosedError(
+                "this optimizer belongs to the process that was forked",
+                facts={
+                    "made by": f"process {self._owner_pid}",
+                    "used by": f"process {os.getpid()}",
+                    "still safe": "the optimizer of that process",
+                },
+                hint="make another optimizer in this process",
+            )
 
     def _check_usable(self) -> None:
         self._check_open()
