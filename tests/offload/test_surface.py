@@ -336,6 +336,23 @@ def test_tiers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         offload.Host("4G")
 
 
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may change its working directory, even to one with a path of the same name."""
+    for name in ("here/opt", "there/opt"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    twins = Twins([(80_000,)], [BF16], tiers=[offload.Path("opt")], subgroup_bytes=SMALL)
+    twins.train(2)
+    monkeypatch.chdir(tmp_path / "there")
+    twins.train(2)
+    twins.check()
+    assert not list((tmp_path / "there/opt").iterdir())
+    twins.ours.close()
+    assert not list((tmp_path / "here").rglob("*.state"))
+
+
 def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
     weights = [param(1 << 20)]
     error = refused("does not fit into Host", weights, [offload.Host("1MiB")])
