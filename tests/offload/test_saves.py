@@ -376,6 +376,36 @@ def test_a_restore_reads_a_subgroup_at_a_time(
     assert max(reads) <= SUBGROUP
 
 
+@pytest.mark.parametrize(
+    ("kind", "saved", "own"),
+    [
+        ("AdamW", {"amsgrad": True}, {"amsgrad": False}),
+        ("Adam", {"amsgrad": False}, {"amsgrad": True}),
+        ("SGD", {"momentum": 0.9}, {"momentum": 0.0}),
+        ("SGD", {"momentum": 0.0}, {"momentum": 0.9}),
+    ],
+)
+def test_a_step_with_other_fields_is_refused_before_anything_changes(
+    folders: Callable[[str], Path], kind: str, saved: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """Else fields are dropped, and groups want what is not kept, so no update is possible."""
+    twins, other = (
+        twins_at(folders(name), seed=seed, kind=kind, options=options)
+        for name, seed, options in (("opt", 0, saved), ("opt2", 1, own))
+    )
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(2)
+        ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+        other.train(1)
+        with pytest.raises(UsageError, match="would change what is kept") as caught:
+            ckpt.restore(state_of(other))
+    assert caught.value.facts["parameter"] == "parameter 0"
+    assert other.ours.param_groups[0].items() >= own.items()
+    other.train(1)
+    for param, master in zip(other.params, other.masters, strict=True):
+        assert same_bits(param.detach(), master.detach().to(BF16))
+
+
 def test_a_damaged_file_gives_way_to_the_step_before(folders: Callable[[str], Path]) -> None:
     """The optimizer has taken a part of the damaged step by then."""
     twins, other = twins_at(folders("opt")), twins_at(folders("opt2"), seed=1)

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
+import statehold
 from statehold import offload
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.offload.state import OffloadedState
 from support.faults import DEADLINE_S, must
-from support.twins import Twins, same_bits
+from support.faults import SMALL as SMALL_RUN
+from support.twins import KINDS, Twins, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -87,6 +96,87 @@ def test_hooks_and_schedulers_see_the_step(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_hooks_of_a_load_change_and_see_the_state(tmp_path: Path) -> None:
+    """The hook that comes first matches parameters by name, as the documentation of torch does."""
+    twins = Twins([(129, 65), (129, 65)], [BF16], **on(tmp_path))
+    twins.train(2)
+    saved = twins.ours.state_dict()
+    seen: list[Any] = []
+
+    def swap(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append("first")
+        state["param_groups"] = copy.deepcopy(state["param_groups"])
+        state["param_groups"][0]["lr"] = 0.5
+        return {**state, "state": {0: state["state"][1], 1: state["state"][0]}}
+
+    def second(_: Any, state: dict[str, Any]) -> None:
+        seen.append("second")
+        state["state"] = {1: state["state"][1]}
+
+    def after(optimizer: Any) -> None:
+        seen.append((len(optimizer.state), optimizer.param_groups[0]["lr"]))
+
+    other = offload.AdamW([param(129, 65, dtype=BF16) for _ in range(2)], **on(tmp_path))
+    other.register_load_state_dict_pre_hook(swap)
+    other.register_load_state_dict_pre_hook(second)
+    other.register_load_state_dict_post_hook(after)
+    other.load_state_dict(saved)
+    assert seen == ["first", "second", (1, 0.5)]
+    (found,) = other.state_dict()["state"].items()
+    assert found[0] == 1
+    assert all(same_bits(found[1][name], value) for name, value in saved["state"][0].items())
+    assert saved["param_groups"][0]["lr"] == 1e-2
+    other.load_state_dict(saved)  # once more
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("how", ["load", "restore", "group"])
+def test_weight_decay_is_decoupled_where_torch_does_so(tmp_path: Path, kind: str, how: str) -> None:
+    """The group says so, and state of the other kind may set it there."""
+    options = {"weight_decay": 0.5}
+    other = {"Adam": "AdamW", "AdamW": "Adam"}[kind]
+    old = Twins([(129, 65)], [F32], kind=other, options=options, tiers=[offload.Host("8MiB")])
+    new = Twins([(129, 65)], [F32], kind=kind, options=options, **on(tmp_path))
+    old.train(1)
+    with statehold.Checkpointer(tmp_path / "run", **SMALL_RUN) as ckpt:
+        ckpt.save(1, {"opt": old.ours}).wait("committed", DEADLINE_S)
+        for each in (new.ours, new.torchs):
+            if how == "group":
+                each.param_groups[0]["decoupled_weight_decay"] = kind == "Adam"
+            elif how == "load":
+                each.load_state_dict(copy.deepcopy(old.torchs.state_dict()))
+            else:
+                ckpt.restore({"opt": each})
+    one, two = (each.param_groups[0] for each in (new.ours, new.torchs))
+    assert one["decoupled_weight_decay"] is two["decoupled_weight_decay"]
+    new.train(2)
+    new.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_of_an_older_torch_lacks_options(tmp_path: Path, kind: str) -> None:
+    """Then they are off, whatever the optimizer was made with."""
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    old = Twins([(129, 65)], [F32], kind=kind, options=options, tiers=[offload.Host("8MiB")])
+    old.train(2)
+    new = Twins(
+        [(129, 65)], [F32], kind=kind, options={**options, "maximize": True}, **on(tmp_path)
+    )
+    for ours, of in ((new.ours, old.ours), (new.torchs, old.torchs)):
+        state = copy.deepcopy(of.state_dict())
+        lacking = "maximize", "amsgrad", "nesterov", "capturable", "differentiable", "foreach"
+        state["param_groups"] = [
+            {key: value for key, value in group.items() if key not in lacking}
+            for group in state["param_groups"]
+        ]
+        ours.load_state_dict(state)
+        assert ours.param_groups[0]["maximize"] is False
+        assert "maximize" not in state["param_groups"][0]
+    new.train(2)
+    new.check()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_state_goes_to_torch_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
     """In the middle of a training, in both directions."""
@@ -143,7 +233,48 @@ def test_a_state_dict_is_a_copy(tmp_path: Path) -> None:
     twins.train(1)
     for name, value in before["state"][0].items():
         assert same_bits(kept["state"][0][name], value)
-    assert not twins.ours.state
+    assert not list(twins.ours.state)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_torchs_distributed_state_dict_reads_and_takes_the_state(
+    tmp_path: Path, flat: bool
+) -> None:
+    """Before it reads, it makes an update with zero gradients if an optimizer has no state."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [torch.nn.Linear(129, 65, dtype=BF16) for _ in range(2)]
+    ours, other = (offload.AdamW(each.named_parameters(), **on(tmp_path)) for each in models)
+    for model, optimizer in zip(models, (ours, other), strict=True):
+        for each in model.parameters():
+            each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = ours.state_dict()["state"]
+    shown = get_optimizer_state_dict(models[0], ours, options=options)
+    name = "state.weight.master" if flat else "state"
+    assert same_bits(shown[name] if flat else shown[name]["weight"]["master"], before[0]["master"])
+    set_optimizer_state_dict(models[1], other, shown, options=options)
+    for optimizer in (ours, other):
+        state = optimizer.state_dict()["state"]
+        assert state.keys() == before.keys()
+        for index, fields in before.items():
+            assert all(same_bits(state[index][name], value) for name, value in fields.items())
+
+
+def test_state_has_a_copy_of_what_is_on_tiers(tmp_path: Path) -> None:
+    twins = Twins([(129, 65), (5,)], [BF16], **on(tmp_path))
+    optimizer = twins.ours
+    assert not optimizer.state
+    twins.backward(skip=[1])
+    optimizer.step()
+    assert len(optimizer.state) == 1
+    expected = optimizer.state_dict()["state"][0]
+    found = optimizer.state[twins.params[0]]
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], value) for name, value in expected.items())
+    assert not optimizer.state[twins.params[1]]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 1
 
 
 def test_parameters_without_updates_have_no_state(tmp_path: Path) -> None:
@@ -203,6 +334,23 @@ def test_tiers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         offload.Path(tmp_path, bytes_per_s=0)
     with pytest.raises(UsageError, match="not a size"):
         offload.Host("4G")
+
+
+def test_a_relative_path_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may change its working directory, even to one with a path of the same name."""
+    for name in ("here/opt", "there/opt"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    twins = Twins([(80_000,)], [BF16], tiers=[offload.Path("opt")], subgroup_bytes=SMALL)
+    twins.train(2)
+    monkeypatch.chdir(tmp_path / "there")
+    twins.train(2)
+    twins.check()
+    assert not list((tmp_path / "there/opt").iterdir())
+    twins.ours.close()
+    assert not list((tmp_path / "here").rglob("*.state"))
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(tmp_path: Path) -> None:
@@ -289,6 +437,110 @@ def test_a_parameter_that_was_changed_after_its_optimizer_was_made(tmp_path, cha
     assert caught.value.facts["parameter"] == "weight"
 
 
+def fused_into_columns(weight: torch.nn.Parameter) -> torch.Tensor:
+    """Returns what is beside it in memory."""
+    left, right = torch.zeros(*weight.shape[:-1], 2 * weight.shape[-1]).chunk(2, -1)
+    weight.data = left.copy_(weight.data)
+    return right
+
+
+def to_channels_last(weight: torch.nn.Parameter) -> torch.Tensor:
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    return torch.zeros(0)
+
+
+@pytest.mark.parametrize("change", [fused_into_columns, to_channels_last])
+def test_a_parameter_in_another_order_of_memory_is_refused(tmp_path: Path, change: Any) -> None:
+    """Its moments are in the order that it had. Nothing beside it is written."""
+    twins = Twins([(8, 4, 3, 3)], [F32], **on(tmp_path))
+    twins.train(1)
+    (weight,), optimizer, before = twins.params, twins.ours, twins.params[0].data
+    saved = optimizer.state_dict()
+    beside = change(weight)
+    weight.grad = torch.ones_like(weight)
+    for call in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.state[weight],
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.stored_parameters([]),
+    ):
+        with pytest.raises(UsageError, match="converted or moved") as caught:
+            call()
+        assert caught.value.facts["parameter"] == "parameter 0"
+        assert str(before.stride()) in caught.value.facts["expected"]
+    assert torch.equal(weight, before)
+    assert not beside.any()
+    weight.data, weight.grad = before, None
+    twins.train(1)
+    twins.check()
+
+
+def test_another_stride_of_one_element_is_the_same_order(tmp_path: Path) -> None:
+    twins = Twins([(8, 4, 1, 1)], [F32], **on(tmp_path))
+    twins.train(1)
+    before = twins.params[0].stride()
+    to_channels_last(twins.params[0])
+    assert twins.params[0].stride() != before
+    twins.train(1)
+    twins.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "got"),
+    [
+        (lambda first, _: first.__setitem__(0, param(4)), "a", "in no group"),
+        (lambda first, second: second.append(first.pop(0)), "a", "number 2, in group 1"),
+        (lambda first, _: first.pop(1), "c", "in no group"),
+        (lambda _, second: second.append(param(4)), "one more", "number 3, in group 1"),
+        (lambda first, _: first.reverse(), "a", "number 1, in group 0"),
+        (
+            lambda first, second: second.append(first[0]),
+            "one more",
+            "number 0, in group 0 and number 3, in group 1",
+        ),
+    ],
+    ids=["replaced", "moved", "removed", "added", "reordered", "twice"],
+)
+def test_other_parameters_in_the_groups_are_refused(
+    tmp_path: Path, change: Any, named: str, got: str
+) -> None:
+    weights = {name: param(4) for name in "abc"}
+    groups = [[weights["a"], weights["c"]], [weights["b"]]]
+    names = [["a", "c"], ["b"]]
+    optimizer = offload.AdamW(
+        [
+            {"params": list(zip(own, each, strict=True)), "lr": 0.5}
+            for own, each in zip(names, groups, strict=True)
+        ],
+        **on(tmp_path),
+    )
+    for each in weights.values():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    before = {name: each.detach().clone() for name, each in weights.items()}
+    live = [group["params"] for group in optimizer.param_groups]
+    kept = [list(each) for each in live]
+    change(*live)
+    for call in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(saved),
+        lambda: optimizer.load_stored(saved["state"], lambda _: None),
+        lambda: optimizer.stored_parameters([]),
+    ):
+        with pytest.raises(UsageError, match="the parameters of the groups are others") as caught:
+            call()
+        assert caught.value.facts["parameter"] == named
+        assert caught.value.facts["got"] == got
+    assert all(torch.equal(each, before[name]) for name, each in weights.items())
+    for each, own in zip(live, kept, strict=True):
+        each[:] = own
+    optimizer.step()
+    assert not any(torch.equal(each, before[name]) for name, each in weights.items())
+
+
 @pytest.mark.parametrize("wrong", ["entry", "option", "count"])
 def test_a_refused_state_leaves_the_groups_as_they_are(tmp_path: Path, wrong: str) -> None:
     optimizer = offload.AdamW([param(10)], **on(tmp_path))
@@ -318,6 +570,34 @@ def test_a_closed_optimizer_refuses(tmp_path: Path) -> None:
         twins.train(1)
     with pytest.raises(ClosedError):
         twins.ours.state_dict()
+
+
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    """It has none of the threads that an update would wait for. Its parent goes on."""
+    twins = Twins([(80_000,)], [F32], **on(tmp_path))
+    twins.train(1)
+    saved = twins.ours.state_dict()
+    twins.backward()
+    calls = (
+        twins.ours.step,
+        twins.ours.state_dict,
+        lambda: twins.ours.state[twins.params[0]],
+        lambda: twins.ours.load_state_dict(saved),
+        lambda: twins.ours.stored_parameters([]),
+    )
+    for call in calls:
+        child = os.fork()
+        if not child:
+            signal.alarm(int(DEADLINE_S))  # of a child that waits
+            try:
+                call()
+            except ClosedError as error:
+                os._exit("belongs to the process that was forked" in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    twins.step()
+    twins.check()
 
 
 def test_dropping_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@
 in torch with `fused=True` on float32 masters. Schedulers, closures, clipping and
 torch.amp.GradScaler work as with those.
 
-Invariants: `optimizer.state` is empty, because the state is on tiers. state_dict() makes all of it
-in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
+Invariants: `optimizer.state` holds nothing, because the state is on tiers. state_dict() makes all
+of it in host memory, in torch's shape; parameters in 16 bit have "master" in addition.
 
 Not here: the state as a whole (state), the subgroups on their way (pipeline).
 """
@@ -19,6 +19,7 @@ Not here: the state as a whole (state), the subgroups on their way (pipeline).
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -37,7 +38,7 @@ from statehold.options.keywords import answering
 from statehold.process.ending import forget, remember
 from statehold.process.reentry import enter, refuse
 from statehold.process.worker import Thread
-from statehold.tensors.stored import Fill, SavedParameter, StoredState
+from statehold.tensors.stored import Fill, SavedParameter, States, StoredState
 
 if TYPE_CHECKING:
     from statehold._core import Fs
@@ -48,11 +49,12 @@ __all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"
 # -- the optimizers --------------------------------------------------------------------------------
 
 
+_ENTRIES = object()  # the key of all state while torch loads the groups
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
 class _Offloaded(torch.optim.Optimizer):
-    """What the optimizers have in common. defaults: those of torch's optimizer with the rule."""
+    """What the optimizers have in common. like: one of torch with the options and the rule."""
 
     # As torch's fused optimizers: GradScaler hands over the scale, and the kernel divides by it.
     _step_supports_amp_scaling = True
@@ -60,7 +62,7 @@ class _Offloaded(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
+        like: torch.optim.Optimizer,
         rule: Rule,
         tiers: Sequence[Tier],
         subgroup_bytes: int | str | None,
@@ -69,13 +71,15 @@ class _Offloaded(torch.optim.Optimizer):
         fs: Fs | None,
     ) -> None:
         self._offloaded: OffloadedState | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, like.defaults)
+        self._like = like
         self._drains = drain_gradients
         self._clipped: torch.Tensor | None = None  # what drained gradients are divided by
         wait_for_dropped()
         self._offloaded = OffloadedState(
             self.param_groups, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
+        self.state = _OnTiers(self._offloaded)
         self._keeper = OptimizerKeeper(self, self._offloaded.close)
 
     @torch.no_grad()
@@ -93,7 +97,7 @@ class _Offloaded(torch.optim.Optimizer):
             )
         if found_inf is None or not found_inf.item():
             scale = getattr(self, "grad_scale", None) if self._clipped is None else self._clipped
-            self._opened.update(self.param_groups, scale)
+            self._checked.update(self.param_groups, scale)
         self._clipped = None
         return loss
 
@@ -111,7 +115,7 @@ class _Offloaded(torch.optim.Optimizer):
         next step() divides those by norm / max_norm, in float32.
         """
         if not self._drains:
-            every = [each.tensor for each in self._opened.parameters]
+            every = [each.tensor for each in self._checked.parameters]
             return torch.nn.utils.clip_grad_norm_(every, max_norm)
         found = self._opened.gradients().values()
         norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in found]
@@ -131,7 +135,7 @@ class _Offloaded(torch.optim.Optimizer):
 
     def stored_parameters(self, saved: Sequence[SavedParameter]) -> StoredState | None:
         """The state for a save that takes files as they are; None without a Path."""
-        return self._opened.stored(saved)
+        return self._checked.stored(saved)
 
     @property
     def has_lost_state(self) -> bool:
@@ -140,23 +144,36 @@ class _Offloaded(torch.optim.Optimizer):
 
     def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""
-        parameters = self._opened.parameters
+        parameters = self._checked.parameters
         gathered = self._opened.gather()
         return {parameters[index].tensor: fields for index, fields in gathered.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups and the state of any optimizer of this kind, offloaded or torch's."""
-        groups = state_dict["param_groups"]
+        with self.register_load_state_dict_pre_hook(lambda _, given: self._take(given)):  # the last
+            super().load_state_dict(dict(state_dict))
+
+    def _take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What torch loads: the groups, and the state as one entry that it does not look into."""
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        self._like.__setstate__({"state": {}, "param_groups": groups})  # what an older torch lacks
         names = chain.from_iterable(group["params"] for group in groups)
         entries = [state_dict["state"].get(name) for name in names]
-        self._opened.check(groups, entries)  # a refusal leaves the groups as they are
-        super().load_state_dict({**state_dict, "state": {}})
-        self._opened.load(entries)
+        self._checked.check(groups, entries)  # a refusal leaves the groups as they are
+        return {"state": {_ENTRIES: entries}, "param_groups": groups}
 
-    def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """load_state_dict() of torch calls it before the hooks that come after a load."""
+        super().__setstate__({**state, "state": self.state})
+        self._opened.load(state["state"][_ENTRIES])
+
+    def check_stored(self, groups: Sequence[Mapping[str, Any]], state: States) -> None:
+        """Refuse what load_state_dict() would, before anything of a step is read."""
+        self._checked.check(groups, self._entries(state))
+
+    def load_stored(self, state: States, fill: Fill) -> None:
         """load_state_dict() without the groups, from a step that is read a subgroup at a time."""
-        indices = range(len(self._opened.parameters))
-        self._opened.load([state.get(index) for index in indices], fill)
+        self._checked.load(self._entries(state), fill)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made, because its state is cut and placed then."""
@@ -188,11 +205,41 @@ class _Offloaded(torch.optim.Optimizer):
             raise UsageError("the optimizer is not constructed yet")
         return self._offloaded
 
+    def _entries(self, state: States) -> list[Mapping[str, Any] | None]:
+        return list(map(state.get, range(len(self._opened.parameters))))
+
+    @property
+    def _checked(self) -> OffloadedState:
+        """The state, if it is that of the parameters that are in the groups."""
+        opened = self._opened
+        opened.check_parameters(self.param_groups)
+        return opened
+
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(
             "an offloaded optimizer can be neither copied nor pickled",
             hint="state_dict() has its state",
         )
+
+
+class _OnTiers(defaultdict[torch.Tensor, dict[str, Any]]):
+    """`state` of torch's optimizer. Nothing is in it, and `[parameter]` copies from the tiers.
+
+    Its length is the number of parameters that were updated. Torch makes an update with zero
+    gradients where it is 0, and takes the names of the fields from `[parameter]`.
+    """
+
+    def __init__(self, offloaded: OffloadedState) -> None:
+        super().__init__()
+        self._offloaded = offloaded
+
+    def __len__(self) -> int:
+        return len(self._offloaded.started)
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        found = self._offloaded.started
+        index = next((i for i in found if self._offloaded.parameters[i].tensor is parameter), None)
+        return {} if index is None else self._offloaded.gather([index])[index]
 
 
 @answering()
@@ -231,9 +278,8 @@ class AdamW(_Offloaded):
         like = torch.optim.AdamW(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
-        rule = AdamRule(decoupled=True)
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, AdamRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -260,9 +306,8 @@ class Adam(_Offloaded):
         like = torch.optim.Adam(
             _ANY, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
-        rule = AdamRule(decoupled=False)
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, AdamRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 
@@ -292,9 +337,8 @@ class SGD(_Offloaded):
         like = torch.optim.SGD(
             _ANY, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True
         )
-        rule = SgdRule()
         super().__init__(
-            params, like.defaults, rule, tiers, subgroup_bytes, drain_gradients, device_every, fs
+            params, like, SgdRule(), tiers, subgroup_bytes, drain_gradients, device_every, fs
         )
 
 

@@ -29,6 +29,7 @@ from statehold.tensors.storable import empty_on, is_dtensor, is_storable, local_
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
+Look = tuple[torch.dtype, torch.Size, torch.device, tuple[int, ...]]
 
 
 @dataclass
@@ -47,14 +48,16 @@ class Parameter:
     step: torch.Tensor
     version: int | None = None
     mirrored: torch.Tensor | None = None
-    made_as: tuple[torch.dtype, torch.Size, torch.device] = field(init=False)
+    made_as: Look = field(init=False)
 
     def __post_init__(self) -> None:
         self.made_as = self.look()
 
-    def look(self) -> tuple[torch.dtype, torch.Size, torch.device]:
-        """What its state was cut for, as the tensor is now."""
-        return self.tensor.dtype, self.tensor.shape, self.tensor.device
+    def look(self) -> Look:
+        """What its state was cut for, as the tensor is now. A dimension of one has any stride."""
+        local = self.local
+        strides = tuple(each for each, n in zip(local.stride(), local.shape, strict=True) if n > 1)
+        return self.tensor.dtype, self.tensor.shape, self.tensor.device, strides
 
     @property
     def weights(self) -> torch.Tensor:

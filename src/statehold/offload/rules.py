@@ -53,12 +53,9 @@ class Rule(Protocol):
 
 
 class AdamRule:
-    """Adam, and with `decoupled` AdamW."""
+    """Adam, and AdamW where the group says so."""
 
     keeps_step = True
-
-    def __init__(self, *, decoupled: bool) -> None:
-        self._kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def fields(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         more = ("max_exp_avg_sq",) if group["amsgrad"] else ()
@@ -68,7 +65,8 @@ class AdamRule:
         self, batch: Batch, group: Mapping[str, Any], grad_scale: torch.Tensor | None
     ) -> None:
         beta1, beta2 = group["betas"]
-        self._kernel(
+        kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
             batch.params,
             batch.grads,
             batch.fields["exp_avg"],

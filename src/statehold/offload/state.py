@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ class OffloadedState:
         enter(f"step() {OFFLOADED}")
         begin = time.perf_counter()
         self._check_usable()
-        self._check_parameters(groups)
+        self._check_options(groups)
         grads = self.gradients(must_wait=False)
         groups = [{**group, "lr": _on_host(group["lr"])} for group in groups]
         scale = _on_host(grad_scale)
@@ -215,6 +215,11 @@ class OffloadedState:
         """Whether the state belongs to no step until load()."""
         return self._failure is not None
 
+    @property
+    def started(self) -> list[int]:
+        """The parameters that were ever updated."""
+        return [index for index, each in enumerate(self.parameters) if each.is_started]
+
     def gather(self, among: Sequence[int] | None = None) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of the fields of the parameters that were ever updated, in their shapes.
 
@@ -222,7 +227,7 @@ class OffloadedState:
         """
         note(f"a copy {OFFLOADED}")
         self._check_usable()
-        started = self._started if among is None else among
+        started = self.started if among is None else among
         found = {index: self._empty_fields(self.parameters[index]) for index in started}
 
         def use(subgroup: Subgroup, memory: torch.Tensor, _: bool) -> None:
@@ -242,7 +247,7 @@ class OffloadedState:
         """
         note(f"a save {OFFLOADED}")
         self._check_usable()
-        naming, started = self._naming_of(saved), self._started
+        naming, started = self._naming_of(saved), self.started
         heads = None if naming is None else naming.heads(started)
         if naming is None or heads is None:
             return None
@@ -256,10 +261,30 @@ class OffloadedState:
         tree = [fields.get(index) for index in range(len(self.parameters))]
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
 
+    def check_parameters(self, groups: Groups) -> None:
+        """Refuse groups with other parameters than those of the state, or in another order."""
+        made = [(id(each.tensor), each.group) for each in self.parameters]
+        live = [(id(each), index) for index, group in enumerate(groups) for each in group["params"]]
+        if live != made:
+            odd = next(n for n, (own, now) in enumerate(zip_longest(made, live)) if own != now)
+            is_more = odd == len(made)
+            raise UsageError(
+                "the parameters of the groups are others than when the optimizer was made",
+                facts={
+                    "parameter": "one more" if is_more else self.parameters[odd].name,
+                    "expected": "in no group" if is_more else _place(made, made[odd][0]),
+                    "got": _place(live, (live if is_more else made)[odd][0]),
+                    "still safe": "the state of the optimizer, for the parameters as they were",
+                },
+                hint="put the parameters back; make the optimizer when the model and the groups "
+                "are complete, such as after fully_shard()",
+            )
+
     def check(self, groups: Groups, entries: Sequence[Mapping[str, Any] | None]) -> None:
         """Refuse groups and entries of another model. Their number is for torch to refuse."""
+        self._check_looks()
         if len(groups) > max(each.group for each in self.parameters):
-            self._check_parameters(groups)
+            self._check_options(groups)
         if len(entries) == len(self.parameters):
             self._check_entries(entries)
 
@@ -271,6 +296,7 @@ class OffloadedState:
         """
         note(f"load_state_dict() {OFFLOADED}")
         self._check_open()
+        self._check_looks()
         self._check_entries(entries)
         given = [
             {name: _flat_of(parameter, entry[name]) for name in parameter.fields if name in entry}
@@ -389,11 +415,6 @@ class OffloadedState:
         found = {field: InFiles(saved.field(field)) for field in parameter.fields}
         return {"step": parameter.step.clone(), **found} if self.rule.keeps_step else found
 
-    @property
-    def _started(self) -> list[int]:
-        """The parameters that were ever updated."""
-        return [index for index, each in enumerate(self.parameters) if each.is_started]
-
     def _touched(self, parameters: Sequence[int]) -> list[int]:
         """The subgroups with spans of these parameters, in order."""
         return sorted({each for index in parameters for each in self._subgroups_of[index]})
@@ -406,9 +427,20 @@ class OffloadedState:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the optimizer was closed")
+        if os.getpid() != self._owner_pid:
+            raise ClosedError(
+                "this optimizer belongs to the process that was forked",
+                facts={
+                    "made by": f"process {self._owner_pid}",
+                    "used by": f"process {os.getpid()}",
+                    "still safe": "the optimizer of that process",
+                },
+                hint="make another optimizer in this process",
+            )
 
     def _check_usable(self) -> None:
         self._check_open()
+        self._check_looks()
         if self._failure is not None:
             raise UsageError(
                 "an earlier update of this optimizer has failed, so its state belongs to no step",
@@ -418,7 +450,7 @@ class OffloadedState:
                 hint="restore the newest committed step, or call load_state_dict()",
             ) from self._failure
 
-    def _check_parameters(self, groups: Groups) -> None:
+    def _check_looks(self) -> None:
         for parameter in self.parameters:
             if parameter.look() != parameter.made_as:
                 raise UsageError(
@@ -427,9 +459,13 @@ class OffloadedState:
                         "parameter": parameter.name,
                         "expected": " ".join(map(str, parameter.made_as)),
                         "got": " ".join(map(str, parameter.look())),
+                        "still safe": "the state of the optimizer, for the parameter as it was",
                     },
-                    hint="convert the model first, then make the optimizer",
+                    hint="convert the model first, then make the optimizer; or convert it back",
                 )
+
+    def _check_options(self, groups: Groups) -> None:
+        for parameter in self.parameters:
             fields = self.rule.fields(groups[parameter.group])
             if fields != parameter.kept:
                 raise UsageError(
@@ -469,6 +505,12 @@ class OffloadedState:
             if hasattr(error, "add_note"):
                 error.add_note(f"statehold: this {what} of an optimizer is incomplete")
             raise
+
+
+def _place(places: Sequence[tuple[int, int]], parameter: int) -> str:
+    found = [f"number {n}, in group {places[n][1]}" for n in range(len(places))
+             if places[n][0] == parameter]  # fmt: skip
+    return " and ".join(found) or "in no group"
 
 
 def _flat_of(parameter: Parameter, value: torch.Tensor | InStep) -> torch.Tensor | InStep:

@@ -49,6 +49,7 @@ from statehold.offload.head import FileForm, Head, Piece
 from statehold.offload.stats import Kind, Meter, Timeline
 from statehold.offload.subgroups import PAGE_BYTES
 from statehold.offload.tiers import Path
+from statehold.options.paths import absolute
 from statehold.planners.placement import Moved
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import is_own
@@ -124,10 +125,12 @@ class SubgroupStore:
             self.files: list[StateFiles] = []
             self._turns: list[PathTurns] = []
             for number, path in enumerate(paths):
-                self.files.append(StateFiles(fs, path.directory))
+                is_real, directory = fs.backend != "sim", path.directory
+                if is_real:  # the program may change its working directory
+                    directory = absolute(directory, "a path of an optimizer")
+                self.files.append(StateFiles(fs, directory))
                 owned.callback(self.files[-1].close)
-                takes_turns = path.exclusive and fs.backend != "sim"
-                self._turns.append(PathTurns(path.directory if takes_turns else None))
+                self._turns.append(PathTurns(directory if path.exclusive and is_real else None))
                 owned.callback(self._turns[-1].close)
                 self._engine.set_limit(number, None, path.rate or 0)
             self._owned = owned.pop_all()

@@ -127,14 +127,18 @@ class Wanted(NamedTuple):
 
 # Returns when all of it is filled and verified. Raises for bytes that are damaged or missing.
 Fill = Callable[[Sequence[Wanted]], None]
+States = Mapping[int, Mapping[str, Any]]  # of parameters, by their running index: values, or InStep
 
 
 @runtime_checkable
 class StreamedOptimizer(Protocol):
     """An optimizer of torch that reads its state from a step by itself."""
 
-    def load_stored(self, state: Mapping[int, Mapping[str, Any]], fill: Fill) -> None:
-        """Take the state of parameters, by their running index: values, or InStep."""
+    def check_stored(self, groups: Sequence[Mapping[str, Any]], state: States) -> None:
+        """Raise for what load_stored() could not take. groups: as they will be by then."""
+
+    def load_stored(self, state: States, fill: Fill) -> None:
+        """Take the state of parameters."""
 
 
 @runtime_checkable

@@ -425,8 +425,9 @@ class _ByName:
 
     def in_place(self) -> None:
         """Fill the tensors of the live optimizer, and put what is missing beside them."""
-        live = self._live
-        content = self._content(live.state, self._take_options())
+        live, options = self._live, self._options()
+        self._take_options(options)
+        content = self._content(live.state, options)
         others = self._others(other_state(live))
         self._to.restoration.containers.append(lambda: _set_state(live, content, others))
 
@@ -470,7 +471,7 @@ class _ByName:
         }
         if None in states.values():
             return False
-        self._take_options()
+        groups = self._take_options(self._options())
         for _, name, _ in self._found:
             members = nodes.members(self._states.get(name)) or {}
             restoration.loaded += [f"{self._states_at}.{name}.{key}" for key in members]
@@ -481,6 +482,7 @@ class _ByName:
             }
             for index, state in states.items()
         }
+        live.check_stored(groups, content)
         pieces = (each for state in content.values() for each in state.values())
         names = {each.name for each in pieces if isinstance(each, InStep)}
         restoration.streamed |= names
@@ -512,13 +514,14 @@ class _ByName:
 
     # -- options -----------------------------------------------------------------------------
 
-    def _take_options(self) -> list[Group]:
-        """Have each live group take its saved options, which are returned."""
-        options = self._options()
+    def _take_options(self, options: list[Group]) -> list[Group]:
+        """Have each live group take its saved options. Returns the groups as they will be."""
+        groups = []
         for index, group in enumerate(self._live.param_groups):
             taken = self._group(index, group, options[index])
             self._to.restoration.containers.append(partial(group.update, taken))
-        return options
+            groups.append({**group, **taken})
+        return groups
 
     def _options(self) -> list[Group]:
         """The saved options for each live group, which they will replace.
