@@ -328,6 +328,20 @@ def test_bad_arguments_are_refused() -> None:
             replica("127.0.0.1:1", **options)
 
 
+def test_a_part_outside_of_the_model_is_refused_in_the_first_microbatch() -> None:
+    """Its gradient would be the sum over the microbatches of one replica."""
+    head = nn.Linear(FEATURES, 1)
+    with coordinated(1) as meeting, replica(meeting.address, state={"head": head}) as replicas:
+        model = replicas.state["model"]
+        replicas.state["optimizer"].add_param_group({"params": list(head.parameters())})
+        steps = replicas.steps(1)
+        microbatches = iter(next(steps))
+        next(microbatches).backward(head(model(data()[:2])).square().mean())
+        with pytest.raises(UsageError, match="does not sum") as refused:
+            next(microbatches)
+    assert refused.value.facts["parameter"] == "head.weight"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "what"),

@@ -149,7 +149,7 @@ class Replicas:
             "code": identity.code_digest(),
         }
         self._transfer = StateTransfer(self.state, host, self._width)
-        self._likeness = Likeness(self.state, identity.among(self._width))
+        self._likeness = Likeness(self.state, identity.among(self._width), self._params)
         self._driver: Driver | None = None
         self._comeback = Comeback()
         self._is_closed = False
