@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import signal
@@ -34,7 +35,7 @@ from resilience.replica import (
     SEED,
     data,
 )
-from statehold import Checkpointer
+from statehold import Checkpointer, offload
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.ranks.preemption import LEFT
 from statehold.resilience import Replicas
@@ -340,6 +341,16 @@ def test_a_part_outside_of_the_model_is_refused_in_the_first_microbatch() -> Non
         with pytest.raises(UsageError, match="does not sum") as refused:
             next(microbatches)
     assert refused.value.facts["parameter"] == "head.weight"
+
+
+@pytest.mark.parametrize("is_on_files", [False, True])
+def test_an_offloaded_optimizer_is_refused_at_once(tmp_path: Path, *, is_on_files: bool) -> None:
+    """It trained where no file held a part of it, until the first joiner came."""
+    tiers = [offload.Path(tmp_path) if is_on_files else offload.Host("1MiB")]
+    optimizer = offload.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, tiers=tiers)
+    with contextlib.closing(optimizer), pytest.raises(UsageError, match="offloaded") as refused:
+        replica("127.0.0.1:1", state={"more": [optimizer]})
+    assert refused.value.facts == {"name": "more.0", "got": "AdamW"}
 
 
 @pytest.mark.thorough

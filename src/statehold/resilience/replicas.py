@@ -43,6 +43,7 @@ from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
+from statehold.resilience.state_bytes import check_travels
 from statehold.resilience.step import Step, StepWork
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.fast import FastSum
@@ -116,6 +117,7 @@ class Replicas:
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
+        check_travels(self.state)
         self._position = Position(self._course, self._sums, self._params, self.state)
         self.state["replicas"] = self._position
         self._checkpoints = Checkpoints(checkpointer, self.state)
