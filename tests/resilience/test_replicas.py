@@ -287,6 +287,9 @@ def test_a_replica_that_differs_is_refused_by_name(
         assert refusal(replica(meeting.address, samples=7))["what"] == "samples"
         assert refusal(replica(meeting.address, batch=BATCH + 1))["what"] == "batch"
         assert refusal(replica(meeting.address, reduction="fast"))["what"] == "reduction"
+        with Checkpointer(tmp_path / "run") as ckpt:  # the others would save nothing after it
+            facts = refusal(replica(meeting.address, checkpointer=ckpt))
+        assert facts == {"what": "checkpointer", "expected": "None", "got": "given"}
         other = nn.Linear(FEATURES, FEATURES)
         assert refusal(replica(meeting.address, model=other))["what"] == "parameters"
         script = tmp_path / "another.py"

@@ -69,6 +69,7 @@ class Replicas:
         seed: of the order of the samples and of all random numbers.
         coordinator: "host:port" of `statehold coordinate`. None: STATEHOLD_COORDINATOR says it.
         checkpointer: restores the newest step at the start, and saves after each step that is due.
+            All replicas have one, or none has: any of them may become the one that saves.
         reduction: "exact": the same bits for any number of replicas; "fast": floating point,
             overlapped with backward.
         redundancy: how many replicas compute each microbatch. Then redundancy - 1 of them may be
@@ -145,6 +146,7 @@ class Replicas:
             "seed": str(seed),
             "reduction": reduction,
             "redundancy": str(redundancy),
+            "checkpointer": "None" if checkpointer is None else "given",
             "ranks of a replica": str(self._width),
             "parameters": identity.model_digest([model]),
             "optimizer": type(optimizer).__qualname__,
