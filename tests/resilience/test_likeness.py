@@ -181,6 +181,62 @@ def test_buffers_that_keep_their_values_are_none_of_it(model: nn.Module) -> None
     like.check()
 
 
+def _head(state: State) -> nn.Parameter:
+    state["head"] = nn.Linear(60, 1)
+    state["optimizer"].add_param_group({"params": list(state["head"].parameters())})
+    return next(state["head"].parameters())
+
+
+def _late(state: State) -> nn.Parameter:
+    state["model"].late = nn.Linear(60, 60)
+    state["optimizer"].add_param_group({"params": list(state["model"].late.parameters())})
+    return next(state["model"].late.parameters())
+
+
+def _of_an_optimizer(state: State) -> nn.Parameter:
+    found = nn.Parameter(torch.ones(3))
+    state["more"] = [torch.optim.SGD([nn.Parameter(torch.ones(2)), found], lr=0.1)]
+    return found
+
+
+OUTSIDE: dict[str, Callable[[State], nn.Parameter]] = {
+    "head.weight": _head,
+    "model.late.weight": _late,
+    "number 1 of more.0": _of_an_optimizer,
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_gradient_that_nobody_sums_is_refused_by_the_name_of_its_parameter(name: str) -> None:
+    state = state_of()
+    like = Likeness(state, summed=list(state["model"].parameters()))
+    like.note()
+    param = OUTSIDE[name](state)
+    for _ in range(2):  # it gets a first gradient, and one is added to it
+        param.sum().backward()
+        with pytest.raises(UsageError, match="does not sum") as refused:
+            like.check()
+        assert refused.value.facts["parameter"] == name
+        like.note()
+        like.check()
+
+
+def test_gradients_that_no_microbatch_has_given_are_none_of_it() -> None:
+    """Masters in another type, and averaged weights: the program sets what they have."""
+    state = state_of()
+    state["model"].norm.eval()
+    masters = [nn.Parameter(each.detach().double()) for each in state["model"].parameters()]
+    state["masters"] = torch.optim.SGD(masters, lr=0.1)
+    state["averaged"] = torch.optim.swa_utils.AveragedModel(state["model"])
+    like = Likeness(state, summed=list(state["model"].parameters()))
+    for _ in range(2):
+        like.note()
+        state["model"].loss().backward()
+        like.check()
+        for master, each in zip(masters, state["model"].parameters(), strict=True):
+            master.grad = None if each.grad is None else each.grad.double()
+
+
 def test_a_refusal_says_who_what_and_what_is_safe() -> None:
     others = {"a": {"lr": "0.1", "x": "1"}, "b": {"lr": "0.2", "x": "1"}}
     facts = refusal("a", others, step=40, turns=32).facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import signal
@@ -34,7 +35,7 @@ from resilience.replica import (
     SEED,
     data,
 )
-from statehold import Checkpointer
+from statehold import Checkpointer, offload
 from statehold.errors import ReplicaRefusedError, UsageError, WaitTimeout
 from statehold.ranks.preemption import LEFT
 from statehold.resilience import Replicas
@@ -286,6 +287,9 @@ def test_a_replica_that_differs_is_refused_by_name(
         assert refusal(replica(meeting.address, samples=7))["what"] == "samples"
         assert refusal(replica(meeting.address, batch=BATCH + 1))["what"] == "batch"
         assert refusal(replica(meeting.address, reduction="fast"))["what"] == "reduction"
+        with Checkpointer(tmp_path / "run") as ckpt:  # the others would save nothing after it
+            facts = refusal(replica(meeting.address, checkpointer=ckpt))
+        assert facts == {"what": "checkpointer", "expected": "None", "got": "given"}
         other = nn.Linear(FEATURES, FEATURES)
         assert refusal(replica(meeting.address, model=other))["what"] == "parameters"
         script = tmp_path / "another.py"
@@ -326,6 +330,30 @@ def test_bad_arguments_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             replica("127.0.0.1:1", **options)
+
+
+def test_a_part_outside_of_the_model_is_refused_in_the_first_microbatch() -> None:
+    """Its gradient would be the sum over the microbatches of one replica."""
+    head = nn.Linear(FEATURES, 1)
+    with coordinated(1) as meeting, replica(meeting.address, state={"head": head}) as replicas:
+        model = replicas.state["model"]
+        replicas.state["optimizer"].add_param_group({"params": list(head.parameters())})
+        steps = replicas.steps(1)
+        microbatches = iter(next(steps))
+        next(microbatches).backward(head(model(data()[:2])).square().mean())
+        with pytest.raises(UsageError, match="does not sum") as refused:
+            next(microbatches)
+    assert refused.value.facts["parameter"] == "head.weight"
+
+
+@pytest.mark.parametrize("is_on_files", [False, True])
+def test_an_offloaded_optimizer_is_refused_at_once(tmp_path: Path, *, is_on_files: bool) -> None:
+    """It trained where no file held a part of it, until the first joiner came."""
+    tiers = [offload.Path(tmp_path) if is_on_files else offload.Host("1MiB")]
+    optimizer = offload.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, tiers=tiers)
+    with contextlib.closing(optimizer), pytest.raises(UsageError, match="offloaded") as refused:
+        replica("127.0.0.1:1", state={"more": [optimizer]})
+    assert refused.value.facts == {"name": "more.0", "got": "AdamW"}
 
 
 @pytest.mark.thorough

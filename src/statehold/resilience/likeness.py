@@ -3,7 +3,8 @@
     likeness.digest(step)      for the ballot of a step: small parts, and a share of the other bytes
     likeness.digest()          of all bytes
     likeness.parts()           the same by name, to say what differs
-    likeness.note(), check()   before and after a microbatch, which must leave buffers as they are
+    likeness.note(), check()   before and after a microbatch, which must leave buffers as they are,
+                               and gives gradients to what the replicas sum
 
 Alike are parameters, buffers, optimizer states, all plain values (learning rates, schedulers, the
 position of the run), and which parameters are trained. Random generators and data loaders are each
@@ -21,10 +22,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from statehold import _core
 from statehold.errors import ReplicaRefusedError, UsageError
@@ -56,13 +59,20 @@ class _Noted(NamedTuple):
 
 
 class Likeness:
-    """state: as save() and restore() take it. among: as for an Offer."""
+    """state: as save() and restore() take it. among: as for an Offer.
 
-    def __init__(self, state: Mapping[str, Any], among: Among | None = None) -> None:
+    summed: the parameters whose gradients the replicas sum.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], among: Among | None = None, summed: Sequence[Tensor] = ()
+    ) -> None:
         self._state = state
         self._among = among
+        self._summed = {id(each): each for each in summed}
         self._seen = Seen()
         self._noted: dict[str, _Noted] = {}
+        self._grads: dict[int, tuple[Tensor, int]] = {}  # of what nobody sums
 
     def digest(self, step: int | None = None) -> int:
         """Of what the members compare in this step; None: of everything. Below 2**63.
@@ -92,12 +102,33 @@ class Likeness:
     def note(self) -> None:
         """A microbatch begins."""
         self._noted = {name: self._note(name, each) for name, each in self._buffers()}
+        self._grads = {
+            id(param): (param.grad, version_of(local_of(param.grad)))
+            for _, _, param in self._unsummed()
+            if param.grad is not None
+        }
 
     def check(self) -> None:
-        """A microbatch has ended. Raises UsageError if it has changed the values of a buffer.
+        """A microbatch has ended. Raises UsageError if it has changed the values of a buffer, or
+        if a parameter of an optimizer has got a gradient that nobody sums.
 
         What grows is a cache.
         """
+        for optimizer, place, param in self._unsummed():
+            if _moved(param.grad, self._grads.get(id(param))):
+                modules = (each.named_parameters(path) for path, each in self._modules())
+                names = {id(each): name for name, each in chain.from_iterable(modules)}
+                raise UsageError(
+                    "a microbatch gives a gradient to a parameter that this job does not sum",
+                    facts={
+                        "parameter": names.get(id(param), f"number {place} of {optimizer}"),
+                        "expected": "only parameters that model= had when Replicas was made",
+                        "safe": "the state is that of the beginning of this step",
+                    },
+                    hint="put all that is trained into one module, such as nn.ModuleDict, before "
+                    "you give it to Replicas as model=",
+                )
+        self._grads = {}
         for name, buffer in self._buffers():
             before = self._noted.get(name)
             if before is None or before.shape != buffer.shape:
@@ -123,6 +154,19 @@ class Likeness:
             for name, buffer in module.named_buffers(path):
                 if is_storable(buffer):
                     yield name, buffer
+
+    def _unsummed(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(optimizer, place in it, parameter) of what optimizers have, and nobody sums.
+
+        A program may set such gradients by itself, alike on all replicas: those of masters in
+        another type.
+        """
+        for path, each in parts(self._state):
+            if isinstance(each, Optimizer):
+                params = chain.from_iterable(group["params"] for group in each.param_groups)
+                for place, param in enumerate(params):
+                    if id(param) not in self._summed:
+                        yield path, place, param
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         return ((path, each) for path, each in parts(self._state) if isinstance(each, nn.Module))
@@ -161,6 +205,13 @@ def refusal(name: str, others: Mapping[str, Parts], step: int, turns: int) -> Re
         hint="give state= all that changes between steps, such as a scheduler; do the same on all "
         "replicas after the loop over `step`, with as many threads. A new start joins the others",
     )
+
+
+def _moved(grad: Tensor | None, before: tuple[Tensor, int] | None) -> bool:
+    """Whether autograd has made a gradient, or added to the one that was there."""
+    if grad is None:
+        return False
+    return before is None or grad is not before[0] or version_of(local_of(grad)) != before[1]
 
 
 def _turns(nbytes: int) -> int:

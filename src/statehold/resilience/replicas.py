@@ -43,6 +43,7 @@ from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
+from statehold.resilience.state_bytes import check_travels
 from statehold.resilience.step import Step, StepWork
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.fast import FastSum
@@ -68,6 +69,7 @@ class Replicas:
         seed: of the order of the samples and of all random numbers.
         coordinator: "host:port" of `statehold coordinate`. None: STATEHOLD_COORDINATOR says it.
         checkpointer: restores the newest step at the start, and saves after each step that is due.
+            All replicas have one, or none has: any of them may become the one that saves.
         reduction: "exact": the same bits for any number of replicas; "fast": floating point,
             overlapped with backward.
         redundancy: how many replicas compute each microbatch. Then redundancy - 1 of them may be
@@ -116,6 +118,7 @@ class Replicas:
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
+        check_travels(self.state)
         self._position = Position(self._course, self._sums, self._params, self.state)
         self.state["replicas"] = self._position
         self._checkpoints = Checkpoints(checkpointer, self.state)
@@ -143,13 +146,14 @@ class Replicas:
             "seed": str(seed),
             "reduction": reduction,
             "redundancy": str(redundancy),
+            "checkpointer": "None" if checkpointer is None else "given",
             "ranks of a replica": str(self._width),
             "parameters": identity.model_digest([model]),
             "optimizer": type(optimizer).__qualname__,
             "code": identity.code_digest(),
         }
         self._transfer = StateTransfer(self.state, host, self._width)
-        self._likeness = Likeness(self.state, identity.among(self._width))
+        self._likeness = Likeness(self.state, identity.among(self._width), self._params)
         self._driver: Driver | None = None
         self._comeback = Comeback()
         self._is_closed = False

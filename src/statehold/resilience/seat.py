@@ -95,7 +95,10 @@ class Seat:
         """
         out = self.member.fenced
         if isinstance(out, Refused):
-            raise ReplicaRefusedError(out.reason, facts=out.facts)
+            hint = "start all replicas with the same program and arguments"
+            raise ReplicaRefusedError(
+                out.reason, facts=out.facts, hint=hint if "what" in out.facts else None
+            )
         if out is not None:
             raise self._timeout() if out.gave_up else SeatLost(out.reason + self._excuse())
 

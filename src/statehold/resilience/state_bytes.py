@@ -31,8 +31,9 @@ from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.found import Seen
-from statehold.tensors.kinds import capture, finish, prepare
+from statehold.tensors.kinds import capture, finish, parts, prepare
 from statehold.tensors.storable import device_of, is_external
+from statehold.tensors.stored import GathersState
 
 # (rank, number of ranks) in torch's job.
 Among = tuple[int, int]
@@ -86,6 +87,18 @@ class ByteRun:
             at, index = until, index + 1
 
 
+def check_travels(state: Mapping[str, Any]) -> None:
+    """Raises UsageError for a state that no joiner could take."""
+    for path, each in parts(state):
+        if isinstance(each, GathersState):  # on whatever tiers its state lies
+            raise UsageError(
+                "an offloaded optimizer cannot be in the state of replicas",
+                facts={"name": path, "got": type(each).__qualname__},
+                hint="use torch's optimizer with Replicas: a state that is offloaded cannot travel "
+                "to a joining replica yet",
+            )
+
+
 def captured(
     state: Mapping[str, Any], among: Among | None, seen: Seen | None = None, *, own: bool = True
 ) -> Capture:
@@ -95,7 +108,7 @@ def captured(
     if found.stored:
         found.release()
         raise UsageError(
-            "a state with offloaded optimizers cannot be given to joining replicas",
+            "a state that lies in files cannot be given to joining replicas",
             hint="let replicas begin again from a checkpoint",
         )
     for number in found.numbers:
