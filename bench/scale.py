@@ -252,9 +252,9 @@ class Job:
             hello = Hello(f"replica-{conn}", 0, 1, {"seed": "1"}, View(0, digest="x"), desk=desk)
             self.members[conn] = Member(hello, microbatches=replicas)
 
-    def tell(self, event: Callable[[], Any]) -> None:
-        """An event for the coordinator, and all that follows from it."""
-        waiting = deque([event])
+    def tell(self, *events: Callable[[], Any]) -> None:
+        """Events for the coordinator, and all that follows from them."""
+        waiting = deque(events)
         last, size = None, 0
         while waiting:
             begin = time.process_time()
@@ -430,8 +430,7 @@ def membership_of(replicas: int, lost: int) -> Row:
     job.coordinator_s, job.member_s = 0.0, []
     for conn in range(0, 2 * lost, 2):
         del job.members[conn]
-    for conn in range(0, 2 * lost, 2):
-        job.tell(partial(job.coordinator.lost, conn, 0.5))
+    job.tell(*(partial(job.coordinator.lost, conn, 0.5) for conn in range(0, 2 * lost, 2)))
     return {
         "replicas": replicas,
         "lost": lost,
