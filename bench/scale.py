@@ -8,7 +8,7 @@ Invariants: a figure is the processor time of all threads of this process, as a 
 for a disk does not count, and other work of the machine counts little. The exponent is the slope
 over the two largest sizes: 1 is linear. Calls of `ranks` go through the product's own rounds, on a
 store that counts: calls, and bytes in both directions. What a call of TCPStore costs is measured in
-the same run. What is said of more ranks than were run is arithmetic with these.
+the same run. The page that has the results says what is arithmetic with these.
 Not here: planning (plan.py), and the bytes of tensors (save.py).
 """
 
