@@ -8,7 +8,7 @@ Invariants: a figure is the processor time of all threads of this process, as a 
 for a disk does not count, and other work of the machine counts little. The exponent is the slope
 over the two largest sizes: 1 is linear. Calls of `ranks` go through the product's own rounds, on a
 store that counts: calls, and bytes in both directions. What a call of TCPStore costs is measured in
-the same run. What is said of more ranks than were run is arithmetic with these.
+the same run. The page that has the results says what is arithmetic with these.
 Not here: planning (plan.py), and the bytes of tensors (save.py).
 """
 
@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
-from statehold.resilience.protocol.messages import Beat, Hello, View, encode
+from statehold.resilience.protocol.messages import Beat, Hello, Install, View, encode
 
 STAGING = "64MiB"
 ATTEMPT = "01234567-0"
@@ -252,9 +253,9 @@ class Job:
             hello = Hello(f"replica-{conn}", 0, 1, {"seed": "1"}, View(0, digest="x"), desk=desk)
             self.members[conn] = Member(hello, microbatches=replicas)
 
-    def tell(self, event: Callable[[], Any]) -> None:
-        """An event for the coordinator, and all that follows from it."""
-        waiting = deque([event])
+    def tell(self, *events: Callable[[], Any]) -> None:
+        """Events for the coordinator, and all that follows from them."""
+        waiting = deque(events)
         last, size = None, 0
         while waiting:
             begin = time.process_time()
@@ -265,9 +266,12 @@ class Job:
                     last, size = message, len(encode(message))
                 self.messages += 1
                 self.bytes += size
+                if conn not in self.members or (isinstance(message, Install) and self.member_s):
+                    continue  # what an epoch costs one member is measured once
                 begin = time.process_time()
-                answer = self.members[conn].receive(message) if conn in self.members else None
-                self.member_s.append(time.process_time() - begin)
+                answer = self.members[conn].receive(message)
+                if isinstance(message, Install):
+                    self.member_s.append(time.process_time() - begin)
                 if answer is not None:
                     waiting.append(partial(self.coordinator.receive, conn, answer, 0.5))
 
@@ -278,7 +282,7 @@ def replicas(size: int, folder: Path) -> Calls:
         job.tell(partial(job.coordinator.hello, conn, member.hello(), 0.0))
     yield "coordinator: the job begins", job.coordinator_s
     member = job.members[0]
-    yield "a member: an epoch begins", max(job.member_s)
+    yield "a member: an epoch begins", job.member_s[0]
     beats = [partial(job.coordinator.receive, conn, Beat(0), 0.1) for conn in job.members]
     yield "coordinator: a beat of each", seconds(lambda: [beat() for beat in beats])
     yield "coordinator: a tick", seconds(lambda: job.coordinator.tick(0.1))
@@ -407,9 +411,8 @@ def losses_of(hosts: int, lost: int, tries: int = 5) -> Row:
         begin = time.process_time()
         whole += 9 in settled(held)[0]
         took.append(time.process_time() - begin)
-    apart = (
-        math.comb(hosts - lost, lost) * hosts / (hosts - lost)
-    )  # no two of a circle are neighbours
+    apart = math.comb(hosts - lost, lost)  # on a circle, times hosts / (hosts - lost)
+    chance = Fraction(apart * hosts, (hosts - lost) * math.comb(hosts, lost))
     return {
         "hosts": hosts,
         "lost": lost,
@@ -417,7 +420,7 @@ def losses_of(hosts: int, lost: int, tries: int = 5) -> Row:
         "rank_0_s": harness.median(took),
         "message_bytes": sum(len(json.dumps(each.document())) for _, each in held[:2]),
         "whole": f"{whole} of {tries}",
-        "chance": apart / math.comb(hosts, lost),
+        "chance": float(chance),
     }
 
 
@@ -430,15 +433,14 @@ def membership_of(replicas: int, lost: int) -> Row:
     job.coordinator_s, job.member_s = 0.0, []
     for conn in range(0, 2 * lost, 2):
         del job.members[conn]
-    for conn in range(0, 2 * lost, 2):
-        job.tell(partial(job.coordinator.lost, conn, 0.5))
+    job.tell(*(partial(job.coordinator.lost, conn, 0.5) for conn in range(0, 2 * lost, 2)))
     return {
         "replicas": replicas,
         "lost": lost,
         "messages": job.messages,
         "bytes": job.bytes,
         "coordinator_s": job.coordinator_s,
-        "member_s": max(job.member_s),
+        "member_s": job.member_s[0],
         "epoch": job.coordinator.epoch,
     }
 
@@ -515,7 +517,7 @@ def _milliseconds(size: int, row: Row) -> str:
 
 def _shown(value: Any, times: float = 1) -> str:
     if isinstance(value, float):
-        return f"{value * times:,.2f}" if value * times < 100 else f"{value * times:,.0f}"
+        return f"{value * times:,.0f}" if value * times >= 100 else f"{value * times:.3g}"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 

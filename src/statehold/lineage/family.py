@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
@@ -103,7 +104,7 @@ def _joined(fs: Fs, members: Sequence[FamilyRun]) -> list[FamilyRun]:
 
 def _by_manifest(fs: Fs, runs: Mapping[str, FamilyRun], parent: Origin) -> Iterator[str]:
     """The runs that have the step with this manifest; the one at the parent's path comes first."""
-    for run in sorted(runs, key=lambda run: run != parent.run):
+    for run in chain(runs.keys() & {parent.run}, (run for run in runs if run != parent.run)):
         if _manifest_of(fs, runs[run], parent.step) == parent.manifest_sha256:
             yield run
 

@@ -94,7 +94,7 @@ class Server:
         self._unsent: collections.deque[tuple[int, Message]] = collections.deque()
         self._sends = False
         self._told: Message | None = None
-        self._encoded = b""  # the last message that was told
+        self._encoded = b""  # of `_told`
         self._ticked = 0.0
 
     def serve(self) -> None:
