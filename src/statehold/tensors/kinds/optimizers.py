@@ -516,7 +516,7 @@ class _ByName:
 
     def _take_options(self, options: list[Group]) -> list[Group]:
         """Have each live group take its saved options. Returns the groups as they will be."""
-        groups = []
+        groups = list[Group]()
         for index, group in enumerate(self._live.param_groups):
             taken = self._group(index, group, options[index])
             self._to.restoration.containers.append(partial(group.update, taken))
