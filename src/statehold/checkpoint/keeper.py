@@ -254,10 +254,11 @@ def is_only_in_tracebacks(target: weakref.ref[Any]) -> bool:
 def _holders(found: list[Any], begin: int, tracebacks: list[TracebackType]) -> list[Any] | None:
     """The referrers of the objects from `begin` on, without tracebacks; None: one of them is in
     use."""
-    ours = {id(found), id(tracebacks), *map(id, found), *map(id, tracebacks)}
+    asked = tuple(found[begin:])  # from Python 3.13 on, the arguments of the call are found, too
+    ours = {id(found), id(tracebacks), id(asked), *map(id, found), *map(id, tracebacks)}
     running = _running_functions()
     more: list[Any] = []
-    for holder in gc.get_referrers(*found[begin:]):
+    for holder in gc.get_referrers(*asked):
         if id(holder) in ours or _is_own_frame(holder):
             continue
         if isinstance(holder, TracebackType):
