@@ -202,8 +202,9 @@ def test_what_could_not_be_saved_is_saved_when_the_loop_is_entered_again(
     few: dict[str, Any] = {"min_replicas": 2, "lease_s": LEASE_S}
     with (
         coordinated(2) as meeting,
-        Checkpointer(tmp_path, levels=[Directory(every=100)]) as ckpt,
-        replica(meeting.address, **few) as other,
+        Checkpointer(tmp_path / "run", levels=[Directory(every=100)]) as ckpt,
+        Checkpointer(tmp_path / "other", levels=[Directory(every=100)]) as others,
+        replica(meeting.address, **few, checkpointer=others) as other,
         replica(meeting.address, **few, wait_s=0.5, checkpointer=ckpt) as survivor,
     ):
         thread = threading.Thread(target=desert, args=(other, 3))
