@@ -130,7 +130,10 @@ def of_a_run(run: Path, state: dict[str, Any], keep: Any, newest: int) -> Calls:
 
 def steps(size: int, folder: Path) -> Calls:
     """Small steps, all of which stay; after the first they are its files with another number."""
-    run, state = folder / "run", {"model": {"a": torch.ones(8), "b": torch.ones(3)}}
+    run, state = (
+        folder / "run",
+        {"model": {"a": torch.ones(8, device="cpu"), "b": torch.ones(3, device="cpu")}},
+    )
     with opened(run) as ckpt:
         ckpt.save(1, state).wait("committed", WAIT_S)
     for step in range(2, size + 1):
@@ -154,14 +157,16 @@ def rewound(run: Path, step: int) -> float:
 
 
 def tensors(size: int, folder: Path) -> Calls:
-    model = {f"layers.{i}.weight": torch.full((4,), float(i)) for i in range(size)}
+    model = {f"layers.{i}.weight": torch.full((4,), float(i), device="cpu") for i in range(size)}
     yield from saved_once(folder / "run", {"model": model})
 
 
 def samples(size: int, folder: Path) -> Calls:
     """A position that lists an order of samples, as plain values."""
     data = {"order": list(range(size)), "next": size // 2}
-    yield from saved_once(folder / "run", {"model": {"a": torch.ones(4)}, "data": data})
+    yield from saved_once(
+        folder / "run", {"model": {"a": torch.ones(4, device="cpu")}, "data": data}
+    )
 
 
 def saved_once(run: Path, state: dict[str, Any]) -> Calls:
@@ -181,7 +186,7 @@ def files(size: int, folder: Path) -> Calls:
     yield "open, steps()", seconds(lambda: statehold.open(run).steps())
     yield "ls", seconds(said("ls", str(run)), 1)
     yield "verify RUN", seconds(said("verify", str(run)), 1)
-    whole = {"model": {name: torch.zeros(size, 8) for name in ("a", "b")}}
+    whole = {"model": {name: torch.zeros(size, 8, device="cpu") for name in ("a", "b")}}
     with opened(run) as ckpt:
         yield "restore, by one rank", seconds(lambda: ckpt.restore(whole))
         yield "steps()", seconds(ckpt.steps)

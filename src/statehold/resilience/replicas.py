@@ -139,11 +139,9 @@ class Replicas:
             progress=self._progress,
             drawn=self._drawn,
         )
+        counts = {"microbatches": microbatches, "samples": samples, "batch": batch, "seed": seed}
         self._job = {
-            "microbatches": str(microbatches),
-            "samples": str(samples),
-            "batch": str(batch),
-            "seed": str(seed),
+            **{name: str(count) for name, count in counts.items()},
             "reduction": reduction,
             "redundancy": str(redundancy),
             "checkpointer": "None" if checkpointer is None else "given",
@@ -156,8 +154,7 @@ class Replicas:
         self._likeness = Likeness(self.state, identity.among(self._width), self._params)
         self._driver: Driver | None = None
         self._comeback = Comeback()
-        self._is_closed = False
-        self._has_restored = False
+        self._is_closed = self._has_restored = False
         self._loader: Loader | None = None
         self._expected: tuple[int, list[tuple[int, int]]] | None = None
 
