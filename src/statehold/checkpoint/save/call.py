@@ -16,9 +16,7 @@ Not here: the background work (pipeline), copies from devices (tensors/devices).
 
 from __future__ import annotations
 
-import gc
 import numbers
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,27 +137,15 @@ class Saver:
         about: About,
         is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
-        """Capture, plan, and hand the save over. A save that fails here has not begun.
-
-        What a first save learns of many tensors stays. Python would look through all objects of
-        the process for garbage again and again meanwhile, which took longer than the call itself.
-        """
+        """Capture, plan, and hand the save over. A save that fails here has not begun."""
         save = Passage(step, time.perf_counter())
-        is_collecting = gc.isenabled()
         try:
             ends = self._wait(save, is_last)
-            if is_collecting:
-                _switched_off.add(number)
-                gc.disable()
             return self._capture(save, number, state, about, ends=ends)
         except BaseException:
             if not self.pipeline.has(save):
                 self.trainer.gate.let_go(save)
             raise
-        finally:
-            if is_collecting:
-                gc.enable()
-                _switched_off.discard(number)
 
     def _capture(
         self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
@@ -285,18 +271,6 @@ class Saver:
             store.abandon(plan.step)
             return None
         return file
-
-
-_switched_off = set[int]()  # the saves that have switched Python's collector off
-
-
-def _collect_in_child() -> None:
-    """state_dict() of a data loader may fork its workers."""
-    if _switched_off:
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def _moved() -> TornSnapshot:
