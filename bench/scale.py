@@ -566,7 +566,8 @@ def main(arguments: list[str] | None = None) -> int:
             rows += here
             lines += [*growth_table(here), ""]
         print(*lines, sep="\n", flush=True)
-        (options.out / "scale.txt").open("a").write("\n".join(lines) + "\n")
+        with (options.out / "scale.txt").open("a") as saved:
+            saved.write("\n".join(lines) + "\n")
         lines = []
     (options.out / "scale.json").write_text(json.dumps({"facts": facts, "rows": rows}) + "\n")
     return 0

@@ -13,7 +13,7 @@
 namespace statehold {
 namespace {
 
-constexpr uint64_t kMagic = 0x3242'4154'564B'4853;  // "SHKVTAB2"
+constexpr uint64_t kTableMagic = 0x3242'4154'564B'4853;  // "SHKVTAB2"
 constexpr uint64_t kWords = 16;
 constexpr uint64_t kLongColumns = 2;
 constexpr uint64_t kColumns = 6;
@@ -26,11 +26,11 @@ uint64_t bucket_count(uint64_t slots) { return std::bit_ceil(std::max<uint64_t>(
 
 // What find() reads while another process changes it.
 template <class T>
-T load(const T& from) {
+T fetch(const T& from) {
   return __atomic_load_n(&from, __ATOMIC_ACQUIRE);
 }
 template <class T>
-void store(T& to, T value) {
+void put(T& to, T value) {
   __atomic_store_n(&to, value, __ATOMIC_RELEASE);
 }
 
@@ -69,25 +69,27 @@ uint64_t PageTable::bytes(uint64_t slots) {
   return sizeof(uint64_t) * (words + (kColumns * slots + bucket_count(slots) + 1) / 2);
 }
 
-bool PageTable::is_new() const { return words_[kMagicAt] != kMagic || words_[kSlots] != slots_; }
+bool PageTable::is_new() const {
+  return words_[kMagicAt] != kTableMagic || words_[kSlots] != slots_;
+}
 
 void PageTable::create() {
   words_[kSlots] = slots_;
-  words_[kMagicAt] = kMagic;
+  words_[kMagicAt] = kTableMagic;
 }
 
 int64_t PageTable::find(uint64_t index) const {
   for (uint64_t at = 0; at <= mask_; ++at) {
-    const uint32_t there = load(bucket_[(index + at) & mask_]);
+    const uint32_t there = fetch(bucket_[(index + at) & mask_]);
     if (there == 0) break;
-    if (there <= slots_ && load(index_[there - 1]) == index) return int64_t{there} - 1;
+    if (there <= slots_ && fetch(index_[there - 1]) == index) return int64_t{there} - 1;
   }
   return -1;
 }
 
-uint32_t PageTable::generation(uint64_t slot) const { return load(generation_[checked(slot)]); }
+uint32_t PageTable::generation(uint64_t slot) const { return fetch(generation_[checked(slot)]); }
 
-uint64_t PageTable::index(uint64_t slot) const { return load(index_[checked(slot)]); }
+uint64_t PageTable::index(uint64_t slot) const { return fetch(index_[checked(slot)]); }
 
 uint64_t PageTable::pages() const {
   return std::accumulate(spaces_, spaces_ + kSpaces, uint64_t{0},
@@ -96,7 +98,7 @@ uint64_t PageTable::pages() const {
 
 void PageTable::begin_change() {
   if (is_torn()) mend();
-  store(words_[kChanges], words_[kChanges] + 1);
+  put(words_[kChanges], words_[kChanges] + 1);
 }
 
 int64_t PageTable::take(uint32_t seat, uint64_t below) {
@@ -112,7 +114,7 @@ int64_t PageTable::take(uint32_t seat, uint64_t below) {
     unhash(static_cast<uint64_t>(slot));
     ++words_[kEvicted];
   }
-  store(generation_[slot], generation_[slot] + 1);
+  put(generation_[slot], generation_[slot] + 1);
   state_[slot] = uint32_t{kFilling} | seat << kSeatShift;
   return slot;
 }
@@ -143,7 +145,7 @@ void PageTable::free(uint64_t slot) {
   if (state == kWhole || state == kDirty) unhash(slot);
   if (state == kFree) return;
   give_back(slot);
-  store(generation_[slot], generation_[slot] + 1);
+  put(generation_[slot], generation_[slot] + 1);
 }
 
 void PageTable::cut(uint64_t below) {
@@ -213,7 +215,7 @@ std::vector<uint64_t> PageTable::clear_seats(const std::vector<bool>& dead) {
 }
 
 void PageTable::mend() {
-  store(words_[kChanges], words_[kChanges] | 1);
+  put(words_[kChanges], words_[kChanges] | 1);
   rebuild();
   end_change();
 }
@@ -272,11 +274,11 @@ PageTable::State PageTable::state_of(uint64_t slot) const {
 
 void PageTable::fill(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score) {
   if (space >= kSpaces) damaged();
-  store(index_[slot], index);
+  put(index_[slot], index);
   before_[slot] = before;
   rank_[slot] = ranked(score);
   if (score != 0) words_[kIsRanked] = 1;
-  store(state_[slot], uint32_t{kWhole} | space << kSpaceShift);
+  put(state_[slot], uint32_t{kWhole} | space << kSpaceShift);
 }
 
 void PageTable::give_back(uint64_t slot) {
@@ -289,7 +291,7 @@ void PageTable::give_back(uint64_t slot) {
 void PageTable::hash(uint64_t slot) {
   for (uint64_t at = 0; at <= mask_; ++at) {
     uint32_t& bucket = bucket_[(index_[slot] + at) & mask_];
-    if (bucket == 0) return store(bucket, static_cast<uint32_t>(slot + 1));
+    if (bucket == 0) return put(bucket, static_cast<uint32_t>(slot + 1));
   }
   damaged();
 }
@@ -305,10 +307,10 @@ void PageTable::unhash(uint64_t slot) {
     if (bucket_[at] == 0) break;
     const uint64_t home = index_[checked(bucket_[at] - 1)] & mask_;
     if (((at - home) & mask_) < ((at - hole) & mask_)) continue;
-    store(bucket_[hole], bucket_[at]);
+    put(bucket_[hole], bucket_[at]);
     hole = at;
   }
-  store(bucket_[hole], uint32_t{0});
+  put(bucket_[hole], uint32_t{0});
 }
 
 void PageTable::link(uint64_t slot) { link(slot, static_cast<uint32_t>(++words_[kClock])); }
