@@ -12,6 +12,7 @@ import torch
 import statehold
 from statehold.errors import StateholdError, StorageError, UsageError
 from statehold.kv import identity
+from support.ranks import Ranks
 
 
 @pytest.fixture
@@ -82,6 +83,16 @@ def test_the_values_of_a_step_count(tmp_path: Path) -> None:
         with statehold.Checkpointer(tmp_path / str(scale)) as ckpt:
             ckpt.save(1, {"model": module})
         found.add(identity(tmp_path / str(scale)))
+    assert len(found) == 2
+
+
+def test_the_parts_of_all_ranks_count(tmp_path: Path) -> None:
+    """Two steps differ in what rank 1 alone has saved."""
+    found = set()
+    for value in (1.0, 2.0):
+        with Ranks(None, 2, run=str(tmp_path / str(value))) as ranks:
+            ranks.save(1, lambda rank, value=value: {"own": torch.full((4,), rank * value)})
+        found.add(identity(tmp_path / str(value)))
     assert len(found) == 2
 
 

@@ -22,8 +22,11 @@ from typing import Any
 
 from statehold import _core
 from statehold.errors import refused, storing
+from statehold.format.manifest import Manifest
+from statehold.format.record import Record
+from statehold.format.saved import read_record
 from statehold.kv.page import IDENTITY_BYTES
-from statehold.reading.places import StepPlace, at_rest, file_system
+from statehold.reading.places import StepPlace, at_rest, file_system, load_manifest
 from statehold.units import MiB
 
 # Of a config.json: these say where a model came from, and nothing about its numbers.
@@ -82,11 +85,18 @@ def folded(content: list[Any], config: Mapping[str, Any], layout: Mapping[str, A
 
 
 def _of_step(text: str) -> list[Any]:
+    """The checksums of all files, and the values, of each rank that has saved the step."""
+
     def look(place: StepPlace) -> list[Any]:
-        saved = place.open(fs)
-        values = json.dumps(saved.state, sort_keys=True, default=repr)
-        files = ([each.name, each.bytes, each.digest] for each in saved.files)
-        return [*sorted(files), hashlib.sha256(values.encode()).hexdigest()]
+        found = load_manifest(fs, place.directory)
+        parts: list[Manifest | Record] = [found] if isinstance(found, Manifest) else [
+            read_record(fs.read_file, place.directory, found, rank)
+            for rank in range(found.world_size)
+        ]  # fmt: skip
+        return [
+            [sorted([each.name, each.bytes, each.digest] for each in part.files), part.state]
+            for part in parts
+        ]
 
     with contextlib.closing(file_system()) as fs:
         return at_rest(fs, text, look)
