@@ -544,7 +544,7 @@ def test_a_slot_that_another_page_fills_by_the_time_it_is_read_is_no_hit(
         must(store.get([key(leaf)], [into]).wait() == [PageVerdict.HIT])
         may_go_on.set()
         assert into == page(leaf)
-        assert batches[0].wait() == [PageVerdict.STORED]
+        must(batches[0].wait() == [PageVerdict.STORED])
 
 
 def test_a_page_that_is_used_in_memory_stays_in_the_files(tmp_path: Path) -> None:

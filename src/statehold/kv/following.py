@@ -28,8 +28,8 @@ class WorthThePause:
 
     Answers of older weights cost what the metric has fallen since. Answers that a pause takes away
     cost the metric itself. So an update every T seconds costs fall * T / 2 + metric * pause_s / T,
-    and the least at T = sqrt(2 * pause_s * metric / fall). This is the schedule of Viper (ICPP
-    2024), which predicts the loss, for a loss that falls evenly over the last steps.
+    which is least at T = sqrt(2 * pause_s * metric / fall). As in Viper (ICPP 2024), a prediction
+    of the loss chooses the schedule; here the loss goes on falling as it did over the last steps.
 
     Args:
         metric: one that save(metrics=) gives each step; positive, and lower is better.
