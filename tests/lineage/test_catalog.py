@@ -251,6 +251,26 @@ def test_many_scan_at_once_beside_a_job(tmp_path: Path) -> None:
     assert found(model, tmp_path) == "busy@8"
 
 
+def test_a_catalogue_that_another_process_makes_again_at_that_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted between two looks at the file."""
+    model, file, looks = mlp(8, 16), tmp_path / "mine", []
+    save(tmp_path / "runs" / "a", 1, model)
+    known = Catalog(tmp_path / "runs", file)
+    known.scan()
+
+    def vanished(path: str, mode: str) -> Any:
+        looks.append(path)
+        file.unlink(missing_ok=True)
+        return open(path, mode)
+
+    monkeypatch.setattr(catalog, "open", vanished, raising=False)
+    assert known.scan().unreadable == []
+    assert looks == [str(file)]
+    assert file.exists()
+
+
 def test_nobody_sees_a_catalogue_that_is_made_again_while_it_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,12 +216,16 @@ class Catalog:
 
 def _may_be_replaced(file: str) -> bool:
     """Whether a file is not there, or is empty, or a catalogue of any version, damaged or not."""
-    if not os.path.isfile(file):
-        return not os.path.exists(file)
-    if not os.path.getsize(file) or os.path.basename(file) == f"{NAME}.sqlite":
+    try:
+        found = os.stat(file)
+        if not stat.S_ISREG(found.st_mode):
+            return False
+        if not found.st_size or os.path.basename(file) == f"{NAME}.sqlite":
+            return True
+        with open(file, "rb") as raw:
+            head = raw.read(72)
+    except FileNotFoundError:  # perhaps because another process is making it again
         return True
-    with open(file, "rb") as raw:
-        head = raw.read(72)
     if head[:16] == b"SQLite format 3\0" and head[68:] == _APPLICATION.to_bytes(4, "big"):
         return True
     uri, damage = f"{Path(file).as_uri()}?mode=ro&immutable=1", sqlite3.DatabaseError
