@@ -19,6 +19,7 @@ from statehold.errors import (
 from statehold.ranks.board import DirectoryBoard, StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers, job_token
+from statehold.ranks.rounds import called
 from support.boards import DEADLINE_S, KINDS, Maker, peers_of, together
 from support.in_memory import MemoryBoard
 
@@ -319,6 +320,23 @@ def test_what_the_decider_raises_is_raised_everywhere(error: Exception) -> None:
         assert isinstance(other, PeerFailedError)
         assert other.rank == 0
         assert "no such step" in other.reason
+
+
+def test_a_rank_does_not_take_the_answer_to_a_call_for_which_it_gave_up_waiting(
+    make: Maker,
+) -> None:
+    first, second = peers = peers_of(make, 2)
+    together(peers, lambda one: one.open())
+    second.timeout_s = 0.0
+    with pytest.raises(PeerLostError):
+        called(second, "rewind(3)", dict)
+    second.timeout_s = DEADLINE_S
+    assert called(first, "rewind(3)", lambda: 3) == 3
+    with pytest.raises(PeerFailedError) as caught:
+        called(second, "rewind(1)", dict)
+    assert caught.value.rank == 0
+    assert caught.value.reason == "it called rewind(3), and this rank called rewind(1)"
+    assert together(peers, lambda one: called(one, "rewind(1)", lambda: 1)) == [1, 1]
 
 
 # -- reopening, and what is left -----------------------------------------------------------

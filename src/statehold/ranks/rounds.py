@@ -110,10 +110,13 @@ def called(peers: Peers | None, call: str, act: Callable[[], T]) -> T:
             if each != calls[0]:
                 own, other = calls[0].decode(), each.decode()
                 raise PeerFailedError(rank, f"it called {other}, and rank 0 called {own}")
-        return json.dumps(act()).encode()
+        return json.dumps([call, act()]).encode()
 
-    value: T = json.loads(peers.meet(call.encode(), decide, KIND))
-    return value
+    of_rank_0, value = json.loads(peers.meet(call.encode(), decide, KIND))
+    if of_rank_0 != call:  # the answer to an earlier call, for which this rank has not waited
+        raise PeerFailedError(0, f"it called {of_rank_0}, and this rank called {call}")
+    result: T = value
+    return result
 
 
 def _text(error: Exception) -> str:
