@@ -91,6 +91,7 @@ def check_goes_on(ckpt: statehold.Checkpointer, seen: list[str]) -> None:
     """Nothing waits for what was interrupted, nothing of it is left, no memory went too early."""
     ckpt.gate(DEADLINE_S)
     inside(ckpt).pipeline.drain(DEADLINE_S)
+    assert not inside(ckpt).pipeline.to_stage
     assert "freed too early" not in seen
 
 

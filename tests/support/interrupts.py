@@ -37,7 +37,6 @@ class Interrupts:
         self._codes: set[CodeType] = {function.__code__ for function in functions}
         self._left = at
         self._only_signals = only_signals
-        self._before: dict[FrameType, str] = {}
         self.fired: str | None = None
 
     @contextmanager
@@ -53,22 +52,26 @@ class Interrupts:
         if self.fired is not None or frame.f_code not in self._codes:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._passed
+        before = ""
 
-    def _passed(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "opcode" and self.fired is None and self._counts(frame):
-            if self._left == 0:
-                self.fired = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-                raise KeyboardInterrupt
-            self._left -= 1
-        return self._passed
+        # No frame is kept: it would keep the job that it holds from being dropped.
+        def passed(frame: FrameType, event: str, _arg: Any) -> Any:
+            nonlocal before
+            if event != "opcode" or self.fired is not None:
+                return passed
+            last, before = before, dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            # PUSH_EXC_INFO: another exception is on its way.
+            if before != "PUSH_EXC_INFO" and (not self._only_signals or last.startswith(LOOKS)):
+                self._count(frame)
+            return passed
 
-    def _counts(self, frame: FrameType) -> bool:
-        before, now = self._before.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        self._before[frame] = now
-        if now == "PUSH_EXC_INFO":  # another exception is on its way
-            return False
-        return not self._only_signals or before.startswith(LOOKS)
+        return passed
+
+    def _count(self, frame: FrameType) -> None:
+        if self._left == 0:
+            self.fired = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+            raise KeyboardInterrupt
+        self._left -= 1
 
 
 def ends(action: Callable[[], object]) -> bool:

@@ -145,6 +145,7 @@ class Pipeline:
 
     def take_back(self, work: Work, error: BaseException) -> None:
         """End a save that could not be handed over, or only in part."""
+        self.to_stage.pop(work.number, None)
         self._fail(work, error)
         work.save.is_raised = True  # the caller raises it
         assert work.error is not None
