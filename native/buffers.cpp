@@ -46,6 +46,10 @@ void StagingMemory::populate(uint64_t index) {
   }
 }
 
+void StagingMemory::discard() {
+  if (::getpid() == process_) ::madvise(mapping_, mapping_bytes_, MADV_DONTNEED);
+}
+
 void BufferPool::add(uint32_t index) {
   CHECK(index < generations_.size());
   CHECK(added_ < generations_.size());

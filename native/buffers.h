@@ -32,6 +32,8 @@ class StagingMemory {
   std::byte* buffer(uint64_t index) const { return data_ + index * buffer_bytes_; }
   // Makes the pages of one buffer present, so that no later copy pays for page faults.
   void populate(uint64_t index);
+  // Gives all pages back. Nobody uses a buffer any more.
+  void discard();
 
  private:
   const uint64_t count_;

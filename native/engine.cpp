@@ -305,6 +305,7 @@ void Engine::close() {
   }
   fs.reset();  // may be the last owner, and joins threads
   const Lock lock(shared_->mutex());
+  if (shared_->pool.lent_count() == 0) shared_->memory->discard();
   closed_ = true;
   shared_->changed.notify_all();
 }

@@ -63,7 +63,8 @@ class Engine {
   void settle(bool all_buffers = false);
 
   // Fails the jobs that are not complete, waits until nothing moves any more, joins the threads.
-  // Buffers still lent to Python are no longer waited for. Idempotent.
+  // Buffers still lent to Python are no longer waited for. If there are none, the staging memory
+  // gives its pages back. Idempotent.
   void close();
 
  private:

@@ -3,9 +3,11 @@
 #include "engine.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <optional>
 #include <random>
 
 #include "folder.h"
@@ -391,6 +393,43 @@ TEST(small_jobs_fault_little_in) {
     save(engine, *fs, "run/small-" + std::to_string(round), small);
     EXPECT(populated(engine) == 1);
   }
+}
+
+namespace {
+
+bool is_resident(const std::byte* page) {
+  unsigned char resident = 0;
+  EXPECT(::mincore(const_cast<std::byte*>(page), kPageBytes, &resident) == 0);
+  return (resident & 1) != 0;
+}
+
+}  // namespace
+
+TEST(close_gives_the_pages_of_the_staging_memory_back) {
+  const auto fs = sim({.seed = 5});
+  Engine engine(fs, {4 * kBufferBytes, kBufferBytes, 2});
+  const std::shared_ptr<StagingMemory> memory = engine.memory();
+  State state = state_of(4);
+  save(engine, *fs, "run/large", state);
+  EXPECT(is_resident(memory->buffer(0)));
+  engine.close();
+  EXPECT(!is_resident(memory->buffer(0)));
+}
+
+TEST(close_keeps_the_pages_of_the_staging_memory_while_a_buffer_is_lent) {
+  const auto fs = sim({.seed = 5});
+  Engine engine(fs, {4 * kBufferBytes, kBufferBytes, 2});
+  const std::shared_ptr<StagingMemory> memory = engine.memory();
+  State state = state_of(4);
+  save(engine, *fs, "run/large", state);
+  std::optional<Lease> lease;
+  {
+    const Lock lock(engine.shared()->mutex());
+    lease = engine.shared()->pool.acquire_nowait();
+  }
+  EXPECT(lease.has_value());
+  engine.close();
+  EXPECT(is_resident(memory->buffer(lease->index)));
 }
 
 // What a job wanted is there for the next one, also where this one did with less.
