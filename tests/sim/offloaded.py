@@ -184,8 +184,7 @@ class Offloaded:
         if good:
             found = trainer.restore(max(good))
             self._say(f"goes on from {found}")
-            if max(visible) > max(good):
-                trainer.ckpt.rewind(max(good))
+            trainer.ckpt.rewind(max(good))  # a newer step may be there, too damaged to be listed
             trainer.train()
             self._begun.add(trainer.update)
             self._settle(trainer.update, trainer.ckpt.save(trainer.update, trainer.state))
