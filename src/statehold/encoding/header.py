@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from statehold.encoding.strictjson import INT_MAX, Checker, show
@@ -66,9 +67,11 @@ class Entry(NamedTuple):
     end: int
 
 
-def is_name(name: str) -> bool:
-    """Whether a tensor can have this name."""
-    return name not in ("", METADATA) and well_formed(name)
+def are_names(names: Sequence[str]) -> bool:
+    """Whether the tensors of a file can have these names."""
+    found = set(names)
+    is_new = len(found) == len(names) and found.isdisjoint(("", METADATA))
+    return is_new and well_formed("".join(names))
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:
@@ -82,30 +85,45 @@ def bytes_of(dtype: str, shape: Sequence[int]) -> int | None:
     return None if bits % 8 else bits // 8
 
 
-def encode(entries: Sequence[Entry], metadata: Mapping[str, str], least: int = 0) -> bytes:
+def members(names: Sequence[str], texts: Iterable[str]) -> str:
+    """JSON of an object whose values are JSON already. It makes no object for each value: of the
+    thousands of a header, Python's collector would go through all objects of the program."""
+    return "{" + ",".join(map("{}:{}".format, _quoted(names), texts)) + "}"
+
+
+def _quoted(texts: Sequence[str]) -> list[str]:
+    """Each as JSON, which contains no newline, in one call."""
+    text = json.dumps(texts, ensure_ascii=False, separators=("\n", ":"))[1:-1]
+    return text.split("\n") if texts else []
+
+
+@lru_cache(1 << 12)  # a state has few shapes
+def sizes(values: tuple[int, ...]) -> str:
+    """JSON of an array of integers."""
+    return f"[{','.join(map(str, values))}]"
+
+
+def encode(entries: Iterable[Entry], metadata: Mapping[str, str], least: int = 0) -> bytes:
     """The whole header: length, JSON, and the spaces that make its size a multiple of PAGE.
 
     `entries` are written in the order given, which must be the order of their bytes. least: the
     bytes that it has at least, a multiple of PAGE.
     """
-    document: dict[str, Any] = {METADATA: dict(metadata)}
-    for entry in entries:
-        document[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": (entry.begin, entry.end),
-        }
-    if len(document) != len(entries) + 1:
+    names, texts = [METADATA], [members([*metadata], _quoted([*metadata.values()]))]
+    for name, dtype, shape, begin, end in entries:
+        names.append(name)
+        texts.append(f'{{"dtype":"{dtype}","shape":{sizes(shape)},"data_offsets":[{begin},{end}]}}')
+    if len(set(names)) != len(names):
         raise InvariantError("a safetensors header would name a tensor twice")
     try:
-        text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+        text = members(names, texts).encode("utf-8")
     except UnicodeEncodeError as fault:
         facts = {"got": ascii(fault)[:200]}
         raise InvariantError("a tensor name is not Unicode text", facts=facts) from fault
     size = max(least, -(-(LENGTH_BYTES + len(text)) // PAGE) * PAGE) - LENGTH_BYTES
     if size > HEADER_BYTES_MAX:
         facts = {"expected": f"at most {HEADER_BYTES_MAX} bytes", "got": f"{size} bytes"}
-        hint = f"the {len(entries)} names and shapes fill it: save fewer, larger tensors"
+        hint = f"the {len(names) - 1} names and shapes fill it: save fewer, larger tensors"
         raise UsageError("a safetensors header would be too large to read", facts=facts, hint=hint)
     return size.to_bytes(LENGTH_BYTES, "little") + text.ljust(size)
 

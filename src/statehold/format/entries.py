@@ -289,7 +289,7 @@ class EntryReader:
 
     def name(self, name: str) -> None:
         """Check that `name` can be the name of a tensor."""
-        if not header.is_name(name):
+        if not header.are_names([name]):
             self.check.fail("tensors", "the name of a tensor", show(name))
 
     def dtype_and_shape(self, found: Mapping[str, Any], where: str) -> tuple[str, tuple[int, ...]]:

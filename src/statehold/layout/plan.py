@@ -16,6 +16,7 @@ import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from statehold.encoding import header
@@ -142,10 +143,11 @@ def plan_save(
     bits = header.DTYPE_BITS
     order = sorted(range(len(specs)), key=lambda i: (-bits[specs[i].dtype], not specs[i].eager))
     placed = tuple([specs[i] for i in order])
-    entries, at = [], 0
-    for spec in placed:
-        entries.append(header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes))
-        at += spec.nbytes
+    *begins, data_bytes = accumulate([spec.nbytes for spec in placed], initial=0)
+    entries = (
+        header.Entry(spec.name, spec.dtype, spec.shape, at, at + spec.nbytes)
+        for spec, at in zip(placed, begins, strict=True)
+    )
     raw = header.encode(entries, metadata_of(placed, step, world_size, frozen))
     return SavePlan(
         step=step,
@@ -153,10 +155,10 @@ def plan_save(
         rank=rank,
         specs=placed,
         source_index=tuple(order),
-        begins=tuple([len(raw) + entry.begin for entry in entries]),
+        begins=tuple([len(raw) + at for at in begins]),
         header=raw,
         data_begin=len(raw),
-        file_bytes=len(raw) + at,
+        file_bytes=len(raw) + data_bytes,
         part=part,
         frozen=frozen,
     )
@@ -164,8 +166,7 @@ def plan_save(
 
 def check_specs(specs: Sequence[TensorSpec]) -> None:
     """Raise InvariantError for specs that cannot be in one file, or that contradict themselves."""
-    names = {spec.name for spec in specs}
-    if len(names) != len(specs) or not all(map(header.is_name, names)):
+    if not header.are_names([spec.name for spec in specs]):
         raise InvariantError("tensor names must be distinct, and names that a header can hold")
     for spec in specs:
         if spec.dtype not in header.DTYPE_BITS:
@@ -208,17 +209,15 @@ def metadata_of(
     DCP takes the box of a chunk from `saved_offsets` and from the shape in the header. It guesses
     the global shape from the existing files, so we record that, too.
     """
-    offsets, shapes = {}, {}
-    for spec in specs:
-        at = (0,) * len(spec.shape) if spec.offsets is None else spec.offsets
-        offsets[spec.name] = {"saved_offsets": at}
-        shapes[spec.name] = spec.shape if spec.global_shape is None else spec.global_shape
+    names = [spec.name for spec in specs]
+    offsets = [header.sizes(spec.offsets or (0,) * len(spec.shape)) for spec in specs]
+    shapes = [spec.shape if spec.global_shape is None else spec.global_shape for spec in specs]
     return {
         _STEP_KEY: _digits(step),
         **({} if frozen is None else {FROZEN_KEY: _compact(frozen)}),
         "statehold.world_size": str(world_size),
-        "statehold.global_shapes": _compact(shapes),
-        "DCP_SHARDING_INFO": _compact(offsets),
+        "statehold.global_shapes": header.members(names, map(header.sizes, shapes)),
+        "DCP_SHARDING_INFO": header.members(names, map('{{"saved_offsets":{}}}'.format, offsets)),
         "DCP_VERSION": "1.0",
         "format": "pt",
     }

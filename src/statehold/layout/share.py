@@ -16,8 +16,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from statehold.encoding import header
@@ -55,28 +56,39 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of one rank in a save."""
+    """The part of one rank in a save. specs: what the rank holds. shared: by its index, the written
+    layout and the writer of what several ranks hold."""
 
     parts: tuple[Part, ...]
-    held: tuple[HeldTensor, ...]
+    specs: tuple[TensorSpec, ...] = ()
+    shared: Mapping[int, tuple[Layout | None, int]] = field(default_factory=dict)
+
+    def written(self, index: int) -> tuple[AnyLayout | None, int]:
+        """The written layout and the writer of specs[index]."""
+        return self.shared.get(index) or (self.specs[index].layout, 0)
+
+    @cached_property
+    def held(self) -> tuple[HeldTensor, ...]:
+        """In the order of `specs`. A rank that is alone needs none of it."""
+        return tuple(
+            [
+                HeldTensor(spec.name, spec.dtype, global_shape(spec), *self.written(index))
+                for index, spec in enumerate(self.specs)
+            ]
+        )
 
 
 def share(specs: Sequence[TensorSpec], rank: int) -> Share:
-    """The part that `rank` writes of its `specs`; `held` is in the order of `specs`.
+    """The part that `rank` writes of its `specs`.
 
     Raises InvariantError for a spec whose box differs from the one that its layout gives this rank.
     """
-    written = [(spec.layout, 0) for spec in specs]
+    shared: dict[int, tuple[Layout | None, int]] = {}
     for members in _replicated(specs):
-        for index, choice in zip(members, _choose([specs[i] for i in members]), strict=True):
-            written[index] = choice
-    held, parts = [], []
-    for index, (spec, (layout, writer)) in enumerate(zip(specs, written, strict=True)):
-        held.append(HeldTensor(spec.name, spec.dtype, global_shape(spec), layout, writer))
-        part = _part(spec, index, layout, writer, rank)
-        if part is not None:
-            parts.append(part)
-    return Share(tuple(parts), tuple(held))
+        shared.update(zip(members, _choose([specs[i] for i in members]), strict=True))
+    whole = Share((), tuple(specs), shared)
+    parts = [_part(spec, index, *whole.written(index), rank) for index, spec in enumerate(specs)]
+    return replace(whole, parts=tuple([part for part in parts if part is not None]))
 
 
 def global_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -133,10 +133,10 @@ def form_of(tensor: torch.Tensor) -> Form:
 
 
 def forms_of(tensors: Sequence[torch.Tensor], devices: Iterable[int]) -> list[Form]:
-    """The forms of tensors on these devices (devices_of)."""
-    return list(
-        map(Form, map(_dtype, tensors), map(_size, tensors), map(_stride, tensors), devices)
-    )
+    """The forms of tensors on these devices (devices_of); of equal ones, one object."""
+    forms = map(Form, map(_dtype, tensors), map(_size, tensors), map(_stride, tensors), devices)
+    known: dict[Form, Form] = {}
+    return [known.setdefault(form, form) for form in forms]
 
 
 _FIELDS = CapturedTensor._fields

@@ -76,30 +76,43 @@ class SeenBatch:
     """What tensors showed that were found one after the other, each as one of its own.
 
     observed: all else that decided names, places and kinds, by equality. nodes: what came of it.
+    sights: None for usual tensors of this rank alone.
     """
 
-    __slots__ = ("_run", "facts", "names", "nodes", "observed", "sights")
+    __slots__ = ("_run", "_sights", "facts", "names", "nodes", "observed")
 
     def __init__(
         self,
         observed: Any,
         facts: Facts,
+        specs: list[TensorSpec],
         forms: list[Form],
-        sights: dict[str, Sight],
         strided: list[Strided | None],
         are_gated: list[bool],
         nodes: Any,
+        sights: dict[str, Sight] | None = None,
     ) -> None:
-        self.observed, self.facts, self.sights, self.nodes = observed, facts, sights, nodes
-        self.names = frozenset(sights)
+        self.observed, self.facts, self._sights, self.nodes = observed, facts, sights, nodes
+        self.names = frozenset([spec.name for spec in specs])
         self._run = ColumnRun(
-            [sight.spec for sight in sights.values()],
+            specs,
             forms,
             strided,
             [device >= 0 for device in facts.devices],
-            [False] * len(sights),  # owned
+            [False] * len(specs),  # owned
             are_gated,
         )
+
+    @property
+    def sights(self) -> dict[str, Sight]:
+        """By name. They are seldom asked for, and a state has many."""
+        if self._sights is None:
+            specs, forms = self._run.columns[:2]
+            self._sights = {
+                spec.name: Sight(form.dtype, form.shape, spec.eager, OWN, spec, True)
+                for spec, form in zip(specs, forms, strict=True)
+            }
+        return self._sights
 
     def add_to(self, tensors: Tensors, reading: BatchFacts) -> None:
         """The tensors of a reading with equal facts."""
@@ -295,17 +308,12 @@ class Found:
         forms = forms_of(reading.tensors, reading.facts.devices)
         stored: list[Any] = [_stored(form.dtype, form.shape) for form in forms]
         are_known = any(self._seen.before(name) or self._is_taken(name) for name in names)
-        are_names = len(set(names)) == len(names) and all(map(header.is_name, names))
         are_usual = None not in stored and all(map(_is_leaf, reading.tensors))
-        if are_known or not are_names or not are_usual or reading.facts.layouts:
+        if are_known or not header.are_names(names) or not are_usual or reading.facts.layouts:
             return None
         specs = map(TensorSpec, names, *zip(*stored, strict=True), are_eager)
-        sights = {
-            spec.name: Sight(form.dtype, form.shape, spec.eager, OWN, spec, True)
-            for spec, form in zip(specs, forms, strict=True)
-        }
         strided, are_gated = list(map(strides_of, reading.tensors)), [False] * len(names)
-        return SeenBatch(observed, reading.facts, forms, sights, strided, are_gated, nodes)
+        return SeenBatch(observed, reading.facts, list(specs), forms, strided, are_gated, nodes)
 
     def remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:
         """Keep what the next capture needs to recognise `values`, which were added one by one from
@@ -326,7 +334,8 @@ class Found:
         if is_usual and len(sights) == len(values):
             strided = [each.strided for each in added]
             are_gated = [each.is_gated for each in added]
-            batch = SeenBatch(observed, reading.facts, forms, sights, strided, are_gated, nodes)
+            specs, facts = [each.spec for each in added], reading.facts
+            batch = SeenBatch(observed, facts, specs, forms, strided, are_gated, nodes, sights)
             self._seen.batches_now[key] = batch
 
     def _add_places(self, places: Sequence[int]) -> bool:
@@ -461,7 +470,7 @@ class Found:
         problem = ""
         if not name:
             problem = "the path of a tensor consists of empty keys, so the tensor has no name"
-        elif not header.is_name(name):
+        elif not header.are_names([name]):
             problem = "safetensors files cannot hold a tensor of this name"
         elif self._is_taken(name):
             problem = "two tensors of the state have the same name"

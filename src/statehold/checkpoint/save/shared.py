@@ -14,7 +14,7 @@
 Invariants: a file is linked only if its bytes were proven to be those in memory, in this save. If
 anything fails, the save fails, and no tensor is in two files of it or in none.
 
-Not here: which parts go where (sharing), second names (taking), the files' names (steps/pool).
+Not here: which parts go where (sharing), second names (pipeline), the files' names (steps/pool).
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def plan_of(parts: Sequence[Part], of: SavePlan) -> RankPlan:
     another plan. The parts of the result are in file order."""
     save = plan_file(parts, of)
     ordered = tuple([parts[index] for index in save.source_index])
-    return RankPlan(replace(save, source_index=tuple(range(len(parts)))), Share(ordered, held=()))
+    return RankPlan(replace(save, source_index=tuple(range(len(parts)))), Share(ordered))
 
 
 def plan_file(

@@ -220,7 +220,7 @@ class Sharing:
         if self._own is None or self._own[0] != away:
             parts = [part for part in plan.share.parts if part.source not in away]
             found = plan_file(parts, plan.save, plan.save.frozen)
-            self._own = away, RankPlan(found, Share(tuple(parts), plan.share.held))
+            self._own = away, RankPlan(found, replace(plan.share, parts=tuple(parts)))
         own = self._own[1]
         return RankPlan(own.save.at_step(plan.save.step), own.share)
 
@@ -311,7 +311,7 @@ def _stamps(captured: Tensors, parts: Sequence[Part]) -> Stamps:
 def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:
     """The plan of a file for parts that equal its own, from other places of the state."""
     specs = tuple([part.spec for part in parts])
-    return RankPlan(replace(plan.save, specs=specs), Share(parts, held=()))
+    return RankPlan(replace(plan.save, specs=specs), Share(parts))
 
 
 # -- the step that the job goes on from ------------------------------------------------------------
