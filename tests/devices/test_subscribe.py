@@ -67,7 +67,7 @@ def test_a_device_without_memory_leaves_the_old_step(
     tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scratch memory is taken before the first tensor changes."""
-    from statehold.subscription import copying
+    from statehold.subscription import subscribe
 
     plain = machine.put(torch.zeros(8, 12))
     there = {"a": plain, "b": machine.put(torch.zeros(12, 8)).t()}
@@ -84,7 +84,7 @@ def test_a_device_without_memory_leaves_the_old_step(
             def full(*_: object) -> torch.Tensor:
                 raise torch.OutOfMemoryError("injected")
 
-            patch.setattr(copying, "_beside", full)
+            patch.setattr(subscribe, "_beside", full)
             with pytest.raises(torch.OutOfMemoryError, match="injected"):
                 update.apply()
         with machine.still():

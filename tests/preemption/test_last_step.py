@@ -9,9 +9,9 @@ import pytest
 
 from statehold.errors import PeerLostError
 from statehold.ranks.peers import Peers
+from statehold.ranks.preemption import Preemption
 from statehold.ranks.preemption.deadline import Deadline
 from statehold.ranks.preemption.exchange import Hearing, LastStep, Position
-from statehold.ranks.preemption.preemption import Preemption
 from support.boards import peers_of
 from support.faults import DEADLINE_S, must
 from support.in_memory import MemoryBoard

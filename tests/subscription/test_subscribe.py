@@ -20,8 +20,8 @@ import statehold
 from statehold import _core
 from statehold.errors import ClosedError, UsageError
 from statehold.steps.nearest import Nearest
-from statehold.subscription import copying, subscribe
 from statehold.subscription import levels as watching
+from statehold.subscription import subscribe
 from statehold.subscription.spare import Spare
 from support.faults import DEADLINE_S, SMALL
 from support.interrupts import Interrupts
@@ -534,7 +534,7 @@ def test_after_an_update_that_failed_everything_is_read_again(
         def fails(*_: object) -> None:
             raise torch.OutOfMemoryError("injected")
 
-        patch.setattr(copying, "_put", fails)
+        patch.setattr(subscribe, "_put", fails)
         with pytest.raises(torch.OutOfMemoryError, match="injected"):
             update.apply()
     assert updates.step is None

@@ -4,7 +4,7 @@ Owns: the memory of one update, which the next one uses again; the reading of pi
 Invariants: read() returns only if every piece is there and has its checksum. The files are not
 needed afterwards, so whatever happens to them changes nothing. A writer of this host does not
 overwrite a file that is open here. The memory is pinned if a device is to read it.
-Not here: which pieces (preparing), where they go from here (copying).
+Not here: which pieces (preparing), where they go from here (subscribe).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
+from statehold.resilience.data.course import SIZE_MAX, Permutation
 from statehold.resilience.data.derivation import words
-from statehold.resilience.data.permutation import SIZE_MAX, Permutation
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> list[int]:

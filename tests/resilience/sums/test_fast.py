@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from statehold.errors import InvariantError
-from statehold.resilience.sums import bucket
+from statehold.resilience.sums import fast
 from statehold.resilience.sums.fast import FastSum
 from statehold.resilience.sums.report import UnlikeError
 from support.columns import Column, Lost, bits_of, together
@@ -22,8 +22,8 @@ M = 6
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of one layer or so."""
-    monkeypatch.setattr(bucket, "BUCKET_BYTES", 4 * 72)
-    monkeypatch.setattr(bucket, "FIRST_BYTES", 4 * 4)
+    monkeypatch.setattr(fast, "BUCKET_BYTES", 4 * 72)
+    monkeypatch.setattr(fast, "FIRST_BYTES", 4 * 4)
 
 
 class Model(nn.Module):

@@ -2,7 +2,7 @@
 
 Invariants: what `words` returns never changes. A checkpoint says which samples are consumed only
 by the number of steps, so another derivation would silently repeat some samples and skip others.
-Not here: what the words are for (permutation, seeding).
+Not here: what the words are for (course, seeding).
 """
 
 from __future__ import annotations
