@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     store = Store(fs, path, keep=keep, reuse=False)
     _check_names(store, keep)
     if args.yes:
-        lock = RunLock(path)
+        lock = RunLock(path, passes=True)
         try:
             document = _plan(fs, store, path, args)
             if args.leftovers:

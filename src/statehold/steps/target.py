@@ -222,7 +222,8 @@ class CopyEngine:
 class StoreSite:
     """Where the store of a level lies, and how steps get there.
 
-    called: the directory as the user named it. yields: an agent opens it (lock).
+    called: the directory as the user named it. yields, passes: an agent, or a command, opens it
+        (lock).
     takes_copies: False for the first level, where steps are only saved.
     make_home: makes the directory, where it is not for everybody to look into.
     owned: whose steps these are; None for the run directory itself.
@@ -236,6 +237,7 @@ class StoreSite:
     takes_copies: bool = True
     make_home: Callable[[str], object] = lambda root: None
     owned: OwnedSteps | None = None
+    passes: bool = False
 
 
 class DirectoryPlace(Target):
@@ -311,9 +313,9 @@ class DirectoryPlace(Target):
             self._site.make_home(self.store.root)
             self.store.create()
             if self.store.leads:
-                disk = id(self._fs) if self._fs.backend == "sim" else 0
+                site, disk = self._site, id(self._fs) if self._fs.backend == "sim" else 0
                 self._lock = self._lock or RunLock(
-                    self._site.called, disk=disk, yields=self._site.yields
+                    site.called, disk=disk, yields=site.yields, passes=site.passes
                 )
                 if self.owned is not None:
                     self.owned.claim(is_empty=not self.store.steps())
@@ -502,7 +504,7 @@ def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[
     """A directory that copies are put into, locked. After an error it keeps what the next copy can
     use, unless the storage has no room."""
     engine = CopyEngine(store.fs, buffer_bytes)
-    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False))
+    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False, passes=True))
     try:
         place.prepare(None)
         yield place
