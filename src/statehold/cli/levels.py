@@ -180,13 +180,13 @@ def far_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def steps_of(levels: Sequence[FoundLevel], *, counting: bool = False) -> list[int]:
-    """The steps that any of the levels has, oldest first. counting: not damaged copies."""
+    """The steps that any of the levels has, oldest first. counting: only those that can be read."""
     return sorted(
         {
             step
             for level in levels
             for step, copy in level.held.items()
-            if not (counting and copy["state"] == "damaged")
+            if not counting or copy["state"] in ("committed", "part")
         }
     )
 

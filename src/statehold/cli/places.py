@@ -57,7 +57,7 @@ def describe(store: DirectoryShelf, step: int, *, is_part: bool = False) -> dict
 
     def look() -> Manifest | Commit:
         manifest = load_manifest(store.fs, directory)
-        check_files(store.fs, directory, is_part=is_part)
+        check_files(store.fs, step, directory, is_part=is_part)
         return manifest
 
     try:

@@ -351,15 +351,17 @@ class DirectoryPlace(Target):
         retire what does not stay. Otherwise a full disk takes no step that retires others.
 
         Nobody knows yet that a newer step is whole, so the one that this job has restored stays,
-        too, or the newest one with all its files. prepare() would be too early: restore() calls it
-        to set a damaged step aside. Several hosts learn only from a commit what is whole on all.
+        too, or the newest one with all its files that this version reads. prepare() would be too
+        early: restore() calls it to set a damaged step aside. Several hosts learn only from a
+        commit what is whole on all.
         """
         if self.is_apart or self.may_be_apart:
             return
         with contextlib.suppress(StateholdError):  # the retention after the commit says why
             steps, intact = self.steps(), self.store.intact
             if intact is None and len(self.store.kept(steps)) < len(steps):
-                intact = next((n for n in reversed(steps) if is_whole(self.store, n)), steps[-1])
+                whole = (n for n in reversed(steps) if is_whole(self.store, n, newer=False))
+                intact = next(whole, steps[-1])
             self.store.retain(intact, steps)
             self.may_lack_room = False
 
@@ -440,7 +442,7 @@ class DirectoryPlace(Target):
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)
-        listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step))
+        listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step), step)
         records = listed.records if isinstance(listed, Commit) else ()
         self.store.commit(Copied(step, manifest), attempt, records)
         with contextlib.suppress(StorageError):  # the next copy clears them
