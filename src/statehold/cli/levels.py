@@ -65,6 +65,11 @@ class FoundLevel:
     place: InDirectory | InObjects | None = None
     held: dict[int, Document] = field(default_factory=dict)
 
+    @property
+    def readable(self) -> list[int]:
+        """The steps that are neither damaged nor of a newer format."""
+        return [n for n, copy in self.held.items() if copy["state"] in ("committed", "part")]
+
     def document(self) -> Document:
         """The level in the output of --json."""
         entry = self.entry
@@ -179,16 +184,9 @@ def far_options(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def steps_of(levels: Sequence[FoundLevel], *, counting: bool = False) -> list[int]:
-    """The steps that any of the levels has, oldest first. counting: only those that can be read."""
-    return sorted(
-        {
-            step
-            for level in levels
-            for step, copy in level.held.items()
-            if not counting or copy["state"] in ("committed", "part")
-        }
-    )
+def steps_of(levels: Sequence[FoundLevel]) -> list[int]:
+    """The steps that any of the levels has, oldest first."""
+    return sorted({step for level in levels for step in level.held})
 
 
 def copies_of(levels: Sequence[FoundLevel], step: int) -> list[tuple[FoundLevel, Document]]:
