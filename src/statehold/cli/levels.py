@@ -240,11 +240,7 @@ class InObjects(ObjectSteps):
             **found,
             "bytes": part.nbytes + documents,
             "files": len(part.files) + len(part.records) + 1,
-            "created": manifest.created,
-            "world_size": manifest.world_size,
-            "version": manifest.version,
-            "writer": manifest.writer,
-            **said(manifest.about),
+            **said(manifest),
         }
 
     @contextlib.contextmanager

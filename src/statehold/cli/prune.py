@@ -14,6 +14,7 @@ set aside as damaged stay: a person decides about those.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,17 +38,14 @@ def run(args: argparse.Namespace) -> int:
     keep = _policy(args)
     store = Store(fs, path, keep=keep, reuse=False)
     _check_names(store, keep, args.pin)
-    if args.yes:
-        lock = RunLock(path, passes=True)
-        try:
-            document = _plan(fs, store, path, args)
-            if args.leftovers:
-                store.recover()
-            store.retain(among=_counting(document))
-        finally:
-            lock.release()
-    else:
+    with contextlib.ExitStack() as lock:
+        if args.yes:
+            lock.callback(RunLock(path, passes=True).release)
         document = _plan(fs, store, path, args)
+        if args.yes and args.leftovers:
+            store.recover()
+        if args.yes:
+            store.retain(among=set(store.steps()).difference(document["damaged"]))
     document["done"] = args.yes
     emit(document) if args.json else _show(document)
     return codes.YES
@@ -128,12 +126,6 @@ _HIDDEN = ("replaced", "spare", "shared")
 def _is_damaged(fs: Any, store: Store, step: int) -> bool:
     found = describe(store, step, is_part=is_per_host(store.root))
     return found is not None and found["state"] != "committed"
-
-
-def _counting(document: dict[str, Any]) -> set[int]:
-    """The steps among which the rules choose."""
-    retired = {each["step"] for each in document["retire"]}
-    return retired.union(document["keep"]).difference(document["damaged"])
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ Bytes of the lock file say which process does what, and the kernel forgets each 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -198,10 +199,8 @@ def is_saved_into(run: str) -> bool:
         file = LockFile(path, is_made=False)
     except OSError as error:
         return isinstance(error, PermissionError)
-    try:
+    with contextlib.closing(file):
         return file.is_taken(_RIGHT)
-    finally:
-        file.close()
 
 
 def _is_stopped(pid: int) -> bool:
