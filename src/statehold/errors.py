@@ -145,7 +145,9 @@ class ClosedError(UsageError):
 
 
 class RunBusyError(UsageError):
-    """Another Checkpointer holds the run directory for saving."""
+    """Another Checkpointer holds the run directory for saving; `passes`: a command, for a while."""
+
+    passes = False
 
 
 class PortInUseError(UsageError):

@@ -351,9 +351,21 @@ def test_prune_does_not_count_a_damaged_step(run: Path, say: Say, ask: Ask) -> N
     assert (document["keep"], document["damaged"], document["retire"]) == ([1, 2], [2], [])
     code, text = say("prune", run, "--keep", 1, "--yes")
     assert code == 0
-    assert "damaged steps do not count and stay: 2" in text
+    assert "damaged, or of a newer format, do not count and stay: 2" in text
     assert (run / "step-000000000001").exists()
     assert manifest.exists()
+
+
+@pytest.mark.parametrize("pin", ["0002", "2", "99999999999999"])
+def test_a_pin_of_digits_is_a_step_or_a_tag(tmp_path: Path, ask: Ask, pin: str) -> None:
+    for step in range(1, 5):
+        write_step(tmp_path / "run", step, {}, About(tags=(pin,) if step == 1 else ()))
+    code, document = ask("prune", tmp_path / "run", "--keep", 1, "--pin", pin, "--yes")
+    kept = [1, 4] if len(pin) > 12 else [1, 2, 4]
+    assert (code, document["keep"]) == (0, kept)
+    for other in ("77", "0" * 20, "other"):  # neither a step nor a tag: nothing is deleted
+        assert ask("prune", tmp_path / "run", "--keep", 1, "--pin", other, "--yes")[0] == 3
+    assert ask("ls", tmp_path / "run")[1]["steps"][0]["step"] == 1
 
 
 def test_prune_of_leftovers(run: Path, ask: Ask) -> None:

@@ -18,9 +18,10 @@ from lineage.test_family import on_storage
 from statehold import Checkpointer, Directory, Memory
 from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.checkpoint.levels.memory import memory_path
-from statehold.cli import main
-from statehold.errors import CorruptionError
+from statehold.cli import levels, main
+from statehold.errors import CorruptionError, RunBusyError
 from statehold.reading.places import file_system
+from statehold.steps.lock import RunLock
 from support.faults import DEADLINE_S, SMALL, must
 from support.levels import settle
 from support.sharing import Tuned
@@ -156,6 +157,38 @@ def test_a_step_that_is_nowhere_else_stays(run: Path, capsys: pytest.CaptureFixt
     assert statehold.open(run).steps()[-1] == 9
 
 
+def test_another_save_of_a_step_is_not_elsewhere(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of step 3, the second save is in memory alone."""
+    save(run)
+    with Checkpointer(run, levels=[Memory()], **SMALL) as ckpt:
+        ckpt.save(3, {"w": torch.zeros(3)}).wait("committed", DEADLINE_S)
+    document = answer(capsys, "free", run)
+    assert (document["only_here"], document["newer"]) == ([3], [3])
+    assert "steps   3" in answer(capsys, "free", run, "--yes", code=2)
+    kept = statehold.load(f"{memory_path(str(run))}@3")
+    assert kept["w"].tolist() == [0, 0, 0]
+
+
+def test_free_looks_under_its_lock(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run)
+    looked = []
+
+    def look(*words: Any, **options: Any) -> list[levels.FoundLevel]:
+        with pytest.raises(RunBusyError) as refused:
+            RunLock(memory_path(str(run)), yields=True)
+        looked.append(refused.value.passes)
+        return levels_of(*words, **options)
+
+    levels_of = levels.levels_of
+    monkeypatch.setattr(levels, "levels_of", look)
+    assert answer(capsys, "free", run, "--yes")["done"]
+    assert looked == [True]
+
+
 def test_an_older_step_that_is_nowhere_else_is_named(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,8 +236,10 @@ def test_memory_in_use_is_refused(run: Path, who: str, capsys: pytest.CaptureFix
         try:
             must(holder.stdout is not None and holder.stdout.readline() == b"held\n")
             assert answer(capsys, "free", run)["memory"][0]["used"]
-            assert "a job or an agent uses" in answer(capsys, "free", run, "--yes", code=4)
+            words = {"agent": "an agent is at work", "job": "already saving"}[who]
+            assert words in answer(capsys, "free", run, "--yes", code=4)
             assert Path(memory).is_dir()
+            assert holder.poll() is None
             if who == "agent":
                 freed = answer(capsys, "free", run, "--yes", "--force")
                 assert freed["done"]

@@ -9,14 +9,14 @@ import torch
 
 import statehold
 from cli.conftest import Asked
-from statehold.cli.doctor import Leftover, left_behind
+from statehold.cli.doctor import Check, left_behind
 from statehold.reading.places import file_system
 from statehold.steps.lock import RunLock, is_saved_into
 from support.faults import SMALL
 from support.levels import save
 
 
-def found(path: Path, shared: Path) -> dict[str, Leftover]:
+def found(path: Path, shared: Path) -> dict[str, Check]:
     return {left.name: left for left in left_behind(file_system(), str(path), str(shared))}
 
 
@@ -47,7 +47,7 @@ def test_what_lies_there_is_told_of(tmp_path: Path) -> None:
     assert told["memory of runs"].value == "1 run, 0 in use, 2 KiB", "a file counts once"
     assert told["brought near"].value.startswith("10 B in ")
     assert told["half steps"].value == "1, 1000 B"
-    assert told["half steps"].is_waste
+    assert told["half steps"].ok is None
     assert told["agent's log"].value.startswith("two")
     lock = RunLock(str(memory))
     assert found(run, shared)["memory of runs"].value.startswith("1 run, 1 in use")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch
 import statehold
 from statehold.observe import background_log
 from statehold.reading.places import file_system
+from statehold.steps.store import Store
+from statehold.steps.target import opened
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 
@@ -98,6 +102,55 @@ def test_who_passes_over_a_newer_step_says_so(
         call()
         assert f"step 5 of {run_of} has lost a file" in caplog.text
         assert f"statehold verify {run_of}@5" in caplog.text
+
+
+def edited(manifest: Path, **members: object) -> None:
+    """With a seal that is right, as another program would write it."""
+    body = {**json.loads(manifest.read_bytes()), **members}
+    body.pop("manifest_sha256")
+    raw = json.dumps(body, separators=(",", ":")).encode()[:-1]
+    seal = hashlib.sha256(raw).hexdigest()
+    manifest.write_bytes(raw + f',"manifest_sha256":"{seal}"}}\n'.encode())
+
+
+def renamed(run: Path) -> None:
+    (run / "step-000000000004").rename(run / "step-000000000009")
+
+
+def newer(run: Path) -> None:
+    edited(run / "step-000000000004" / "manifest.json", version=99)
+
+
+@pytest.mark.parametrize(
+    ("change", "number", "state"), [(renamed, 9, "damaged"), (newer, 4, "newer format")]
+)
+def test_no_step_that_restores_goes_for_one_that_does_not(
+    run_of: Path, ask: Asked, change: Callable[[Path], None], number: int, state: str
+) -> None:
+    change(run_of)
+    assert [each["state"] for each in ask("ls", run_of)[1]["steps"]] == ["committed"] * 3 + [state]
+    code, told = ask("prune", run_of, "--keep", 1, "--yes")
+    assert (code, told["keep"], told["damaged"]) == (0, [3, number], [number])
+    assert [each["step"] for each in told["retire"]] == [1, 2]
+    assert ask("verify", f"{run_of}@3")[0] == 0
+
+
+def test_a_renamed_step_is_not_the_newest(run_of: Path, ask: Asked) -> None:
+    renamed(run_of)
+    assert statehold.open(run_of).newest().step == 3
+    assert ask("show", run_of)[1]["step"] == 3
+
+
+@pytest.mark.parametrize("change", [renamed, newer])
+def test_the_first_save_of_a_job_leaves_a_step_that_restores(
+    run_of: Path, change: Callable[[Path], None]
+) -> None:
+    """It makes room before the new step is there."""
+    change(run_of)
+    store = Store(file_system(), str(run_of), keep=1, reuse=False)
+    with opened(store, str(run_of), "here", 1 << 20) as place:
+        place.make_room()
+    assert store.steps()[0] == 3
 
 
 def test_a_copy_that_has_lost_a_file_is_made_again(run_of: Path, ask: Asked) -> None:

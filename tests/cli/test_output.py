@@ -6,6 +6,7 @@ import ast
 import fcntl
 import importlib.util
 import io
+import json
 import os
 import pty
 import re
@@ -347,3 +348,16 @@ def test_a_real_terminal(wide: Path) -> None:
     table = bare.split("\n\n")[1]
     assert max(map(len, table.splitlines())) <= 66
     assert "…" in table
+
+
+def test_json_is_utf8_whatever_names_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a file that is no UTF-8 is escaped, so a reader gets the name back."""
+    Path(os.fsdecode(bytes(run / "step-000000000002") + b"/odd\xff")).touch()
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["verify", str(run), "--json"]) == 0
+        out.flush()
+        document = json.loads(raw.getvalue().decode("utf-8"))
+    (step,) = document["steps"]
+    assert step["foreign"] == ["odd\udcff"]

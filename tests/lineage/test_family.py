@@ -16,6 +16,7 @@ from statehold.cli import main
 from statehold.lineage.family import family
 from statehold.reading.sizes import sizes, sizes_of_steps
 from support.faults import DEADLINE_S, SMALL
+from support.runs import write_step
 from support.sharing import Tuned
 
 pytestmark = pytest.mark.usefixtures("small_shared_files")
@@ -236,3 +237,24 @@ def test_a_run_whose_only_step_is_a_link_has_a_problem_in_words(tmp_path: Path) 
     problems = {member.run: member.problem for member in family(str(tmp_path))}
     assert problems[f"{tmp_path}/a"] is None
     assert "is a link or a file" in str(problems[f"{tmp_path}/b"])
+
+
+def test_runs_behind_links_are_listed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, disk = tmp_path / "runs", tmp_path / "disk"
+    expected = [disk / "exp" / "deep", disk / "other", runs / "here"]
+    for run in expected:
+        write_step(run, 1, {})
+    links = {
+        "exp": disk / "exp", "again": disk / "exp" / "deep", "other": disk / "other",
+        "twin": runs / "here", "loop": runs, "up": tmp_path, "gone": tmp_path / "nowhere",
+        "step": runs / "here" / "step-000000000001",
+    }  # fmt: skip
+    for name, target in links.items():
+        (runs / name).symlink_to(target)
+    (disk / "exp" / "back").symlink_to(runs)
+    (disk / "exp" / "far").symlink_to("/")
+    found = answer(capsys, "tree", runs)["runs"]
+    assert [each["run"] for each in found] == list(map(str, expected))
+    assert answer(capsys, "catalog", runs)["steps"] == 3

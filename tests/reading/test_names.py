@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import statehold
 from statehold.cli import codes, main
 from statehold.cli.output import emit
 from statehold.errors import UsageError
-from statehold.options.paths import NamedStep, named_step
+from statehold.options.paths import NamedStep, check_run, named_step
 from support.faults import DEADLINE_S, SMALL
 from support.levels import save
 
@@ -70,6 +71,36 @@ def test_one_name_means_one_step(
 ) -> None:
     for index, (name, step) in enumerate(NAMES.items()):
         assert read(name.replace("RUN", str(run)), tmp_path / str(index)) == step, name
+
+
+def test_metrics_and_tags_may_have_slashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        for step in (1, 2):
+            said: Any = {"metrics": {"val/loss": -step}, "tags": [f"exp/{step}"]}
+            ckpt.save(step, {"w": torch.full((4,), step)}, **said).wait("committed", DEADLINE_S)
+    names = {"best:val/loss": 2, "best:val/loss,max": 1, "tag:exp/1": 1, "tag:exp/2": 2}
+    for name, step in names.items():
+        assert by_load(f"{run}@{name}", tmp_path) == step
+        assert by_source(f"{run}@{name}", tmp_path) == step
+        assert main(["diff", f"{run}@{step}", f"@{name}"]) == codes.YES
+        with pytest.raises(UsageError, match="called like a step"):
+            statehold.Checkpointer(f"{run}@{name}", **SMALL)
+    monkeypatch.chdir(tmp_path)
+    assert by_load("run@tag:exp/1", tmp_path) == 1
+
+
+def test_a_slash_of_a_path_is_none_of_a_metric(tmp_path: Path) -> None:
+    for name in ("x@best:loss", "y"):
+        os.mkdir(tmp_path / name)
+    for text in (f"{tmp_path}/x@best:loss/run", f"{tmp_path}/z@tag:a/run"):  # not there yet
+        assert named_step(text) == NamedStep(text)
+        assert named_step(f"{text}@8") == NamedStep(text, 8)
+        assert check_run(text) == text
+    os.mkdir(tmp_path / "x")
+    text = f"{tmp_path}/x@best:loss/run"
+    assert named_step(text) == NamedStep(text)
+    assert named_step(f"{tmp_path}/y@best:loss/1") == NamedStep(f"{tmp_path}/y", best="loss/1")
 
 
 def test_a_name_that_exists_is_not_cut(tmp_path: Path) -> None:

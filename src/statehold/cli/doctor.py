@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     path = directory_of(args.path)
     if not os.path.isdir(path):
         raise NotFoundError("no such directory", facts={"path": path})
-    checks = [*_machine(), *_storage(path), *_left(path)]
+    checks = [*_machine(), *_storage(path), *left_behind(file_system(), path)]
     healthy = all(check.ok is not False for check in checks)
     if args.json:
         emit({"path": path, "healthy": healthy, "checks": [asdict(check) for check in checks]})
@@ -170,11 +170,6 @@ def _storage(path: str) -> Iterator[Check]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _left(path: str) -> Iterator[Check]:
-    for left in left_behind(file_system(), path):
-        yield Check(left.name, left.value, None if left.is_waste else True, left.means)
-
-
 def _file_system(path: str) -> Check:
     kind = mount_of(path).kind
     if kind.split(".")[0] in _NETWORK:
@@ -269,78 +264,58 @@ def _lock(directory: str) -> bool:
 _LINE_BYTES_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A leftover. is_waste: nobody needs it, as far as one can see."""
+# kind (places.leftovers_of), name, meaning, and whether a live job uses it.
+_LEFT = (
+    ("partial", "half steps",
+     "from a save or copy that did not end; the next one removes it or continues it", True),
+    ("shared", "shared files",
+     "names of files of steps that a job kept for its next save; the next job clears them", True),
+    ("corrupt", "set aside", "damaged and set aside, for a person to inspect", False),
+)  # fmt: skip
 
-    name: str
-    value: str
-    means: str
-    is_waste: bool = False
 
-
-def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Leftover]:
-    """The leftovers in the run `path`, if it is one, and in the memory of this host."""
+def left_behind(fs: Fs, path: str, shared: str = SHARED_MEMORY) -> Iterator[Check]:
+    """The leftovers in the run `path`, if it is one, and in the memory of this host. ok: None for
+    waste, which nobody needs, as far as one can see."""
     yield from _memory(home_path(shared))
     for folder in dict.fromkeys((shared, path)):
         yield from _near(folder)
     yield from _in_run(fs, path)
 
 
-def _memory(home: str) -> Iterator[Leftover]:
+def _memory(home: str) -> Iterator[Check]:
     runs = [os.path.join(home, name) for name in _own_directories(home)]
     if not runs:
         return
     used = sum(is_saved_into(run) for run in runs)
-    size = format_bytes(sizes(runs).bytes)
-    yield Leftover(
-        "memory of runs",
-        f"{counted(len(runs), 'run')}, {used} in use, {size}",
-        f"steps that stay until the host restarts, in {home}; statehold free RUN frees those of a "
-        f"run",
-    )
+    found = f"{counted(len(runs), 'run')}, {used} in use, {format_bytes(sizes(runs).bytes)}"
+    means = f"steps that stay until the host restarts, in {home}; statehold free RUN frees them"
+    yield Check("memory of runs", found, means=means)
 
 
-def _near(folder: str) -> Iterator[Leftover]:
+def _near(folder: str) -> Iterator[Check]:
     found = [name for name in _own_directories(folder) if name.startswith(PREFIX)]
     if found:
         size = format_bytes(sizes(os.path.join(folder, name) for name in found).bytes)
         means = "files of a restore that is under way or was killed; remove them if it was killed"
-        yield Leftover("brought near", f"{size} in {folder}/{PREFIX}*", means, is_waste=True)
+        yield Check("brought near", f"{size} in {folder}/{PREFIX}*", None, means)
 
 
-def _in_run(fs: Fs, path: str) -> Iterator[Leftover]:
+def _in_run(fs: Fs, path: str) -> Iterator[Check]:
     left = leftovers_of(fs, path)
     is_used = is_saved_into(path)
-    halves = [each for each in left if each["kind"] == "partial"]
-    if halves:
-        ended = "from a save or copy that did not end; the next one removes it or continues it"
-        means = "a job is at work" if is_used else ended
-        yield Leftover("half steps", _sized(path, halves), means, is_waste=not is_used)
-    names = [each for each in left if each["kind"] == "shared"]
-    if names:
-        ended = (
-            "names of files of steps that a job kept for its next save; the next job clears them"
-        )
-        means = "a job is at work" if is_used else ended
-        yield Leftover("shared files", _sized(path, names), means, is_waste=not is_used)
-    aside = [each for each in left if each["kind"] == "corrupt"]
-    if aside:
-        yield Leftover(
-            "set aside", _sized(path, aside), "damaged and set aside, for a person to inspect", True
-        )
+    for kind, name, means, is_jobs in _LEFT:
+        if found := [each for each in left if each["kind"] == kind]:
+            means, ok = ("a job is at work", True) if is_jobs and is_used else (means, None)
+            size = format_bytes(bytes_of(path, found))
+            yield Check(name, f"{len(found)}, {size}", ok, means)
     if os.path.lexists(os.path.join(path, FILE_NAME)):
         means = "to list their steps: statehold ls RUN --levels"
-        yield Leftover("levels", "noted in " + FILE_NAME, means)
+        yield Check("levels", "noted in " + FILE_NAME, means=means)
     line = _last_line(os.path.join(path, LOG_NAME))
     if line:
-        yield Leftover(
-            "agent's log", line[:120], f"its last report after the death of a trainer: {LOG_NAME}"
-        )
-
-
-def _sized(run: str, found: list[dict[str, Any]]) -> str:
-    return f"{len(found)}, {format_bytes(bytes_of(run, found))}"
+        means = f"its last report after the death of a trainer: {LOG_NAME}"
+        yield Check("agent's log", line[:120], means=means)
 
 
 def _own_directories(folder: str) -> list[str]:

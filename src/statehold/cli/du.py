@@ -7,7 +7,6 @@ Not here: how they are counted (reading/sizes).
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, say, table
@@ -32,13 +31,9 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _document(found: StepSizes) -> dict[str, Any]:
+def _document(found: StepSizes) -> dict[str, int]:
     return {"bytes": found.bytes, "own_bytes": found.own_bytes, "shared_bytes": found.shared_bytes}
 
 
-def _texts(found: StepSizes) -> tuple[str, str, str]:
-    return (
-        format_bytes(found.bytes),
-        format_bytes(found.own_bytes),
-        format_bytes(found.shared_bytes),
-    )
+def _texts(found: StepSizes) -> tuple[str, ...]:
+    return tuple(map(format_bytes, _document(found).values()))

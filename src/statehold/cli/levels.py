@@ -65,6 +65,11 @@ class FoundLevel:
     place: InDirectory | InObjects | None = None
     held: dict[int, Document] = field(default_factory=dict)
 
+    @property
+    def readable(self) -> list[int]:
+        """The steps that are neither damaged nor of a newer format."""
+        return [n for n, copy in self.held.items() if copy["state"] in ("committed", "part")]
+
     def document(self) -> Document:
         """The level in the output of --json."""
         entry = self.entry
@@ -179,16 +184,9 @@ def far_options(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def steps_of(levels: Sequence[FoundLevel], *, counting: bool = False) -> list[int]:
-    """The steps that any of the levels has, oldest first. counting: not damaged copies."""
-    return sorted(
-        {
-            step
-            for level in levels
-            for step, copy in level.held.items()
-            if not (counting and copy["state"] == "damaged")
-        }
-    )
+def steps_of(levels: Sequence[FoundLevel]) -> list[int]:
+    """The steps that any of the levels has, oldest first."""
+    return sorted({step for level in levels for step in level.held})
 
 
 def copies_of(levels: Sequence[FoundLevel], step: int) -> list[tuple[FoundLevel, Document]]:
@@ -242,11 +240,7 @@ class InObjects(ObjectSteps):
             **found,
             "bytes": part.nbytes + documents,
             "files": len(part.files) + len(part.records) + 1,
-            "created": manifest.created,
-            "world_size": manifest.world_size,
-            "version": manifest.version,
-            "writer": manifest.writer,
-            **said(manifest.about),
+            **said(manifest),
         }
 
     @contextlib.contextmanager

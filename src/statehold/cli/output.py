@@ -190,8 +190,9 @@ faint = partial(Styled.of, "faint")
 strong = partial(Styled.of, "strong")
 
 
-# JSON takes them raw. To a reader of lines they end a line, and a terminal may obey them.
-_UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029]")
+# JSON takes them raw. To a reader of lines they end a line, and a terminal may obey them. UTF-8
+# cannot hold the last ones, which stand for the bytes of names in another encoding.
+_UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def emit(document: Any, *, indent: int | None = 1) -> None:

@@ -57,7 +57,7 @@ def describe(store: DirectoryShelf, step: int, *, is_part: bool = False) -> dict
 
     def look() -> Manifest | Commit:
         manifest = load_manifest(store.fs, directory)
-        check_files(store.fs, directory, is_part=is_part)
+        check_files(store.fs, step, directory, is_part=is_part)
         return manifest
 
     try:
@@ -69,14 +69,7 @@ def describe(store: DirectoryShelf, step: int, *, is_part: bool = False) -> dict
     if manifest is None:
         has_moved = store.where(step) != directory  # it is being replaced
         return describe(store, step, is_part=is_part) if has_moved else None
-    return {
-        **found,
-        "created": manifest.created,
-        "world_size": manifest.world_size,
-        "version": manifest.version,
-        "writer": manifest.writer,
-        **said(manifest.about),
-    }
+    return {**found, **said(manifest)}
 
 
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:

@@ -6,21 +6,23 @@ stays. Steps and leftovers that share a file may free more together than each al
 Invariants: nothing changes without --yes; with it the run is locked, so no job saves meanwhile, and
 steps go in the order R1 to R3 (store). The newest step always stays. If no step has the metric or a
 pin that the rules name, nothing is deleted. A step that has lost a file or the end of one, or whose
-documents are damaged or cannot be read, stays, too. The rules choose among the others: otherwise
-such a step could take the place of the last step that restores. Steps that were set aside as
-damaged stay: a person decides about those.
+documents are damaged, of a newer format or of another step, stays, too. The rules choose among the
+others: otherwise such a step could take the place of the last step that restores. Steps that were
+set aside as damaged stay: a person decides about those.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.cli import codes
 from statehold.cli.output import emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of
-from statehold.errors import UsageError, no_such_step, refused
+from statehold.errors import StepNotFoundError, UsageError, no_such_step, refused
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import sizes
@@ -35,18 +37,15 @@ def run(args: argparse.Namespace) -> int:
     fs, path = file_system(), run_at(args.run)
     keep = _policy(args)
     store = Store(fs, path, keep=keep, reuse=False)
-    _check_names(store, keep)
-    if args.yes:
-        lock = RunLock(path)
-        try:
-            document = _plan(fs, store, path, args)
-            if args.leftovers:
-                store.recover()
-            store.retain(among=_counting(document))
-        finally:
-            lock.release()
-    else:
+    _check_names(store, keep, args.pin)
+    with contextlib.ExitStack() as lock:
+        if args.yes:
+            lock.callback(RunLock(path, passes=True).release)
         document = _plan(fs, store, path, args)
+        if args.yes and args.leftovers:
+            store.recover()
+        if args.yes:
+            store.retain(among=set(store.steps()).difference(document["damaged"]))
     document["done"] = args.yes
     emit(document) if args.json else _show(document)
     return codes.YES
@@ -65,20 +64,26 @@ def _policy(args: argparse.Namespace) -> Keep:
         best=args.best,
         metric=args.metric,
         mode="max" if args.max else "min",
-        pinned=[int(pin) if pin.isascii() and pin.isdecimal() else pin for pin in args.pin],
+        pinned=[*args.pin, *(n for n in map(_number, args.pin) if n is not None)],
     )
 
 
-def _check_names(store: Store, keep: Keep) -> None:
+def _number(pin: str) -> int | None:
+    """The step that a pin may mean; it may be a tag, too."""
+    return int(pin) if len(pin) <= 12 and pin.isascii() and pin.isdecimal() else None
+
+
+def _check_names(store: Store, keep: Keep, pins: Sequence[str]) -> None:
     """Raises StepNotFoundError for what no step has: a typing error would keep no step."""
     steps = store.steps()
-    names = [Choice(tag=pin) for pin in keep.pinned if isinstance(pin, str)]
-    for choice in names + ([Choice(best=keep.metric)] if keep.metric else []):
-        if steps:
-            chosen(store, choice)
-    for pin in keep.pinned:
-        if steps and isinstance(pin, int) and pin not in steps:
-            raise no_such_step(pin, store.root, steps)
+    if steps and keep.metric:
+        chosen(store, Choice(best=keep.metric))
+    for pin in pins if steps else ():
+        try:
+            if (number := _number(pin)) not in steps:
+                chosen(store, Choice(tag=pin))
+        except StepNotFoundError as error:
+            raise (error if number is None else no_such_step(number, store.root, steps)) from None
 
 
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -120,13 +125,7 @@ _HIDDEN = ("replaced", "spare", "shared")
 
 def _is_damaged(fs: Any, store: Store, step: int) -> bool:
     found = describe(store, step, is_part=is_per_host(store.root))
-    return found is not None and found["state"] == "damaged"
-
-
-def _counting(document: dict[str, Any]) -> set[int]:
-    """The steps among which the rules choose."""
-    retired = {each["step"] for each in document["retire"]}
-    return retired.union(document["keep"]).difference(document["damaged"])
+    return found is not None and found["state"] != "committed"
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -138,6 +137,6 @@ def _show(document: dict[str, Any]) -> None:
     say(f"{format_bytes(document['bytes'])} in all; steps that stay: {stay}")
     if document["damaged"]:
         steps = ", ".join(map(str, document["damaged"]))
-        say(f"damaged steps do not count and stay: {steps}")
+        say(f"steps that are damaged, or of a newer format, do not count and stay: {steps}")
     if rows and not document["done"]:
         say("nothing was changed; pass --yes to delete them")

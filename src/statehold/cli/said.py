@@ -12,15 +12,19 @@ from math import isfinite
 from typing import Any
 
 from statehold.cli.output import plain
-from statehold.format.entries import About
+from statehold.format.manifest import Commit, Manifest
 from statehold.format.trees import Differs, members_of
 
 # -- metrics and tags ------------------------------------------------------------------------------
 
 
-def said(about: About) -> dict[str, Any]:
-    """The members `metrics` and `tags` of a step in the output of --json."""
-    return {"metrics": dict(about.metrics), "tags": list(about.tags)}
+def said(manifest: Manifest | Commit) -> dict[str, Any]:
+    """What a manifest says of its save, in the output of --json."""
+    found = {name: getattr(manifest, name) for name in _OF_A_SAVE}
+    return {**found, "metrics": dict(manifest.about.metrics), "tags": list(manifest.about.tags)}
+
+
+_OF_A_SAVE = ("created", "world_size", "version", "writer")
 
 
 def in_words(metrics: Mapping[str, float], tags: Sequence[str]) -> str:

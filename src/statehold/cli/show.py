@@ -97,11 +97,7 @@ def describe(fs: Fs, saved: SavedStep, place: StepPlace) -> dict[str, Any]:
     return {
         "step": place.step,
         "path": place.directory,
-        "created": manifest.created,
-        "writer": manifest.writer,
-        "version": manifest.version,
-        "world_size": manifest.world_size,
-        **said(manifest.about),
+        **said(manifest),
         "attempt": saved.attempt,
         "files": files,
         "bytes": size,

@@ -129,14 +129,16 @@ class Manifest:
         return _manifest(check, document, version, names, value_of)
 
     @staticmethod
-    def listed(raw: bytes, path: str) -> tuple[FileEntry, ...] | Commit:
-        """The files that a manifest lists, or, of several ranks, the manifest, which lists records.
-        The tensors and the state are not looked at, but for the seal.
+    def listed(raw: bytes, path: str, step: int) -> tuple[FileEntry, ...] | Commit:
+        """The files that the manifest of `step` lists, or, of several ranks, the manifest, which
+        lists records. The tensors and the state are not looked at, but for the seal.
 
         Raises as decode() does.
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
+        if document.get("step") != step:
+            check.fail("step", f"{step}", show(document.get("step")))
         if _is_of_ranks(document, version):
             return _commit(check, document, version)
         members = check.members(document, "manifest", _members(_MEMBERS, version))

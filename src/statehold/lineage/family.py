@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
@@ -62,19 +63,30 @@ def family(directory: str) -> list[FamilyRun]:
         return _joined(fs, found)
 
 
-def runs_below(directory: str) -> Iterator[str]:
-    """The run directories below a directory, by path. What has a name that is not UTF-8 is logged
-    and passed over: neither the core nor a manifest can name it."""
-    for path, folders, _ in os.walk(directory):
-        unnamed = [name for name in folders if not can_be_a_name(name)]
-        for name in unnamed:
-            log_once(f"{path}/{name!a} is passed over: its name is not UTF-8")
-        steps = {name for name in folders if STEP_NAME.fullmatch(name)}
-        if steps:
-            yield path
-        # A run may lie in another one, but not in its steps, nor in its hidden folders.
-        own = {name for name in folders if steps and (name in steps or name[0] == ".")}
-        folders[:] = sorted(set(folders).difference(own, unnamed))
+def runs_below(directory: str) -> list[str]:
+    """The run directories below a directory, by path, each once. One behind a link has the path to
+    which the link leads. No link to a directory around itself is followed. What has a name that is
+    not UTF-8 is logged and passed over: neither the core nor a manifest can name it."""
+    found, seen, tops = list[str](), set[str](), [directory]
+    for top in tops:  # the targets of links are added
+        for path, folders, _ in os.walk(top):
+            here = os.path.realpath(path)
+            if here in seen:
+                folders.clear()
+                continue
+            seen.add(here)
+            unnamed = [name for name in folders if not can_be_a_name(name)]
+            for name in unnamed:
+                log_once(f"{path}/{name!a} is passed over: its name is not UTF-8")
+            steps = {name for name in folders if STEP_NAME.fullmatch(name)}
+            found += [path] if steps else []
+            # A run may lie in another one, but not in its steps, nor in its hidden folders.
+            own = {name for name in folders if steps and (name in steps or name[0] == ".")}
+            folders[:] = set(folders).difference(own, unnamed)
+            links = filter(os.path.islink, (os.path.join(path, name) for name in folders))
+            for to in filter(can_be_a_name, map(os.path.realpath, links)):
+                tops += [] if Path(here).is_relative_to(to) else [to]
+    return sorted(found, key=lambda run: run.split("/"))
 
 
 def _member(store: DirectoryShelf) -> FamilyRun:

@@ -3,7 +3,7 @@
     RUN                      its newest step; so is RUN@newest
     RUN@1000                 the step with this number
     RUN@best:val_loss        the best one by a metric; the greatest is best in RUN@best:score,max
-    RUN@tag:before-decay     the newest one with a tag
+    RUN@tag:before-decay     the newest one with a tag; RUN is there if the tag has a slash
     RUN/step-000000001000    the directory of a step
 
 Every path that a user gives comes through here, to a class, a function or a command.
@@ -100,7 +100,7 @@ def check_run(run: str | os.PathLike[str]) -> str:
             facts={"expected": above, "got": path},
             hint=f"open the run, and call restore(state, step={int(named[1])})",
         )
-    if _parts(name) is not None and not os.path.isdir(path):
+    if _parts(path) is not None and not os.path.isdir(path):
         raise UsageError(
             "the run is called like a step",
             facts={"expected": "a path of its own", "got": path},
@@ -143,9 +143,9 @@ def named_step(text: str) -> NamedStep:
         raise _deleted(text) from None
     if found := STEP_NAME.fullmatch(name):
         return NamedStep(above, int(found[1]))
-    if "@" not in name or os.path.isdir(text):
-        return NamedStep(text)
     parts = _parts(text)
+    if os.path.isdir(text) or ("@" not in name and parts is None):
+        return NamedStep(text)
     if parts is None and os.path.isdir(text.rpartition("@")[0]):
         raise _not_a_step(text)
     return parts or NamedStep(text)
@@ -154,7 +154,7 @@ def named_step(text: str) -> NamedStep:
 def step_in_run(run: str, word: str) -> NamedStep:
     """The step that `word`, which begins with an `@`, names in `run`, whatever else has such a
     path. Raises UsageError for a word that names no step."""
-    found = _parts(f"{run}{word}")
+    found = _parts(word)
     if found is None:
         raise _not_a_step(f"{run}{word}")
     return replace(found, run=run)
@@ -182,6 +182,9 @@ def _not_a_step(text: str) -> UsageError:
 def _parts(text: str) -> NamedStep | None:
     """RUN@..., cut at the right `@`; None for another text."""
     by_number, said = _AT_STEP.fullmatch(text), _BY_WHAT_IT_SAYS.fullmatch(text)
+    if said and "/" in said[2]:  # of a path, unless the run is there
+        run, is_run = said["run"], os.path.isdir(said["run"] or ".")
+        said = said if is_run and not os.path.isdir(f"{run}@{said[2].partition('/')[0]}") else None
     # A metric or a tag may end like a number, and so may a run that is older than this grammar.
     if by_number and not (said and not os.path.isdir(by_number["run"])):
         number = by_number["step"]

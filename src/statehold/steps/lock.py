@@ -8,15 +8,19 @@ Readers take no lock: a committed step never changes under its name.
 
 An agent (checkpoint/agent) may hold the lock of a run whose trainer has died. It gives the lock up
 when another process asks. If it does not within TAKE_OVER_S, because it was stopped, it is killed.
+A command asks no agent. An agent that meets a command tries again, and one that meets a trainer
+gives up.
 Bytes of the lock file say which process does what, and the kernel forgets each byte with its owner:
 
     RIGHT    locked by the process that may save
     WANTED   shared by those that wait for an agent to give RIGHT up; it looks for them
     YIELDS   shared by agents, from before they take RIGHT until after they have given it up
+    PASSES   shared by commands in the same way
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -33,7 +37,7 @@ from statehold.ranks.joining import launched
 logger = logging.getLogger("statehold")
 
 LOCK_NAME = ".lock"
-_RIGHT, _WANTED, _YIELDS = 0, 1, 2
+_RIGHT, _WANTED, _YIELDS, _PASSES = range(4)
 
 # When asked, an agent gives the lock up, or ends, within a fifth of this (agent/process.py).
 TAKE_OVER_S = 10.0
@@ -49,6 +53,10 @@ _OTHER_USER = (
     "its owner lets a group in by opening the run with a umask such as 002; or call "
     "chmod g+rw,o= on the file"
 )
+_AGENT = (
+    "wait until it has ended: it copies the newest step from memory, and tries for ten minutes; "
+    ".agent.log in the run says how far it is. If you kill it, the step stays in memory"
+)
 _OWN = "the file is yours: call chmod u+rw on it, if jobs are to save into this run again"
 
 
@@ -57,12 +65,15 @@ class RunLock:
 
     disk: the simulated disk that the run lives on, which only this process can know; 0: none.
     yields: the holder is an agent, which looks for `is_wanted`.
+    passes: the holder is a command, which takes no run from an agent.
     took_over: an agent was asked to give the right up.
     """
 
-    def __init__(self, run: str, *, disk: int = 0, yields: bool = False) -> None:
+    def __init__(
+        self, run: str, *, disk: int = 0, yields: bool = False, passes: bool = False
+    ) -> None:
         self._owner_pid = os.getpid()
-        self._yields = yields
+        self._kind = _YIELDS if yields else _PASSES if passes else None
         self.took_over = False
         path = os.path.join(os.path.realpath(run), LOCK_NAME)
         try:
@@ -70,9 +81,8 @@ class RunLock:
         except OSError as error:
             raise _unopened(error, path) from error
         try:
-            if not (self._take() or self._take_over()):
-                is_ours = self._file.is_taken_by(os.getpid(), _RIGHT)
-                raise _busy(run, self._file.noted(), is_ours=is_ours)
+            if not (self._take() or (not passes and self._take_over())):
+                raise self._busy(run)
         except OSError as error:
             self.release()
             raise storage_error("lock the run", error.errno or 0, path) from error
@@ -87,11 +97,11 @@ class RunLock:
 
     def _take(self) -> bool:
         """Take the right if no process has it."""
-        if self._yields:
-            self._file.share(_YIELDS)
+        if self._kind is not None:
+            self._file.share(self._kind)
         is_taken = self._file.try_take(_RIGHT)
-        if self._yields and not is_taken:  # an agent that sees it waits for us, who yield nothing
-            self._file.drop(_YIELDS)
+        if self._kind is not None and not is_taken:  # others would take it for the holder's
+            self._file.drop(self._kind)
         return is_taken
 
     def _take_over(self) -> bool:
@@ -144,6 +154,20 @@ class RunLock:
         finally:
             os.close(pidfd)
 
+    def _busy(self, run: str) -> RunBusyError:
+        summary, hint = "another Checkpointer is already saving into the run directory", _way_out()
+        holder, is_commands = self._file.noted(), self._file.is_taken(_PASSES)
+        if self._file.is_taken_by(os.getpid(), _RIGHT):
+            holder, hint = f"another Checkpointer of this process ({os.getpid()})", _OTHER_OBJECT
+        elif is_commands:
+            summary, hint = "a command is at work in the run", "try again when it has ended"
+        elif self._kind == _PASSES and self._file.is_taken(_YIELDS):
+            summary, hint = "an agent is at work in the run", _AGENT
+        facts = {"run": run, "held by": holder or "another process"}
+        error = RunBusyError(summary, facts=facts, hint=hint)
+        error.passes = is_commands or not self._file.is_taken(_RIGHT)  # or it has just ended
+        return error
+
     @property
     def is_lost(self) -> bool:
         """Whether the locked file is no longer the one in the run directory."""
@@ -175,10 +199,8 @@ def is_saved_into(run: str) -> bool:
         file = LockFile(path, is_made=False)
     except OSError as error:
         return isinstance(error, PermissionError)
-    try:
+    with contextlib.closing(file):
         return file.is_taken(_RIGHT)
-    finally:
-        file.close()
 
 
 def _is_stopped(pid: int) -> bool:
@@ -208,14 +230,4 @@ def _way_out() -> str:
         f"this process is rank {rank} of {size}, as its launcher says. If the holder is another of "
         "these ranks, let them find each other: call torch.distributed.init_process_group() before "
         'the first save, or pass coordination="directory". Otherwise ' + _OTHER_JOB
-    )
-
-
-def _busy(run: str, holder: str, *, is_ours: bool) -> RunBusyError:
-    if is_ours:
-        holder = f"another Checkpointer of this process ({os.getpid()})"
-    return RunBusyError(
-        "another Checkpointer is already saving into the run directory",
-        facts={"run": run, "held by": holder or "another process"},
-        hint=_OTHER_OBJECT if is_ours else _way_out(),
     )

@@ -222,7 +222,8 @@ class CopyEngine:
 class StoreSite:
     """Where the store of a level lies, and how steps get there.
 
-    called: the directory as the user named it. yields: an agent opens it (lock).
+    called: the directory as the user named it. yields, passes: an agent, or a command, opens it
+        (lock).
     takes_copies: False for the first level, where steps are only saved.
     make_home: makes the directory, where it is not for everybody to look into.
     owned: whose steps these are; None for the run directory itself.
@@ -236,6 +237,7 @@ class StoreSite:
     takes_copies: bool = True
     make_home: Callable[[str], object] = lambda root: None
     owned: OwnedSteps | None = None
+    passes: bool = False
 
 
 class DirectoryPlace(Target):
@@ -311,9 +313,9 @@ class DirectoryPlace(Target):
             self._site.make_home(self.store.root)
             self.store.create()
             if self.store.leads:
-                disk = id(self._fs) if self._fs.backend == "sim" else 0
+                site, disk = self._site, id(self._fs) if self._fs.backend == "sim" else 0
                 self._lock = self._lock or RunLock(
-                    self._site.called, disk=disk, yields=self._site.yields
+                    site.called, disk=disk, yields=site.yields, passes=site.passes
                 )
                 if self.owned is not None:
                     self.owned.claim(is_empty=not self.store.steps())
@@ -349,15 +351,17 @@ class DirectoryPlace(Target):
         retire what does not stay. Otherwise a full disk takes no step that retires others.
 
         Nobody knows yet that a newer step is whole, so the one that this job has restored stays,
-        too, or the newest one with all its files. prepare() would be too early: restore() calls it
-        to set a damaged step aside. Several hosts learn only from a commit what is whole on all.
+        too, or the newest one with all its files that this version reads. prepare() would be too
+        early: restore() calls it to set a damaged step aside. Several hosts learn only from a
+        commit what is whole on all.
         """
         if self.is_apart or self.may_be_apart:
             return
         with contextlib.suppress(StateholdError):  # the retention after the commit says why
             steps, intact = self.steps(), self.store.intact
             if intact is None and len(self.store.kept(steps)) < len(steps):
-                intact = next((n for n in reversed(steps) if is_whole(self.store, n)), steps[-1])
+                whole = (n for n in reversed(steps) if is_whole(self.store, n, newer=False))
+                intact = next(whole, steps[-1])
             self.store.retain(intact, steps)
             self.may_lack_room = False
 
@@ -438,7 +442,7 @@ class DirectoryPlace(Target):
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
         attempt = self._named(attempt, manifest)
-        listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step))
+        listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step), step)
         records = listed.records if isinstance(listed, Commit) else ()
         self.store.commit(Copied(step, manifest), attempt, records)
         with contextlib.suppress(StorageError):  # the next copy clears them
@@ -502,7 +506,7 @@ def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[
     """A directory that copies are put into, locked. After an error it keeps what the next copy can
     use, unless the storage has no room."""
     engine = CopyEngine(store.fs, buffer_bytes)
-    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False))
+    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False, passes=True))
     try:
         place.prepare(None)
         yield place

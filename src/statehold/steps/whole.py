@@ -1,6 +1,7 @@
 """Whether a committed step has all its files, as long as they were committed.
 
-A step that has lost a file, or the end of one, does not count as committed: no command may delete
+A step that has lost a file, or the end of one, or has the manifest of another step because somebody
+renamed its directory, does not count as committed: no command may delete
 an intact step because of it. Only names and sizes are looked at, and the documents, never data.
 The log names each step that is passed over.
 Not here: the bytes of the files (cli/verify, restore), which steps there are (store).
@@ -42,14 +43,15 @@ def _whole(store: DirectoryShelf, steps: Iterable[int]) -> Iterator[int]:
         if is_whole(store, step):
             yield step
         else:
-            log_once(f"step {step} of {store.root} has lost a file, or a part of one, so reading "
-                     "takes another one where it can; all its damage: "
+            log_once(f"step {step} of {store.root} has lost a file, or a part of one, or is "
+                     "another step, so reading takes another one where it can; all its damage: "
                      f"statehold verify {store.root}@{step}")  # fmt: skip
 
 
-def is_whole(store: DirectoryShelf, step: int) -> bool:
-    """Whether a committed step has all its files; True if the storage does not say."""
-    look, path = partial(check_files, store.fs), store.path(step)
+def is_whole(store: DirectoryShelf, step: int, *, newer: bool = True) -> bool:
+    """Whether a committed step has all its files; True if the storage does not say. newer: what a
+    step is that has a newer format than this version reads."""
+    look, path = partial(check_files, store.fs, step), store.path(step)
     try:
         look_beside_a_writer(
             lambda: read_standing(store.fs, path, look),
@@ -58,13 +60,15 @@ def is_whole(store: DirectoryShelf, step: int) -> bool:
         )
     except CorruptionError:
         return False
-    except (FormatVersionError, StorageError) as error:
+    except FormatVersionError:
+        return newer
+    except StorageError as error:
         return missing_path(error) is None
     return True
 
 
-def check_files(fs: Fs, directory: str, *, is_part: bool = False) -> None:
-    """Raise CorruptionError unless all files of the step in `directory` are there.
+def check_files(fs: Fs, step: int, directory: str, *, is_part: bool = False) -> None:
+    """Raise CorruptionError unless all files of the step are there, in `directory`.
 
     is_part: ranks none of whose files are here have them on other hosts. Raises what reading the
     documents raises.
@@ -75,7 +79,7 @@ def check_files(fs: Fs, directory: str, *, is_part: bool = False) -> None:
         stem = file_name(rank, world_size).partition(".")[0]
         return not is_part or any(name.startswith(stem) for name in names)
 
-    for file in _files_of(fs, directory, is_here):
+    for file in _files_of(fs, step, directory, is_here):
         path = f"{directory}/{file.name}"
         size = fs.stat_bytes(path)
         if size is None:
@@ -85,10 +89,12 @@ def check_files(fs: Fs, directory: str, *, is_part: bool = False) -> None:
             raise CorruptionError("a file of a step is not as long as it was", facts=facts)
 
 
-def _files_of(fs: Fs, directory: str, is_here: Callable[[int, int], bool]) -> Iterator[FileEntry]:
+def _files_of(
+    fs: Fs, step: int, directory: str, is_here: Callable[[int, int], bool]
+) -> Iterator[FileEntry]:
     """The data files that the manifest lists, or the records of these ranks."""
     path = f"{directory}/{MANIFEST_NAME}"
-    listed = Manifest.listed(fs.read_file(path, DOCUMENT_BYTES_MAX), path)
+    listed = Manifest.listed(fs.read_file(path, DOCUMENT_BYTES_MAX), path, step)
     if not isinstance(listed, Commit):
         yield from listed
         return

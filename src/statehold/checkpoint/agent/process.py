@@ -165,7 +165,7 @@ def _open_log(orders: Orders) -> None:
 Aim = tuple["Level", "Target"]
 
 # The process that holds the level has a newer step, or does this work itself, so asking again is of
-# no use.
+# no use. A lock of a command is the exception: it passes.
 _FINAL = (ClosedError, CorruptionError, RunBusyError, StepOrderError)
 
 
@@ -212,7 +212,6 @@ class Persisting:
         if not self._source.steps():
             self._log.info("level %s has no step: nothing to do", self._source.name)
             return
-        self._source.prepare(None)
         until = time.monotonic() + self._orders.give_up_s
         targets = self._lacking(self._targets)
         while targets and not self._stopped.is_set:
@@ -235,6 +234,13 @@ class Persisting:
 
     def _lacking(self, targets: list[Aim]) -> list[Aim]:
         """Try each of the levels; returns those to try again."""
+        try:
+            if not self._source.is_prepared:
+                self._source.prepare(None)
+        except RunBusyError as error:
+            if not error.passes:
+                raise
+            return targets
         return [target for target in targets if not self._bring(*target)]
 
     def _bring(self, level: Level, place: Target) -> bool:
@@ -259,7 +265,8 @@ class Persisting:
                 error = promoter.status.error
                 if not isinstance(error, CorruptionError):
                     break
-        if isinstance(error, _FINAL) and not self._stopped.is_set:
+        passes = isinstance(error, RunBusyError) and error.passes
+        if isinstance(error, _FINAL) and not passes and not self._stopped.is_set:
             self._lost.append(place.name)
             return True
         return error is None

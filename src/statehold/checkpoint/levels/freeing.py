@@ -1,7 +1,7 @@
 """The memory levels of a run on this host, and giving their memory back.
 
 Invariants: only directories of this user on a memory file system are memory levels, whatever a note
-in the run says. Only what a store has made there is deleted, under the lock: steps in the order of
+in the run says. Only what a store has made there is deleted: steps in the order of
 R1 to R3, then leftovers, and the directory if nothing else is in it.
 Not here: whether the steps are anywhere else (cli/free).
 """
@@ -21,7 +21,6 @@ from statehold.errors import StorageError
 from statehold.io.memory_room import is_memory
 from statehold.process.host_memory import SHARED_MEMORY
 from statehold.steps.directories import delete
-from statehold.steps.lock import RunLock
 from statehold.steps.owners import FILE_NAME, Identity, owner_at
 from statehold.steps.store import Store
 
@@ -57,24 +56,20 @@ def memory_of(run: str, base: str = SHARED_MEMORY) -> list[str]:
 
 
 def free(fs: Fs, directory: str) -> None:
-    """Delete the steps in a directory of memory, and the directory.
+    """Delete the steps in a directory of memory, and the directory. The caller has its lock.
 
-    Takes it from an agent. Raises RunBusyError if a job uses it, and StorageError.
+    Raises StorageError.
     """
-    lock = RunLock(directory)
-    try:
-        store = Store(fs, os.path.realpath(directory), reuse=False)
-        store.recover()
-        store.give_up(store.steps())
-        for name in _set_aside(fs, store.root):
-            delete(fs, f"{store.root}/{name}")
-        with contextlib.suppress(StorageError):  # what is not a step may stay
-            for name in (".lock", FILE_NAME):
-                if fs.stat_bytes(f"{store.root}/{name}") is not None:
-                    fs.unlink(f"{store.root}/{name}")
-            fs.rmdir(store.root)
-    finally:
-        lock.release()
+    store = Store(fs, os.path.realpath(directory), reuse=False)
+    store.recover()
+    store.give_up(store.steps())
+    for name in _set_aside(fs, store.root):
+        delete(fs, f"{store.root}/{name}")
+    with contextlib.suppress(StorageError):  # what is not a step may stay
+        for name in (".lock", FILE_NAME):
+            if fs.stat_bytes(f"{store.root}/{name}") is not None:
+                fs.unlink(f"{store.root}/{name}")
+        fs.rmdir(store.root)
 
 
 def _set_aside(fs: Fs, root: str) -> Iterator[str]:

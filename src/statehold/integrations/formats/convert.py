@@ -360,7 +360,7 @@ def write_step(
     with contextlib.closing(file_system()) as fs:
         store = Store(fs, run)
         store.create()
-        lock = RunLock(store.root)
+        lock = RunLock(store.root, passes=True)
         try:
             if step in store.steps():
                 facts = {"run": run, "step": step}
