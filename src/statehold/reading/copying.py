@@ -32,6 +32,7 @@ from statehold.observe.counters import Figures
 from statehold.options.paths import check_path, check_run
 from statehold.reading.places import StepPlace, at_rest
 from statehold.steps.copying import Copy, part_of
+from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
 from statehold.steps.store import Store
 from statehold.steps.target import opened
@@ -84,6 +85,7 @@ def copy_into(
         return there
     store = Store(fs, os.path.realpath(destination), reuse=False)
     with opened(store, destination, "destination", _BUFFER_BYTES) as target:
+        begin_run(store, destination)
         watch = CopyWatch(LevelWatch("copy", 0, None, Figures({}), BackgroundLog()), "write")
         before = _counted(part.nbytes, report)
         near = where if link else None

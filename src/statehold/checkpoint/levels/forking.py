@@ -27,6 +27,7 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.steps.copying import CopyPart, DataFile, part_of
 from statehold.steps.directories import misnamed
+from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
 from statehold.steps.store import Store
 from statehold.steps.target import DirectoryPlace, opened
@@ -51,10 +52,11 @@ class Forked:
     copied_bytes: int
 
 
-def fork(fs: Fs, directory: str, child: str) -> Forked:
+def fork(fs: Fs, directory: str, child: str, run: str | None = None) -> Forked:
     """Make the step in `directory` the first step of the run directory `child`.
 
-    directory: of a committed step, as its store has it. Raises UsageError if the child has steps,
+    directory: of a committed step, as its store has it. run: that of the child, if `child` is only
+    its first level. Raises UsageError if the child has steps,
     or if no step can record the path of the base; RunBusyError if a job uses the child; and
     StepNotFoundError if the step is retired meanwhile. What reading the step and writing into the
     child raise passes through. After any of these the child has no step.
@@ -67,6 +69,7 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
     origin = Origin(base, manifest.step, sha256(part.manifest))
     with _opened(fs, child, base, manifest.step) as place:
+        begin_run(place.store, run or child)
         copied = _take(place, part, manifest.step, where)
         check_standing(fs, where, part.manifest)
         about = replace(manifest.about, parent=origin)
@@ -101,7 +104,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
     step = newest if step is None else step
     if step not in (steps := base.steps()):
         raise no_such_step(step, run, steps)
-    return fork(base.fs, base.where(step), first.store.root)
+    return fork(base.fs, base.where(step), first.store.root, levels.run)
 
 
 def _take(place: DirectoryPlace, part: CopyPart, step: int, where: str) -> list[DataFile]:

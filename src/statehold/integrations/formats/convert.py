@@ -68,6 +68,7 @@ from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
 from statehold.steps.lock import RunLock
+from statehold.steps.owners import begin_run
 from statehold.steps.store import Store
 from statehold.tensors import dtypes, nodes
 from statehold.units import MiB
@@ -362,6 +363,7 @@ def write_step(
         store.create()
         lock = RunLock(store.root)
         try:
+            begin_run(store, run)
             if step in store.steps():
                 facts = {"run": run, "step": step}
                 raise UsageError("the run has this step already", facts=facts)
