@@ -68,7 +68,7 @@ def fork(fs: Fs, directory: str, child: str, run: str | None = None) -> Forked:
     part = part_of(shelf, shelf.step, lambda saved, _: range(saved))
     manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
     origin = Origin(base, manifest.step, sha256(part.manifest))
-    with _opened(fs, child, base, manifest.step) as place:
+    with _opened(fs, child, base, manifest.step, part.manifest) as place:
         begin_run(place.store, run or child)
         copied = _take(place, part, manifest.step, where)
         check_standing(fs, where, part.manifest)
@@ -133,12 +133,12 @@ def check_standing(fs: Fs, where: str, manifest: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace]:
+def _opened(fs: Fs, child: str, base: str, step: int, manifest: bytes) -> Iterator[DirectoryPlace]:
     """The child, locked. After an error it has no part of the step."""
     store = Store(fs, child, reuse=False)
     if store.root == base:
         raise UsageError("a run cannot begin from a step of its own", facts={"run": child})
-    with opened(store, child, "child", _BUFFER_BYTES) as place:
+    with opened(store, child, "child", _BUFFER_BYTES, manifest) as place:
         if steps := store.steps():
             facts = {"run": child, "newest step": steps[-1]}
             raise UsageError("a run that begins from a step must have no step yet", facts=facts)
