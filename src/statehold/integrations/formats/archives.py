@@ -10,6 +10,7 @@ Not here: which file holds what (one module for each format).
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -368,7 +370,7 @@ def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
 # -- whole steps, and shards of pytorch_model.bin --------------------------------------------------
 # What is written can be read with torch.load(weights_only=True). Values that this refuses become
 # the nearest ones that it takes, and are named: NumPy scalars become numbers, a deque becomes a
-# list, a frozenset a set.
+# list, a frozenset a set. The same holds for keys of dicts and members of sets.
 
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -389,10 +391,37 @@ def plain(tree: Any, path: str, changed: list[str]) -> Any:
         nearest: Any = {deque: list, frozenset: set}.get(kind, lambda scalar: scalar.item())
         return plain(nearest(tree), path, changed)
     if isinstance(tree, Mapping):
-        return kind({key: plain(item, _below(path, key), changed) for key, item in tree.items()})
+        items = [(_below(path, key), key, item) for key, item in tree.items()]
+        made = {_hashed(key, at, changed): plain(item, at, changed) for at, key, item in items}
+        return kind(made)
+    if kind is set:
+        return {_hashed(item, path, changed) for item in tree}
     if kind in (list, tuple):
         return kind(plain(item, _below(path, i), changed) for i, item in enumerate(tree))
-    return tree
+    return _NoBytes() if tree == b"" and kind is bytes else tree
+
+
+def _hashed(item: Any, path: str, changed: list[str]) -> Any:
+    """A key of a dict, or a member of a set."""
+    found: list[str] = []
+    made = plain(item, path, found)
+    try:
+        hash(made)
+    except TypeError:
+        facts = {"path": path, "got": show(item)}
+        hint = "export a part of the step without it (--name)"
+        raise UnsupportedValueError(
+            "torch.load takes no frozenset in a key or a set", facts=facts, hint=hint
+        ) from None
+    changed += [path] if found else []
+    return made
+
+
+class _NoBytes(bytes):
+    """b"" in the way of other bytes: torch.load(weights_only=True) refuses the usual pickle."""
+
+    def __reduce__(self) -> Any:
+        return codecs.encode, ("", "latin1")
 
 
 def _below(path: str, key: object) -> str:

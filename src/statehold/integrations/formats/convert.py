@@ -157,7 +157,7 @@ class _Export(NamedTuple):
                     for file, text in self.beside.items():
                         with work.file(file) as out:
                             out.write(text, 0)
-                    return [*self.export(found.root, work), *found.arrays]
+                    return [*dict.fromkeys([*self.export(found.root, work), *found.arrays])]
 
 
 def import_step(
