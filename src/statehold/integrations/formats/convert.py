@@ -359,7 +359,7 @@ def write_step(
     node, tensors = _encoded(tree)
     plan = plan_save([_spec(name, tensor) for name, tensor in tensors.items()], step=step)
     with contextlib.closing(file_system()) as fs:
-        store = Store(fs, run)
+        store = Store(fs, run, reuse=False)
         store.create()
         lock = RunLock(store.root)
         try:
