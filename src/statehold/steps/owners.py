@@ -278,8 +278,8 @@ class OwnedSteps:
             logger.warning(
                 "step %d belongs to the run %s; it came from level %s: %s. The run directory %s "
                 "has no steps, so it continues that run. The other job must not save meanwhile. "
-                "To start a run of its own, give the level another place",
-                step, owner, self._level, self._notes.where, self._identity.run,
+                "To start a run of its own, give the level another place, or %s",
+                step, owner, self._level, self._notes.where, self._identity.run, _REMOVE,
             )  # fmt: skip
 
     def owner(self) -> Owner | None:

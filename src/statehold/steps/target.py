@@ -378,16 +378,25 @@ class DirectoryPlace(Target):
         already = Already(self.store, step, copy.part.files if takes_names else ())
         with already.known(self.source):
             for file in copy.part.files:
-                if already.link(file, attempt) and self._is_sound(copy, file, attempt):
+                if self._link(copy, file, attempt, already):
                     copy.watch.linked(file.bytes)
-                elif not self._link_near(copy, file, attempt):
+                else:
                     self._take_file(copy, file, attempt)
         for record in copy.part.records:
             self.store.seal(step, attempt, *record)
 
+    def _link(self, copy: Copy, file: DataFile, attempt: str, already: Already) -> bool:
+        """Give a file that is here already, or at the source if that is wanted, a second name."""
+        if already.link(file, attempt) and self._is_sound(copy, file, attempt):
+            return True
+        if copy.near is None:
+            return False
+        path = f"{copy.near}/{file.name}"
+        is_linked = self.store.link(copy.step, file.name, path, attempt)
+        return is_linked and self._is_sound(copy, file, attempt)
+
     def _is_sound(self, copy: Copy, file: DataFile, attempt: str) -> bool:
-        """Whether a file that is here already may stand in the step. A damaged one loses the name
-        that it got."""
+        """Whether a file with a second name may stand in the step. A damaged one loses the name."""
         if self._site.only is None:  # reading it would take the time of a copy
             return True
         path = f"{self.store.partial(copy.step, attempt)}/{file.name}"
@@ -395,19 +404,9 @@ class DirectoryPlace(Target):
             with contextlib.closing(self._fs.open_read(path)) as there:
                 for block in blocks(file, there):
                     copy.before(len(block))
-        except StateholdError:  # the source has it
+        except StateholdError:  # a copy from the source is sound, or finds the damage there
             self._fs.unlink(path)
             return False
-        return True
-
-    def _link_near(self, copy: Copy, file: DataFile, attempt: str) -> bool:
-        """Give a file of the source a second name here, if that is wanted, and verify it."""
-        if copy.near is None:
-            return False
-        if not self.store.link(copy.step, file.name, f"{copy.near}/{file.name}", attempt):
-            return False
-        copy.verify(file)
-        copy.watch.linked(file.bytes)
         return True
 
     def _take_file(self, copy: Copy, file: DataFile, attempt: str) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -391,9 +390,8 @@ def plain(tree: Any, path: str, changed: list[str]) -> Any:
         nearest: Any = {deque: list, frozenset: set}.get(kind, lambda scalar: scalar.item())
         return plain(nearest(tree), path, changed)
     if isinstance(tree, Mapping):
-        items = [(_below(path, key), key, item) for key, item in tree.items()]
-        made = {_hashed(key, at, changed): plain(item, at, changed) for at, key, item in items}
-        return kind(made)
+        at = {key: _below(path, key) for key in tree}
+        return kind({_hashed(k, at[k], changed): plain(v, at[k], changed) for k, v in tree.items()})
     if kind is set:
         return {_hashed(item, path, changed) for item in tree}
     if kind in (list, tuple):
@@ -408,11 +406,8 @@ def _hashed(item: Any, path: str, changed: list[str]) -> Any:
     try:
         hash(made)
     except TypeError:
-        facts = {"path": path, "got": show(item)}
-        hint = "export a part of the step without it (--name)"
-        raise UnsupportedValueError(
-            "torch.load takes no frozenset in a key or a set", facts=facts, hint=hint
-        ) from None
+        text = "torch.load takes no frozenset in a key or a set: export a part without it"
+        raise UnsupportedValueError(text, facts={"path": path}) from None
     changed += [path] if found else []
     return made
 

@@ -156,8 +156,8 @@ def _check_left(path: str) -> None:
         if (not line and names == [JOURNAL]) or "statehold" in json.loads(*json.loads(line)):
             return
     facts = {"path": path, "expected": "nothing, or an unfinished export", "got": "something else"}
-    hint = "move it away, or name another destination; nothing was changed"
-    raise UsageError("the place where an export is made is taken", facts=facts, hint=hint)
+    hint = "nothing was changed: move it away, or name another destination"
+    raise UsageError("something else lies where an export is made", facts=facts, hint=hint)
 
 
 class PartialExport:
