@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -130,6 +132,32 @@ def test_keys_that_are_no_text_are_named_and_names_that_collide_refused(tmp_path
     step = saved(tmp_path / "run", 2, {"a.b": 1, "a": {"b": 2}})
     with pytest.raises(UnsupportedValueError, match=r"a\.b"):
         statehold.export_step(step, tmp_path / "other", "dcp")
+
+
+def test_dicts_of_another_kind_are_named(tmp_path: Path) -> None:
+    state = {
+        "ordered": OrderedDict(b=1, a=torch.ones(1)),
+        "list": [Counter("aa")],
+        "empty": OrderedDict(),
+        "in": {"tuple": (Counter("b"),)},
+    }
+    step = saved(tmp_path / "run", 1, state)
+    with pytest.warns(RuntimeWarning, match=r"as they were: ordered, list\.0$"):
+        assert statehold.export_step(step, tmp_path / "dcp", "dcp") == ("ordered", "list.0")
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'new'}@1")
+    plain = {**state, "ordered": {"b": 1, "a": torch.ones(1)}, "list": [{"a": 2}]}
+    check_equal(statehold.load(tmp_path / "new"), plain)
+    statehold.export_step(step, tmp_path / "part", "dcp", name="ordered")  # the root is no entry
+
+
+def test_a_key_of_numpy_becomes_text(tmp_path: Path) -> None:
+    step = saved(tmp_path / "run", 1, {"m": {np.int64(3): torch.ones(1), (1, np.int64(2)): 5}})
+    with pytest.warns(RuntimeWarning):
+        left_out = statehold.export_step(step, tmp_path / "dcp", "dcp")
+    assert left_out == ("m.3", "m.(1, np.int64(2))", "m.(1, 2)")
+    live = {"m": {"3": torch.zeros(1), "(1, 2)": 0}}
+    dcp.load(live, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    check_equal(live, {"m": {"3": torch.ones(1), "(1, 2)": 5}})
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

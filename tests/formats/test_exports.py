@@ -104,6 +104,61 @@ def test_a_full_disk_is_told_of_and_the_work_goes_on(
     check_equal(statehold.load(tmp_path / "new", "model"), state["model"])
 
 
+@pytest.mark.parametrize("theirs", ["file", "folder", "journal", "link"])
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_what_a_user_has_where_an_export_is_made_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: str, to: str
+) -> None:
+    step = saved(tmp_path / "run", 1, {"model": {"a": torch.ones(9)}})
+    partial = tmp_path / "out.partial"
+    kept = {"file": partial, "link": tmp_path / "mine" / "x", "journal": partial / ".journal"}.get(
+        theirs, partial / "x"
+    )
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text('["of a diary"]\n')
+    if theirs == "link":
+        partial.symlink_to(kept.parent)
+    code, _, text = asked(capsys, "export", step, tmp_path / "out", "--to", to)
+    assert code == 2
+    assert str(partial) in text
+    assert kept.read_text() == '["of a diary"]\n'
+    assert theirs == "file" or [kept] == list(kept.parent.iterdir())
+
+
+@pytest.mark.parametrize("left", ["nothing", "journal"])
+def test_an_export_that_was_killed_at_its_begin_is_begun_again(tmp_path: Path, left: str) -> None:
+    step = saved(tmp_path / "run", 1, {"model": {"a": torch.ones(9)}})
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    if left == "journal":
+        (partial / ".journal").touch()
+    statehold.export_step(step, tmp_path / "out", "hf")
+    assert not partial.exists()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("again", ["same", "another"])
+def test_an_import_after_one_that_was_killed_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    torch.save({"w": torch.ones(5000)}, tmp_path / "a.pt")
+    run = tmp_path / "run"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_check_unchanged", killed)
+        with pytest.raises(KeyboardInterrupt):
+            statehold.import_step(tmp_path / "a.pt", f"{run}@1")
+    assert (run / "step-000000000001.partial").is_dir()
+    if again == "another":
+        torch.save({"w": torch.zeros(7000)}, tmp_path / "a.pt")
+    statehold.import_step(tmp_path / "a.pt", f"{run}@1")
+    assert {path.name for path in run.iterdir()} == {".lock", "run.json", "step-000000000001"}
+    assert statehold.load(run, "w").shape == ((7000,) if again == "another" else (5000,))
+
+
 @pytest.mark.skipif(why_no_tmpfs() is not None, reason=str(why_no_tmpfs()))
 @pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
 def test_what_does_not_fit_gives_its_room_back_at_once(tmp_path: Path, to: str) -> None:

@@ -138,6 +138,54 @@ def test_values_that_weights_only_refuses_are_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_empty_bytes_go_out_and_come_in(tmp_path: Path, to: str) -> None:
+    state = {"b": b"", "list": [b"", {"x": b"", "y": b"x"}], "set": {b""}, "deep": {"t": (b"", 1)}}
+    if to == "torch":
+        state["keys"] = {b"": 1, (2, b""): 3}
+    step = saved(tmp_path / "run", 1, state)
+    assert statehold.export_step(step, tmp_path / "out", to) == ()
+    if to == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)
+        check_equal(found, state)
+    statehold.import_step(tmp_path / "out", f"{tmp_path / 'new'}@1")
+    check_equal(statehold.load(tmp_path / "new"), state)
+
+
+def test_empty_bytes_that_torch_has_written_come_in(tmp_path: Path) -> None:
+    state = {"b": b"", "list": [b"", b"x"]}
+    torch.save(state, tmp_path / "stock.pt")
+    statehold.import_step(tmp_path / "stock.pt", f"{tmp_path / 'new'}@1")
+    check_equal(statehold.load(tmp_path / "new"), state)
+    torch.save({"b": OneByte()}, tmp_path / "more.pt")
+    with pytest.raises(CorruptionError):
+        statehold.import_step(tmp_path / "more.pt", f"{tmp_path / 'new'}@2")
+
+
+class OneByte:
+    def __reduce__(self) -> Any:
+        return bytes, (1,)
+
+
+def test_keys_and_members_of_sets_that_weights_only_refuses_are_named(tmp_path: Path) -> None:
+    state = {
+        "keys": {np.int64(3): 1, (1, np.float32(0.5)): {"w": torch.ones(2)}},
+        "set": {np.int64(7)},
+        "tuple": ({np.int64(4): 1},),
+    }
+    step = saved(tmp_path / "run", 1, state)
+    with pytest.warns(RuntimeWarning, match=r"keys\.3, keys\.\(1, .*, set, tuple\.0\.4$"):
+        statehold.export_step(step, tmp_path / "x.pt", "torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    check_equal(
+        found,
+        {"keys": {3: 1, (1, 0.5): {"w": torch.ones(2)}}, "set": {7}, "tuple": ({4: 1},)},
+    )
+    step = saved(tmp_path / "run", 2, {"a": {"sets": {frozenset({1})}}})
+    with pytest.raises(UnsupportedValueError, match=r"(?s)frozenset.*a\.sets"):
+        statehold.export_step(step, tmp_path / "y.pt", "torch")
+
+
 def old_script() -> dict[str, Any]:
     """What half of the published training scripts save."""
     return {

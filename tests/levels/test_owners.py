@@ -281,6 +281,34 @@ def test_memory_of_another_run_is_not_freed(memory: Path, tmp_path: Path) -> Non
     assert not memory.exists()
 
 
+@pytest.mark.parametrize("how", ["fork", "copy", "import", "parent"])
+def test_a_run_made_where_another_was_removed_restores_its_own_steps(
+    memory: Path, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, base = tmp_path / "run", tmp_path / "base"
+    trained(run, memory, 1, 3)
+    shutil.rmtree(run)
+    with statehold.Checkpointer(base, **SMALL) as ckpt:
+        save(ckpt, 2, {"w": torch.full((5,), 7.0)})
+    torch.save({"w": torch.full((5,), 7.0)}, tmp_path / "w.pt")
+    if how == "parent":
+        with statehold.Checkpointer(run, parent=f"{base}@2", **SMALL) as ckpt:
+            has_failed = ckpt.restore({"w": torch.zeros(5)}) != 2
+    else:
+        source = [str(tmp_path / "w.pt")] if how == "import" else [f"{base}@2"]
+        has_failed = main([how, *source, f"{run}@2" if how == "import" else str(run)]) != 0
+    assert not has_failed
+    levels = [Memory(path=memory, agent=False), Directory()]
+    with statehold.Checkpointer(run, levels=levels, **SMALL) as ckpt:
+        live = {"w": torch.zeros(5)}
+        got = ckpt.restore(live)
+        assert (got, live["w"][0].item()) == (2, 7)
+        assert "continuing without level memory" in caplog.text
+        assert "the steps at this level belong to another run" in caplog.text
+        with pytest.raises(RunBusyError, match="statehold free RUN"):
+            ckpt.save(4, live)
+
+
 def test_an_agent_takes_nothing_from_a_newer_trainer(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     objects = ObjectSteps(f"file://{tmp_path}/bucket")

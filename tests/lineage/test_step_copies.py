@@ -26,21 +26,25 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.reading.copying import copy_into
+from statehold.steps.copying import is_shared
 from statehold.steps.target import DirectoryPlace
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.in_memory import SimFs, checkpointer_on
 from support.levels import remove, step_path, steps_at
 from support.plain_runs import (
     BASE,
+    CHILD,
     RetiringOnLink,
     check,
     check_on_ranks,
     content,
     data_of,
+    manifest_of,
     save,
     save_on_ranks,
 )
 from support.ranks import Ranks
+from support.sharing import Tuned, TunedRun, same, whole_steps
 
 OTHER = "/runs/other"
 
@@ -174,6 +178,101 @@ def test_a_step_that_is_retired_when_all_was_read(fs: SimFs) -> None:
     with pytest.raises(StepNotFoundError, match="retired"):
         copy_into(Retiring(), step_path(BASE, 1), OTHER)  # type: ignore[arg-type]
     assert steps_at(fs, OTHER) == []
+
+
+@pytest.mark.parametrize("fault", [None, errno.ENOSPC])
+def test_what_other_saves_have_left_in_the_destination_stays(fs: SimFs, fault: int | None) -> None:
+    save(fs, BASE, 1)
+    save(fs, OTHER, 5)
+    whole = "copy-0123456789abcdef"
+    for left in ("1.partial", "7.partial", "3.retired", f"1.0a0a0a0a-1.{whole}.partial",
+                 f"3.0a0a0a0a-1.{whole}.partial", "9.0a0a0a0a-1.partial"):  # fmt: skip
+        step, _, rest = left.partition(".")
+        fs.mkdir(f"{step_path(OTHER, int(step))}.{rest}")
+        fs.write_file(f"{step_path(OTHER, int(step))}.{rest}/x", b"x")
+    before = {*fs.listdir(OTHER), (step_path(OTHER, 1).rpartition("/")[2], True)}
+    if fault is not None:
+        fs.fail_next("write_file", fault)
+        with pytest.raises(NoSpaceError):
+            copy_into(fs, step_path(BASE, 1), OTHER, link=False)
+        assert fs.fired["injected write_file"] == 1
+    copy_into(fs, step_path(BASE, 1), OTHER)
+    after = set(fs.listdir(OTHER))
+    assert after == before
+    assert all(fs.read_file(f"{OTHER}/{name}/x", 9) == b"x" for name, _ in after if "." in name[1:])
+
+
+class Beaten:
+    """A file system on which another copy has ended when this one makes the destination."""
+
+    def __init__(self, fs: SimFs, first: str) -> None:
+        self._fs, self._first = fs, first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def mkdir(self, path: str) -> None:
+        if path == OTHER:
+            copy_into(self._fs, self._first, OTHER)
+        self._fs.mkdir(path)
+
+
+def test_two_copies_of_one_number_at_one_moment(fs: SimFs) -> None:
+    save(fs, BASE, 1)
+    save(fs, CHILD, 1, tags=["another"])
+    beaten: Any = Beaten(fs, step_path(CHILD, 1))
+    with pytest.raises(UsageError, match="another save of this step"):
+        copy_into(beaten, step_path(BASE, 1), OTHER)
+    assert manifest_of(fs, OTHER, 1).about.tags == ("another",)
+    remove(fs, OTHER)
+    assert copy_into(beaten, step_path(CHILD, 1), OTHER).was_there
+    check(fs, OTHER, 1)
+
+
+def shared_of(fs: SimFs, run: str, step: int) -> list[str]:
+    where = step_path(run, step)
+    return [f"{where}/{name}" for name, _ in sorted(fs.listdir(where)) if is_shared(name)]
+
+
+@pytest.mark.usefixtures("small_shared_files")
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_shared_file_of_the_destination_is_read_before_the_step_gets_it(
+    fs: SimFs, damaged: bool
+) -> None:
+    run = TunedRun(checkpointer_on(fs, BASE, **SMALL), Tuned())
+    for step in (1, 2):
+        run.save(step)
+    run.ckpt.close()
+    copy_into(fs, step_path(BASE, 1), OTHER, link=False)
+    first = shared_of(fs, OTHER, 1)
+    assert first
+    if damaged:
+        fs.corrupt(first[0], 9000, 1)
+    fs.record()
+    copied = copy_into(fs, step_path(BASE, 2), OTHER)
+    given = [each.split()[1] for each in fs.recorded if each.startswith("link ")]
+    must(copied.copied_bytes == 0 and first[0] in given, given)
+    with checkpointer_on(fs, OTHER, **SMALL) as ckpt:
+        model = Tuned()
+        assert ckpt.restore({"model": model}, 2) == 2
+        assert same(model.bits(), run.expected[2])
+
+
+@pytest.mark.usefixtures("small_shared_files")
+def test_a_copy_without_links_makes_no_second_names(fs: SimFs) -> None:
+    run = TunedRun(checkpointer_on(fs, BASE, **SMALL), Tuned())
+    for step in (1, 2):
+        run.save(step)
+    run.ckpt.close()
+    assert shared_of(fs, BASE, 2)
+    fs.record()
+    for step in (1, 2):
+        copied = copy_into(fs, step_path(BASE, step), OTHER, link=False)
+        assert copied.linked_bytes == 0 < copied.copied_bytes
+    assert not [each for each in fs.recorded if each.startswith("link ")]
+    with checkpointer_on(fs, OTHER, **SMALL) as ckpt:
+        steps = whole_steps(ckpt, run.expected)
+    assert steps == [1, 2]
 
 
 @pytest.mark.thorough

@@ -6,8 +6,9 @@
        (D3 to D7).
 
 Invariants: the source is only read. A copy that was interrupted is continued by the next one, which
-verifies what is there. The destination may be a run, and is locked meanwhile. Its steps stay: a
-step of the same number and another content is refused. The source was still at its place when all
+verifies what is there. The destination may be a run, and is locked meanwhile. Its steps stay, and
+so does what other saves and copies have left there. A step of the same number and another content
+is refused. The source was still at its place when all
 files were there.
 
 Not here: which step a name means (places), the bytes (steps/copying).
@@ -32,6 +33,7 @@ from statehold.observe.counters import Figures
 from statehold.options.paths import check_path, check_run
 from statehold.reading.places import StepPlace, at_rest
 from statehold.steps.copying import Copy, part_of
+from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
 from statehold.steps.store import Store
 from statehold.steps.target import opened
@@ -79,11 +81,13 @@ def copy_into(
     source = StepShelf(fs, where)
     step = source.step
     part = part_of(source, step, lambda saved, _: range(saved))
-    there = _there(fs, destination, step, part)
-    if there is not None:
+    if (there := _there(fs, destination, step, part)) is not None:
         return there
     store = Store(fs, os.path.realpath(destination), reuse=False)
-    with opened(store, destination, "destination", _BUFFER_BYTES) as target:
+    with opened(store, destination, "destination", _BUFFER_BYTES, part.manifest) as target:
+        if (there := _there(fs, destination, step, part)) is not None:  # another copy was faster
+            return there
+        begin_run(store, destination)
         watch = CopyWatch(LevelWatch("copy", 0, None, Figures({}), BackgroundLog()), "write")
         before = _counted(part.nbytes, report)
         near = where if link else None
@@ -113,7 +117,7 @@ def _counted(total: int, report: Report | None) -> Callable[[int], None]:
 
     def before(nbytes: int) -> None:
         nonlocal done
-        done += nbytes
+        done = min(done + nbytes, total)  # a damaged file is read, and then copied
         if report is not None:
             report(done, total)
 

@@ -110,12 +110,6 @@ class Copy:
             opened.enter_context(self.watch.file(file.name, file.bytes))
             yield viewed_blocks(file, view)
 
-    def verify(self, file: DataFile) -> None:
-        """Read a data file of the part at its source, and compare it with its checksums."""
-        with self.blocks(file) as verified:
-            for block in verified:
-                self.before(len(block))
-
     def _view(self, file: DataFile) -> _core.File | None:
         # It may not be in memory, or be damaged. The code that reads it instead finds out.
         with contextlib.suppress(StorageError, CorruptionError):

@@ -1,6 +1,7 @@
 """Which run owns the steps: a run has an identity, and each of its levels names the run that saves.
 
-    RUN/run.json      the id of the run, drawn when it first saves to more than its directory
+    RUN/run.json      the id of the run, drawn when it first saves to more than its directory, or
+                      when it gets its first step from elsewhere
     LEVEL/run.json    the run that saves at a level, and where its directory was then. LEVEL is a
                       directory, memory, or the URL of an object store
 
@@ -26,10 +27,13 @@ import socket
 import stat
 import threading
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, RunBusyError, storing
+
+if TYPE_CHECKING:
+    from statehold.steps.store import Store
 
 logger = logging.getLogger("statehold")
 
@@ -52,11 +56,13 @@ _HINT_ANOTHER = (
     f"it, delete {FILE_NAME} there. Its steps then belong to this run, and keep= of this run "
     "deletes them"
 )
+_REMOVED = "somebody has removed the directory of that run, and not its steps at this level. "
+_REMOVE = "remove these steps first: statehold free RUN --yes --force removes those in memory"
 _HINT_REMOVED = (
-    "somebody has removed the directory of that run, and not its steps at this level. Call "
-    "restore(state) before the first save to continue that run. To train from the start again, "
-    "remove these steps first: statehold free RUN --yes --force removes those in memory"
+    f"{_REMOVED}Call restore(state) before the first save to continue that run. To train from the "
+    f"start again, {_REMOVE}"
 )
+_HINT_REPLACED = f"{_REMOVED}To save steps of this run here, {_REMOVE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +278,8 @@ class OwnedSteps:
             logger.warning(
                 "step %d belongs to the run %s; it came from level %s: %s. The run directory %s "
                 "has no steps, so it continues that run. The other job must not save meanwhile. "
-                "To start a run of its own, give the level another place",
-                step, owner, self._level, self._notes.where, self._identity.run,
+                "To start a run of its own, give the level another place, or %s",
+                step, owner, self._level, self._notes.where, self._identity.run, _REMOVE,
             )  # fmt: skip
 
     def owner(self) -> Owner | None:
@@ -293,15 +299,24 @@ class OwnedSteps:
         raise self._refusal(owner)
 
     def _refusal(self, owner: Owner | None) -> RunBusyError:
-        own = self._identity.own
-        was_here = owner is not None and own is None and owner.run == self._identity.run
+        own, hint = self._identity.own, _HINT_ANOTHER
+        if owner is not None and owner.run == self._identity.run:
+            hint = _HINT_REMOVED if own is None else _HINT_REPLACED
         return RunBusyError(
             "the steps at this level belong to another run",
             facts={"level": self._level, "place": self._notes.where,
                    "saved there by": owner or "no run any more",
                    "this run": own or self._identity.run},
-            hint=_HINT_REMOVED if was_here else _HINT_ANOTHER,
+            hint=hint,
         )  # fmt: skip
+
+
+def begin_run(first: Store, run: str) -> None:
+    """Give a run an id before its first level gets its first step from elsewhere. Another run may
+    have been removed at its path, and its steps at other levels are not those of this run."""
+    if first.fs.backend != "sim" and not first.steps():  # of a simulated disk there are no notes
+        with contextlib.suppress(OSError):  # the run goes on without an id
+            Identity(run).establish()
 
 
 def owner_at(directory: str) -> Owner | None:

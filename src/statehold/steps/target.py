@@ -32,7 +32,7 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.io.memory_room import free_bytes
 from statehold.ranks.peers import job_token
-from statehold.steps.copying import Already, Copied, Copy, DataFile, write_copy
+from statehold.steps.copying import Already, Copied, Copy, DataFile, blocks, write_copy
 from statehold.steps.lock import RunLock
 from statehold.steps.owners import OwnedSteps
 from statehold.steps.shelf import Shelf, Through
@@ -222,11 +222,12 @@ class CopyEngine:
 class StoreSite:
     """Where the store of a level lies, and how steps get there.
 
-    called: the directory as the user named it. yields, passes: an agent, or a command, opens it
-        (lock).
+    called: the directory as the user named it. yields: an agent opens it (lock).
     takes_copies: False for the first level, where steps are only saved.
     make_home: makes the directory, where it is not for everybody to look into.
     owned: whose steps these are; None for the run directory itself.
+    only: the manifest of the one step that a command brings here, for a person. What others have
+        left here stays then, and no bytes become part of that step unread.
     """
 
     name: str
@@ -237,7 +238,7 @@ class StoreSite:
     takes_copies: bool = True
     make_home: Callable[[str], object] = lambda root: None
     owned: OwnedSteps | None = None
-    passes: bool = False
+    only: bytes | None = None
 
 
 class DirectoryPlace(Target):
@@ -254,7 +255,7 @@ class DirectoryPlace(Target):
         self._lock: RunLock | None = None
         self.is_prepared = self.may_lack_room = False  # for steps that may go
         self._guard = threading.Lock()
-        self._unfinished = Unfinished(self._fs, site.store.root)
+        self._unfinished = Unfinished(self._fs, site.store.root, site.only)
         self._filling = Filling(site.store)
         self._own = secrets.token_hex(4)
         self._copies = 0
@@ -315,12 +316,13 @@ class DirectoryPlace(Target):
             if self.store.leads:
                 site, disk = self._site, id(self._fs) if self._fs.backend == "sim" else 0
                 self._lock = self._lock or RunLock(
-                    site.called, disk=disk, yields=site.yields, passes=site.passes
+                    site.called, disk=disk, yields=site.yields, passes=site.only is not None
                 )
                 if self.owned is not None:
                     self.owned.claim(is_empty=not self.store.steps())
-                with job_token(peers) as token:
-                    self.store.recover(token)
+                if site.only is None:
+                    with job_token(peers) as token:
+                        self.store.recover(token)
                 self.may_lack_room = True  # a job may have died before R1, or have kept more
                 if not self._site.takes_copies:  # a run that had other levels before
                     self._unfinished.clear()
@@ -374,24 +376,39 @@ class DirectoryPlace(Target):
             but_for = -1 if self.store.is_mapped else step
             self._unfinished.clear(but_for, attempt, and_own=False)
         self.store.begin(step, attempt)
-        already = Already(self.store, step, copy.part.files)
+        takes_names = copy.near is not None or self._site.only is None
+        already = Already(self.store, step, copy.part.files if takes_names else ())
         with already.known(self.source):
             for file in copy.part.files:
-                if already.link(file, attempt):
+                if self._link(copy, file, attempt, already):
                     copy.watch.linked(file.bytes)
-                elif not self._link_near(copy, file, attempt):
+                else:
                     self._take_file(copy, file, attempt)
         for record in copy.part.records:
             self.store.seal(step, attempt, *record)
 
-    def _link_near(self, copy: Copy, file: DataFile, attempt: str) -> bool:
-        """Give a file of the source a second name here, if that is wanted, and verify it."""
+    def _link(self, copy: Copy, file: DataFile, attempt: str, already: Already) -> bool:
+        """Give a file that is here already, or at the source if that is wanted, a second name."""
+        if already.link(file, attempt) and self._is_sound(copy, file, attempt):
+            return True
         if copy.near is None:
             return False
-        if not self.store.link(copy.step, file.name, f"{copy.near}/{file.name}", attempt):
+        path = f"{copy.near}/{file.name}"
+        is_linked = self.store.link(copy.step, file.name, path, attempt)
+        return is_linked and self._is_sound(copy, file, attempt)
+
+    def _is_sound(self, copy: Copy, file: DataFile, attempt: str) -> bool:
+        """Whether a file with a second name may stand in the step. A damaged one loses the name."""
+        if self._site.only is None:  # reading it would take the time of a copy
+            return True
+        path = f"{self.store.partial(copy.step, attempt)}/{file.name}"
+        try:
+            with contextlib.closing(self._fs.open_read(path)) as there:
+                for block in blocks(file, there):
+                    copy.before(len(block))
+        except StateholdError:  # a copy from the source is sound, or finds the damage there
+            self._fs.unlink(path)
             return False
-        copy.verify(file)
-        copy.watch.linked(file.bytes)
         return True
 
     def _take_file(self, copy: Copy, file: DataFile, attempt: str) -> None:
@@ -502,11 +519,13 @@ class DirectoryPlace(Target):
 
 
 @contextlib.contextmanager
-def opened(store: Store, called: str, name: str, buffer_bytes: int) -> Iterator[DirectoryPlace]:
-    """A directory that copies are put into, locked. After an error it keeps what the next copy can
-    use, unless the storage has no room."""
+def opened(
+    store: Store, called: str, name: str, buffer_bytes: int, only: bytes
+) -> Iterator[DirectoryPlace]:
+    """A directory that the step with the manifest `only` is put into, locked. After an error it
+    keeps what the next copy can use, unless the storage has no room."""
     engine = CopyEngine(store.fs, buffer_bytes)
-    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False, passes=True))
+    place = DirectoryPlace(StoreSite(name, store, called, engine, yields=False, only=only))
     try:
         place.prepare(None)
         yield place

@@ -41,11 +41,12 @@ def copy_attempt(attempt: str, manifest: bytes) -> str:
 
 
 class Unfinished:
-    """The copies in the making below `root`."""
+    """The copies in the making below `root`; with `only`, those of the step with this manifest."""
 
-    def __init__(self, fs: Fs, root: str) -> None:
+    def __init__(self, fs: Fs, root: str, only: bytes | None = None) -> None:
         self._fs = fs
         self._root = root
+        self._only = "" if only is None else copy_attempt("", only)
 
     def steps(self) -> set[int]:
         """The steps with an unfinished copy."""
@@ -95,7 +96,7 @@ class Unfinished:
         )
         for name, is_dir in names or []:
             match = _NAME.fullmatch(name) if is_dir else None
-            if match:
+            if match and self._only in name:
                 yield match
 
 

@@ -27,6 +27,7 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.steps.copying import CopyPart, DataFile, part_of
 from statehold.steps.directories import misnamed
+from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
 from statehold.steps.store import Store
 from statehold.steps.target import DirectoryPlace, opened
@@ -51,10 +52,11 @@ class Forked:
     copied_bytes: int
 
 
-def fork(fs: Fs, directory: str, child: str) -> Forked:
+def fork(fs: Fs, directory: str, child: str, run: str | None = None) -> Forked:
     """Make the step in `directory` the first step of the run directory `child`.
 
-    directory: of a committed step, as its store has it. Raises UsageError if the child has steps,
+    directory: of a committed step, as its store has it. run: that of the child, if `child` is only
+    its first level. Raises UsageError if the child has steps,
     or if no step can record the path of the base; RunBusyError if a job uses the child; and
     StepNotFoundError if the step is retired meanwhile. What reading the step and writing into the
     child raise passes through. After any of these the child has no step.
@@ -66,7 +68,8 @@ def fork(fs: Fs, directory: str, child: str) -> Forked:
     part = part_of(shelf, shelf.step, lambda saved, _: range(saved))
     manifest = Manifest.decode(part.manifest, f"{where}/{MANIFEST_NAME}")
     origin = Origin(base, manifest.step, sha256(part.manifest))
-    with _opened(fs, child, base, manifest.step) as place:
+    with _opened(fs, child, base, manifest.step, part.manifest) as place:
+        begin_run(place.store, run or child)
         copied = _take(place, part, manifest.step, where)
         check_standing(fs, where, part.manifest)
         about = replace(manifest.about, parent=origin)
@@ -101,7 +104,7 @@ def fork_into(levels: Levels, run: str, step: int | None) -> Forked:
     step = newest if step is None else step
     if step not in (steps := base.steps()):
         raise no_such_step(step, run, steps)
-    return fork(base.fs, base.where(step), first.store.root)
+    return fork(base.fs, base.where(step), first.store.root, levels.run)
 
 
 def _take(place: DirectoryPlace, part: CopyPart, step: int, where: str) -> list[DataFile]:
@@ -130,12 +133,12 @@ def check_standing(fs: Fs, where: str, manifest: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _opened(fs: Fs, child: str, base: str, step: int) -> Iterator[DirectoryPlace]:
+def _opened(fs: Fs, child: str, base: str, step: int, manifest: bytes) -> Iterator[DirectoryPlace]:
     """The child, locked. After an error it has no part of the step."""
     store = Store(fs, child, reuse=False)
     if store.root == base:
         raise UsageError("a run cannot begin from a step of its own", facts={"run": child})
-    with opened(store, child, "child", _BUFFER_BYTES) as place:
+    with opened(store, child, "child", _BUFFER_BYTES, manifest) as place:
         if steps := store.steps():
             facts = {"run": child, "newest step": steps[-1]}
             raise UsageError("a run that begins from a step must have no step yet", facts=facts)

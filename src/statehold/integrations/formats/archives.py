@@ -10,6 +10,7 @@ Not here: which file holds what (one module for each format).
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -368,7 +369,7 @@ def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:
 # -- whole steps, and shards of pytorch_model.bin --------------------------------------------------
 # What is written can be read with torch.load(weights_only=True). Values that this refuses become
 # the nearest ones that it takes, and are named: NumPy scalars become numbers, a deque becomes a
-# list, a frozenset a set.
+# list, a frozenset a set. The same holds for keys of dicts and members of sets.
 
 
 WHOLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -389,10 +390,33 @@ def plain(tree: Any, path: str, changed: list[str]) -> Any:
         nearest: Any = {deque: list, frozenset: set}.get(kind, lambda scalar: scalar.item())
         return plain(nearest(tree), path, changed)
     if isinstance(tree, Mapping):
-        return kind({key: plain(item, _below(path, key), changed) for key, item in tree.items()})
+        at = {key: _below(path, key) for key in tree}
+        return kind({_hashed(k, at[k], changed): plain(v, at[k], changed) for k, v in tree.items()})
+    if kind is set:
+        return {_hashed(item, path, changed) for item in tree}
     if kind in (list, tuple):
         return kind(plain(item, _below(path, i), changed) for i, item in enumerate(tree))
-    return tree
+    return _NoBytes() if tree == b"" and kind is bytes else tree
+
+
+def _hashed(item: Any, path: str, changed: list[str]) -> Any:
+    """A key of a dict, or a member of a set."""
+    found: list[str] = []
+    made = plain(item, path, found)
+    try:
+        hash(made)
+    except TypeError:
+        text = "torch.load takes no frozenset in a key or a set: export a part without it"
+        raise UnsupportedValueError(text, facts={"path": path}) from None
+    changed += [path] if found else []
+    return made
+
+
+class _NoBytes(bytes):
+    """b"" in the way of other bytes: torch.load(weights_only=True) refuses the usual pickle."""
+
+    def __reduce__(self) -> Any:
+        return codecs.encode, ("", "latin1")
 
 
 def _below(path: str, key: object) -> str:

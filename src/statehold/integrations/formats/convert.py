@@ -68,6 +68,7 @@ from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
 from statehold.steps.lock import RunLock
+from statehold.steps.owners import begin_run
 from statehold.steps.store import Store
 from statehold.tensors import dtypes, nodes
 from statehold.units import MiB
@@ -156,7 +157,7 @@ class _Export(NamedTuple):
                     for file, text in self.beside.items():
                         with work.file(file) as out:
                             out.write(text, 0)
-                    return [*self.export(found.root, work), *found.arrays]
+                    return [*dict.fromkeys([*self.export(found.root, work), *found.arrays])]
 
 
 def import_step(
@@ -358,10 +359,11 @@ def write_step(
     node, tensors = _encoded(tree)
     plan = plan_save([_spec(name, tensor) for name, tensor in tensors.items()], step=step)
     with contextlib.closing(file_system()) as fs:
-        store = Store(fs, run)
+        store = Store(fs, run, reuse=False)
         store.create()
         lock = RunLock(store.root, passes=True)
         try:
+            begin_run(store, run)
             if step in store.steps():
                 facts = {"run": run, "step": step}
                 raise UsageError("the run has this step already", facts=facts)

@@ -4,8 +4,8 @@ Invariants: tensors of several chunks, as FSDP and other sharded trainers write 
 Chunks that do not cover a tensor are an error. The metadata is read by a list of classes only. A
 chunk and a value are read when they are used. Out
 go one chunk for each tensor: a large one in a file of its own, small ones together.
-The format has keys of str only, and no ties: other keys become str, tied tensors are written twice,
-and both are named.
+The format has dicts with keys of str only, and no ties: other keys become str, an OrderedDict or a
+Counter becomes a dict, tied tensors are written twice, and all are named.
 Not here: archives of torch.save, which the chunks are (archives), loads into live states (dcp).
 """
 
@@ -163,6 +163,8 @@ def _entries(tree: Any, changed: list[str]) -> dict[str, tuple[_Path, Any]]:
 
 def _walk(path: _Path, value: Any, changed: list[str]) -> Iterator[tuple[_Path, Any]]:
     if isinstance(value, Mapping) and (value or not path):
+        if path and type(value) is not dict:
+            changed.append(".".join(map(str, path)))
         for key, item in value.items():
             if type(key) is not str:
                 changed.append(".".join(map(str, (*path, key))))

@@ -6,9 +6,9 @@
 Owns: files that are written at offsets, their syncs, the journal, the rename.
 Invariants: a line stands in the journal only after the bytes that it is about were synced. A
 journal of other work, or of a source that has changed since, is thrown away with all that it is
-about. The destination appears whole, by one rename, after every byte of it was synced. One process
-works on a destination at a time. No link is followed out of it, and a directory that another user
-has made is refused.
+about. What no export has left at DST.partial is refused, and stays. The destination appears whole,
+by one rename, after every byte of it was synced. One process works on a destination at a time. No
+link is followed out of it, and a directory that another user has made is refused.
 Not here: what is written (one module for each format).
 """
 
@@ -143,6 +143,23 @@ def check_free(path: str) -> None:
         raise UsageError("the destination of an export exists", facts=facts, hint=hint)
 
 
+def _check_left(path: str) -> None:
+    """Raises UsageError if there is anything but what an export has left."""
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if not (names := os.listdir(path)):
+            return
+        with open(_opened(f"{path}/{JOURNAL}", os.O_RDONLY), encoding="utf-8") as file:
+            line = file.readline(MiB)
+        # A journal without a line was made a moment before the death of its export.
+        if (not line and names == [JOURNAL]) or "statehold" in json.loads(*json.loads(line)):
+            return
+    facts = {"path": path, "expected": "nothing, or an unfinished export", "got": "something else"}
+    hint = "nothing was changed: move it away, or name another destination"
+    raise UsageError("something else lies where an export is made", facts=facts, hint=hint)
+
+
 class PartialExport:
     """The destination of an export: a directory, or (is_file) one file."""
 
@@ -152,6 +169,7 @@ class PartialExport:
         self._is_file = is_file
         self.done = done
         check_free(self.path)
+        _check_left(self.directory)
         make_own_directory(self.directory, "of an unfinished export", 0o775)
         self.journal = Journal(self.directory, identity)
         if self.journal.is_fresh:

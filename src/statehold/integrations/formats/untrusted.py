@@ -128,7 +128,7 @@ def load(source: Any, file: str, *, classes: Sequence[Any] = (), **options: Any)
 
     classes: what may be made in addition to data. options: of torch.load.
     """
-    known, found = [*classes, *_of_numpy()], set[str]()
+    known, found = [*classes, *_of_numpy(), (_no_bytes, "builtins.bytes")], set[str]()
     begin = source.tell() if hasattr(source, "tell") else None
     while True:
         try:
@@ -148,6 +148,11 @@ def load(source: Any, file: str, *, classes: Sequence[Any] = (), **options: Any)
 def _loaded(source: Any, known: list[Any], options: Mapping[str, Any]) -> Any:
     with torch.serialization.safe_globals(known):
         return torch.load(source, weights_only=True, **options)
+
+
+def _no_bytes() -> bytes:
+    """The only bytes that torch.save pickles as a call of `bytes`."""
+    return b""
 
 
 def _stand_ins(name: str) -> list[tuple[Any, str]]:

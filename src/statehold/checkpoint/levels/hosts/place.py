@@ -217,7 +217,7 @@ class HostPlace(DirectoryPlace):
                 names = store.names(step)
                 if names is not None:  # otherwise it was retired meanwhile
                     found.append(Holding.seen(step, is_copy, names, manifest))
-        return found
+        return [] if found and self.owned is not None and self.owned.is_anothers else found
 
     def placed(self, step: int) -> PlacedFiles | None:
         """The places of the files of a step, if it is whole."""
