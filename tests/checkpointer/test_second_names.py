@@ -16,7 +16,7 @@ import torch
 import statehold
 from statehold import _core
 from statehold.steps.store import Store
-from statehold.steps.unfinished import Unfinished, copy_attempt
+from statehold.steps.target import Unfinished, copy_attempt
 from support.faults import DEADLINE_S, SMALL
 from support.in_memory import SimFs
 from support.inside import inside

@@ -11,7 +11,7 @@ import pytest
 from statehold.errors import InvariantError, PeerFailedError, PeerLostError, StorageError
 from statehold.format.manifest import RecordEntry
 from statehold.integrations.dcp import writer
-from statehold.integrations.dcp.commit import Sent
+from statehold.integrations.dcp.writer import Sent
 from statehold.integrations.dcp.writing import SaveDestination
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers

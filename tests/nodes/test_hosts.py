@@ -23,7 +23,7 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.steps.directories import make_directories
-from statehold.steps.unfinished import Unfinished
+from statehold.steps.target import Unfinished
 from support.faults import DEADLINE_S, Spy, must
 from support.hosts import LOCAL, HostRanks, disks, local
 from support.in_memory import SimFs

@@ -5,7 +5,7 @@
     step-000000000110.partial                     being written, by one rank
     step-000000000110.5f3a09c1-7.partial          by several: the attempt, as TOKEN-NUMBER
     step-000000000090.retired                     no longer kept
-    step-...5f3a09c1-7.copy-0123456789abcdef.partial    a copy in the making (unfinished)
+    step-...5f3a09c1-7.copy-0123456789abcdef.partial    a copy in the making (target)
 
 Invariants: a directory is made with a durable name, and deleted with its contents.
 

@@ -6,7 +6,7 @@
     RUN/step-000000000090.retired/   no longer kept; its files may be overwritten
     RUN/step-000000000100.replaced/  counts as step-n while that is missing (publish)
     RUN/step-000000000080.corrupt/   found corrupt by a restore that fell back; left for a person
-    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (unfinished)
+    RUN/step-...copy-0123456789abcdef.partial/    a copy in the making (target)
     RUN/.spare/                      retired files held back for the next save to overwrite
     RUN/.ready/                      in memory: new files, made before the next save (ready)
     RUN/.shared/                     names of files that several steps hold (pool)

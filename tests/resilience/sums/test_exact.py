@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from statehold.errors import InvariantError, StateMismatchError, UsageError
-from statehold.resilience.sums import pieces, transit
+from statehold.resilience.sums import exact, pieces
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.grid import HEADROOM, SPACING, Grid
 from support.columns import Column, Lost, bits_of, together
@@ -28,7 +28,7 @@ Gradient = Callable[[int, int, int], Tensor | None]
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tensors have several pieces, and steps several buckets."""
     monkeypatch.setattr(pieces, "_ON_CPU", 16)
-    monkeypatch.setattr(transit, "BUCKET_BYTES", 8 * 40)
+    monkeypatch.setattr(exact, "BUCKET_BYTES", 8 * 40)
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
@@ -300,7 +300,7 @@ def test_a_larger_gradient_takes_a_second_sum() -> None:
             member.count(step, range(M), of)
             member.sums.reduce(Column(1).start(0))
             own = 8 * 5 * (sums if step else 1)
-            assert member.sums.announced_bytes - transit.IN_FLIGHT * 8 * 40 == own
+            assert member.sums.announced_bytes - exact.IN_FLIGHT * 8 * 40 == own
             member.sums.finish()
         grad = member.params["vector"].grad
         assert grad is not None

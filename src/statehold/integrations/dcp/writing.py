@@ -9,7 +9,7 @@ Owns: the file of each chunk, and the encoding of values.
 Invariants: an error of any item, copy or write is raised here, on the thread that torch waits for.
 Nothing is pickled: a value that no step can hold is UnsupportedValueError with the name that torch
 gives it.
-Not here: who writes what (the planner), records and manifest (commit), what becomes of the files
+Not here: who writes what (the planner), records and manifest (writer), what becomes of the files
 of an attempt that fails (writer).
 """
 
