@@ -27,6 +27,9 @@ def test_a_save_into_a_run_directory_that_hosts_do_not_share_fails_on_all_ranks(
         assert "per_host=True" in str(here)
         assert "rank 0 does not see the files of rank 1" in str(elsewhere)
         assert [steps_at(fs, job.run) for fs in job.disks] == [[], []]
+        job.failures(2, state)
+        names = {name for fs in job.disks for name, _ in fs.listdir(job.run)}
+        assert not [name for name in names if name.startswith("step-")], "the disk would fill"
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -331,16 +331,13 @@ def _own_directories(folder: str) -> list[str]:
 
 
 def _last_line(path: str) -> str:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return ""
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            return ""
-        raw = os.pread(fd, _LINE_BYTES_MAX, max(0, found.st_size - _LINE_BYTES_MAX))
-    finally:
-        os.close(fd)
-    lines = raw.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else ""
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    lines = [""]
+    with contextlib.suppress(OSError), open(path, "rb", opener=opener) as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode):
+            file.seek(max(0, found.st_size - _LINE_BYTES_MAX))
+            lines += file.read(_LINE_BYTES_MAX).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1]

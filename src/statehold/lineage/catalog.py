@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from statehold.errors import StateholdError, StepNotFoundError, StorageError, UsageError, storing
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.graphs import LayerGraph, SavedModel, models_in
+from statehold.format.graphs import LayerGraph, models_in
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.family import runs_below
@@ -305,13 +305,9 @@ class _Scan:
         self._tables.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
         self._read += 1
         for model in models:
-            self._tables.execute(
-                "INSERT INTO models VALUES (?, ?, ?, ?)", (run, step, *self._graphs_of(model))
-            )
-
-    def _graphs_of(self, model: SavedModel) -> tuple[int | None, int]:
-        graph = None if model.graph is None else self._graph(model.graph)
-        return graph, self._graph(model.by_tensors)
+            graph = None if model.graph is None else self._graph(model.graph)
+            graphs = run, step, graph, self._graph(model.by_tensors)
+            self._tables.execute("INSERT INTO models VALUES (?, ?, ?, ?)", graphs)
 
     def _graph(self, graph: LayerGraph) -> int:
         """The number of a graph, which many steps have."""

@@ -243,9 +243,16 @@ class Together:
         return not isinstance(error, PeerLostError) or 0 in error.ranks
 
     def clean_up(self, work: Work) -> None:
-        # Rank 0 may be about to publish the files of a rank that it has heard of.
-        if work.attempt is not None and (self.leads or work.number > self._told):
-            work.place.store.abandon(work.save.step, work.attempt)
+        # Rank 0 may be about to publish the files of a rank that it has heard of, unless it says
+        # that the save has failed.
+        store, step, attempt, error = work.place.store, work.save.step, work.attempt, work.error
+        has_failed = isinstance(error, PeerFailedError) and PUBLISHED not in error.facts
+        is_over = has_failed and not (self.leads or work.place.is_apart)
+        if attempt is not None and (self.leads or is_over or work.number > self._told):
+            store.abandon(step, attempt)
+            if is_over:  # rank 0 may not see the directory; with files of other ranks it stays
+                with contextlib.suppress(StorageError):
+                    store.fs.rmdir(store.partial(step, attempt))
 
     # -- rank 0 ----------------------------------------------------------------------------
 
