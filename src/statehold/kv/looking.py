@@ -146,7 +146,7 @@ def prune(
     Raises UsageError, RunBusyError if another host uses the store, WaitTimeout, and OSError.
     """
     root, seconds = Path(os.path.abspath(path)), int(min(max(before_s, 0), 2**32 - 1))
-    geometry, index = _opened(root, mmap.ACCESS_WRITE)
+    geometry, index = _opened(root, mmap.ACCESS_WRITE if is_done else mmap.ACCESS_COPY)
     size, tables, dropped = geometry.slot_bytes, [index], Counter[str]()
     keep = 0 if to is None else to // size
     if not is_done:
