@@ -75,6 +75,25 @@ void adopt(PyPageTable& table, uint64_t first, nb::handle headers, uint64_t stri
   table.adopt(first, memory.data(), stride, count);
 }
 
+nb::list drop(PyPageTable& table, const std::vector<nb::bytes>& identities, uint32_t before_s,
+              uint64_t most, uint64_t keep) {
+  std::vector<std::string_view> names;
+  for (const nb::bytes& each : identities) names.push_back(text(each));
+  nb::list dropped;
+  for (const auto& each : table.drop(names, before_s, most, keep)) {
+    dropped.append(nb::make_tuple(each.slot, bytes_of(each.identity)));
+  }
+  return dropped;
+}
+
+nb::list counted(const PyPageTable& table) {
+  nb::list found;
+  for (const auto& each : table.counted()) {
+    found.append(nb::make_tuple(bytes_of(each.identity), each.pages, each.counts));
+  }
+  return found;
+}
+
 std::vector<uint64_t> page_indices(const nb::bytes& identity, const nb::sequence& keys) {
   std::vector<uint64_t> found;
   for (const nb::handle key : keys) {
@@ -138,7 +157,9 @@ void declare_pages(nb::module_& m) {
       .def("pages", &PyPageTable::pages)
       .def_prop_rw("boot", &PyPageTable::boot, &PyPageTable::set_boot)
       .def_prop_ro("is_torn", &PyPageTable::is_torn)
-      .def("begin_change", &PyPageTable::begin_change, gil_released)
+      .def("count", &PyPageTable::count, "seat"_a, "amounts"_a)
+      .def("counted", &counted)
+      .def("begin_change", &PyPageTable::begin_change, "now_s"_a = 0, gil_released)
       .def("end_change", &PyPageTable::end_change)
       .def("take", &PyPageTable::take, "seat"_a, "below"_a = UINT64_MAX)
       .def("publish", &PyPageTable::publish, "slot"_a, "index"_a, "before"_a, "space"_a,
@@ -146,6 +167,7 @@ void declare_pages(nb::module_& m) {
       .def("hold", &PyPageTable::hold, "slot"_a, "seat"_a)
       .def("release", &PyPageTable::release, "slot"_a)
       .def("free", &PyPageTable::free, "slot"_a)
+      .def("drop", &drop, "identities"_a, "before_s"_a, "most"_a, "keep"_a = 0)
       .def("cut", &PyPageTable::cut, "below"_a, gil_released)
       .def("touch", &PyPageTable::touch, "slots"_a)
       .def(

@@ -7,16 +7,17 @@
 #include <numeric>
 #include <stdexcept>
 #include <unordered_set>
+#include <utility>
 
 #include "page_header.h"
 
 namespace statehold {
 namespace {
 
-constexpr uint64_t kTableMagic = 0x3242'4154'564B'4853;  // "SHKVTAB2"
+constexpr uint64_t kTableMagic = 0x3342'4154'564B'4853;  // "SHKVTAB3"
 constexpr uint64_t kWords = 16;
 constexpr uint64_t kLongColumns = 2;
-constexpr uint64_t kColumns = 6;
+constexpr uint64_t kColumns = 7;
 constexpr uint32_t kStateBits = 0xFF;
 constexpr uint32_t kSpaceBits = 0xFF000000;
 constexpr int kSeatShift = 8;
@@ -53,11 +54,12 @@ PageTable::PageTable(std::byte* memory, uint64_t memory_bytes, uint64_t slots)
   }
   words_ = reinterpret_cast<uint64_t*>(memory);
   spaces_ = reinterpret_cast<Space*>(words_ + kWords);
-  seats_ = reinterpret_cast<uint64_t*>(spaces_ + kSpaces);
+  seats_ = reinterpret_cast<uint64_t*>(spaces_ + kSpaces + 1);
   index_ = seats_ + kSeats;
   before_ = index_ + slots;
   auto* column = reinterpret_cast<uint32_t*>(before_ + slots);
-  for (uint32_t** each : {&generation_, &state_, &used_, &newer_, &older_, &rank_, &bucket_}) {
+  for (uint32_t** each :
+       {&generation_, &state_, &used_, &newer_, &older_, &rank_, &second_, &bucket_}) {
     *each = column;
     column += slots;
   }
@@ -65,7 +67,7 @@ PageTable::PageTable(std::byte* memory, uint64_t memory_bytes, uint64_t slots)
 
 uint64_t PageTable::bytes(uint64_t slots) {
   const uint64_t words =
-      kWords + kSpaces * (sizeof(Space) / sizeof(uint64_t)) + kSeats + kLongColumns * slots;
+      kWords + (kSpaces + 1) * (sizeof(Space) / sizeof(uint64_t)) + kSeats + kLongColumns * slots;
   return sizeof(uint64_t) * (words + (kColumns * slots + bucket_count(slots) + 1) / 2);
 }
 
@@ -74,6 +76,7 @@ bool PageTable::is_new() const {
 }
 
 void PageTable::create() {
+  std::memset(words_, 0, bytes(slots_));  // another build may have left its own
   words_[kSlots] = slots_;
   words_[kMagicAt] = kTableMagic;
 }
@@ -96,8 +99,30 @@ uint64_t PageTable::pages() const {
                          [](uint64_t sum, const Space& space) { return sum + space.pages; });
 }
 
-void PageTable::begin_change() {
+void PageTable::count(uint32_t seat, const std::vector<uint64_t>& amounts) {
+  if (seat >= kSeats) throw std::invalid_argument("there is no such seat");
+  Space& space = spaces_[std::min(fetch(seats_[seat]) - 1, kSpaces)];
+  for (uint64_t i = 0; i < std::min<uint64_t>(kCounts, amounts.size()); ++i) {
+    if (amounts[i] != 0) __atomic_fetch_add(&space.counts[i], amounts[i], __ATOMIC_RELAXED);
+  }
+}
+
+std::vector<PageTable::Counted> PageTable::counted() const {
+  std::vector<Counted> found;
+  for (uint64_t i = 0; i <= kSpaces; ++i) {
+    const Space& space = spaces_[i];
+    std::vector<uint64_t> counts(space.counts, space.counts + kCounts);
+    const bool is_counted =
+        std::any_of(counts.begin(), counts.end(), [](auto n) { return n != 0; });
+    if (space.pages == 0 && !is_counted) continue;
+    found.push_back({i < kSpaces ? space.name() : "", space.pages, std::move(counts)});
+  }
+  return found;
+}
+
+void PageTable::begin_change(uint32_t now_s) {
   if (is_torn()) mend();
+  now_s_ = now_s;
   put(words_[kChanges], words_[kChanges] + 1);
 }
 
@@ -148,6 +173,33 @@ void PageTable::free(uint64_t slot) {
   put(generation_[slot], generation_[slot] + 1);
 }
 
+std::vector<PageTable::Dropped> PageTable::drop(const std::vector<std::string_view>& identities,
+                                                uint32_t before_s, uint64_t most, uint64_t keep) {
+  uint64_t spared = 0;  // a bit for each space
+  for (uint64_t i = 0; i < kSpaces; ++i) {
+    const bool is_named =
+        std::find(identities.begin(), identities.end(), spaces_[i].name()) != identities.end();
+    if (!identities.empty() && !is_named) spared |= uint64_t{1} << i;
+  }
+  std::vector<Dropped> dropped;
+  for (bool is_mended = false; dropped.size() < most && pages() > keep;) {
+    try {
+      const int64_t slot = oldest(spared, before_s);
+      if (slot < 0) break;
+      const auto at = static_cast<uint64_t>(slot);
+      const Space& space = space_of(at);
+      if (state_of(at) != kWhole || (spared >> (&space - spaces_) & 1) != 0) damaged();
+      free(at);
+      dropped.push_back({at, space.name()});
+    } catch (const std::out_of_range&) {
+      if (is_mended) throw;
+      is_mended = true;
+      rebuild();
+    }
+  }
+  return dropped;
+}
+
 void PageTable::cut(uint64_t below) {
   if (below >= words_[kFresh]) return;
   words_[kFresh] = below;
@@ -186,6 +238,9 @@ int64_t PageTable::space(std::string_view identity) {
       if (left == 0) damaged();
       free(spare->oldest - 1);
     }
+  }
+  for (uint64_t i = 0; i < kCounts; ++i) {
+    spaces_[kSpaces].counts[i] += std::exchange(spare->counts[i], 0);
   }
   std::memcpy(spare->identity, wanted, sizeof wanted);
   return spare - spaces_;
@@ -313,7 +368,10 @@ void PageTable::unhash(uint64_t slot) {
   put(bucket_[hole], uint32_t{0});
 }
 
-void PageTable::link(uint64_t slot) { link(slot, static_cast<uint32_t>(++words_[kClock])); }
+void PageTable::link(uint64_t slot) {
+  link(slot, static_cast<uint32_t>(++words_[kClock]));
+  second_[slot] = now_s_;
+}
 
 void PageTable::link(uint64_t slot, uint32_t used) {
   Space& space = space_of(slot);
@@ -364,15 +422,18 @@ PageTable::Space* PageTable::longest_unused(const std::vector<bool>& used) {
   return found;
 }
 
-// The slot whose page goes first.
-int64_t PageTable::oldest() {
+// The slot whose page goes first, of those that were last used before a second. spared: a bit for
+// each space that is left alone.
+int64_t PageTable::oldest(uint64_t spared, uint32_t before_s) {
   const std::vector<bool> used = in_use();
   const Space* best = nullptr;
   std::pair<bool, uint64_t> best_key;
   for (uint64_t i = 0; i < kSpaces; ++i) {
     const Space& space = spaces_[i];
-    if (space.oldest == 0) continue;
-    const uint64_t use = used[i] ? used_[checked(space.oldest - 1)] : space.last_use;
+    if (space.oldest == 0 || (spared >> i & 1) != 0) continue;
+    const uint64_t first = checked(space.oldest - 1);
+    if (second_[first] >= before_s) continue;
+    const uint64_t use = used[i] ? used_[first] : space.last_use;
     const std::pair<bool, uint64_t> key{used[i], use};
     if (best != nullptr && key >= best_key) continue;
     best = &space;
@@ -380,11 +441,11 @@ int64_t PageTable::oldest() {
   }
   if (best == nullptr) return -1;
   const uint64_t slot = checked(best->oldest - 1);
-  return static_cast<int64_t>(words_[kIsRanked] != 0 ? least(slot) : slot);
+  return static_cast<int64_t>(words_[kIsRanked] != 0 ? least(slot, before_s) : slot);
 }
 
 // The page of the lowest score, among `slot` and those that were used next.
-uint64_t PageTable::least(uint64_t slot) const {
+uint64_t PageTable::least(uint64_t slot, uint32_t before_s) const {
   std::vector<uint64_t> followed;
   uint64_t best = slot;
   for (int n = 0; n < kRanked; ++n) {
@@ -394,6 +455,7 @@ uint64_t PageTable::least(uint64_t slot) const {
     followed.push_back(before_[slot]);
     if (newer_[slot] == 0) break;
     slot = checked(newer_[slot] - 1);
+    if (second_[slot] >= before_s) break;
   }
   return best;
 }

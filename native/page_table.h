@@ -3,10 +3,12 @@
 //     words     magic, slots, changes (odd: one is under way), free, fresh, clock, unused, evicted,
 //               boot (of the host; 0 once all processes have closed the table), ranked (whether a
 //               page has a score)
-//     spaces    kSpaces times: identity, last use, pages, newest, oldest
+//     spaces    kSpaces times: identity, last use, pages, newest, oldest, kCounts counters; then
+//               one more, for the counters of identities whose space was given away
 //     seats     by process: 1 + its space; 0 without one
 //     by slot   index of the key, index of the page before it; generation, state with seat and
-//               space, last use, next newer, next older, rank (its score, in an order of integers)
+//               space, last use, next newer, next older, rank (its score, in an order of integers),
+//               second of the last use (Unix time)
 //     buckets   open addressing: 1 + slot, or 0
 //
 // A space is the pages of one identity, in the order of their use. A slot that is needed is taken
@@ -21,7 +23,7 @@
 //   looks at its generation, finds the page again, reads, and compares the generation. A slot gets
 //   a new generation each time that it is taken, after find() has forgotten its page.
 // - A process that dies inside a change leaves `changes` odd. mend() makes again what follows from
-//   the columns.
+//   the columns. The counters stay as they are.
 // - Nothing outside the memory is read or written, and every call ends, whatever a damaged table
 //   says. A call that meets damage throws std::out_of_range, and mend() makes that good.
 // - The table is only a hint: each page proves itself.
@@ -39,6 +41,8 @@ class PageTable {
  public:
   static constexpr uint64_t kSpaces = 64;
   static constexpr uint64_t kSeats = 256;
+  // What processes count, by identity. The table does not know what it means.
+  static constexpr uint64_t kCounts = 9;
   // Among how many pages a score decides. More would keep pages that nobody has used for long.
   static constexpr int kRanked = 16;
 
@@ -57,12 +61,20 @@ class PageTable {
   uint64_t evicted() const { return words_[kEvicted]; }
   uint64_t pages() const;  // that can be found, and may go
   uint64_t slots() const { return slots_; }
+  void count(uint32_t seat, const std::vector<uint64_t>& amounts);  // for the identity of a seat
+  struct Counted {
+    std::string_view identity;  // of the table; empty for those whose space was given away
+    uint64_t pages;
+    std::vector<uint64_t> counts;
+  };
+  std::vector<Counted> counted() const;  // what has pages, or was counted
   uint64_t boot() const { return words_[kBoot]; }
   void set_boot(uint64_t boot) { words_[kBoot] = boot; }
 
-  // Around changes. begin_change() mends what a dead process has left.
+  // Around changes. begin_change() mends what a dead process has left. now_s: when the pages were
+  // used that this change uses.
   bool is_torn() const { return words_[kChanges] % 2 != 0; }
-  void begin_change();
+  void begin_change(uint32_t now_s);
   void end_change() { ++words_[kChanges]; }
 
   // A slot that is empty, or whose page has to go; it is FILLING then. -1 without one. Slots that
@@ -75,6 +87,15 @@ class PageTable {
   void hold(uint64_t slot, uint32_t seat);
   void release(uint64_t slot);
   void free(uint64_t slot);
+  // Free the slots of pages that may go, in the order in which take() would: those of these
+  // identities (of all, without one) that were not used since `before_s`, at most `most`, and none
+  // while no more than `keep` pages are there. What is damaged is mended first.
+  struct Dropped {
+    uint64_t slot;
+    std::string_view identity;  // of the table
+  };
+  std::vector<Dropped> drop(const std::vector<std::string_view>& identities, uint32_t before_s,
+                            uint64_t most, uint64_t keep);
   // The slots from this one on have no storage: nobody takes them any more.
   void cut(uint64_t below);
   // Pages were used, and so were those before them. The last page of a prefix comes first.
@@ -113,6 +134,9 @@ class PageTable {
     uint64_t pages;
     uint64_t newest;  // 1 + slot
     uint64_t oldest;
+    uint64_t counts[kCounts];
+
+    std::string_view name() const { return {reinterpret_cast<const char*>(identity), 16}; }
   };
 
   uint64_t checked(uint64_t slot) const;
@@ -128,10 +152,11 @@ class PageTable {
   void rebuild();
   std::vector<bool> in_use() const;
   Space* longest_unused(const std::vector<bool>& used);
-  int64_t oldest();
-  uint64_t least(uint64_t slot) const;
+  int64_t oldest(uint64_t spared = 0, uint32_t before_s = UINT32_MAX);
+  uint64_t least(uint64_t slot, uint32_t before_s) const;
 
   uint64_t slots_ = 0;
+  uint32_t now_s_ = 0;
   uint64_t mask_ = 0;
   uint64_t* words_ = nullptr;
   Space* spaces_ = nullptr;
@@ -144,6 +169,7 @@ class PageTable {
   uint32_t* newer_ = nullptr;  // 1 + slot
   uint32_t* older_ = nullptr;
   uint32_t* rank_ = nullptr;
+  uint32_t* second_ = nullptr;
   uint32_t* bucket_ = nullptr;
 };
 

@@ -28,7 +28,7 @@ std::byte* bytes_of(std::vector<uint64_t>& memory) {
 void call(PageTable& table, std::mt19937_64& dice) {
   const uint64_t slot = dice() % (kSlots + 2);
   try {
-    switch (dice() % 9) {
+    switch (dice() % 11) {
       case 0:
         return void(table.find(dice() % 40));
       case 1:
@@ -45,6 +45,10 @@ void call(PageTable& table, std::mt19937_64& dice) {
         return void(table.space(std::to_string(1'000'000'000'000'000 + dice() % 100)));
       case 7:
         return table.cut(slot);
+      case 8:
+        return table.count(kSeat, {1, dice()});
+      case 9:
+        return void(table.drop({}, dice() % 3, 1 + dice() % 4, dice() % 3));
       default:
         return void(table.clear_seats({false, false, false, true}));
     }
@@ -92,6 +96,48 @@ TEST(a_table_that_is_full_lets_the_least_used_page_go) {
     EXPECT((table.find(index) >= 0) == (index > 2 * kSlots));
   }
   EXPECT(table.pages() == kSlots && table.evicted() == 2 * kSlots);
+}
+
+TEST(pages_that_were_used_before_a_second_are_dropped_and_no_others) {
+  auto memory = memory_of(kSlots);
+  PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), kSlots);
+  table.create();
+  const std::string other(kPageIdentityBytes, 'o');
+  for (uint32_t index = 1; index <= 8; ++index) {
+    table.begin_change(100 + index);
+    const int64_t space = table.space(index % 2 == 0 ? identity : other);
+    table.publish(table.take(kSeat, kSlots), index, 0, space, 0);
+    table.end_change();
+  }
+  table.begin_change(200);
+  table.touch({table.find(1), table.find(2)});
+  table.mend();  // the seconds are not made again
+  EXPECT(table.drop({other}, 106, 10, 0).size() == 2);
+  EXPECT(table.drop({identity}, 200, 1, 0).size() == 1);
+  table.end_change();
+  for (uint64_t index = 1; index <= 8; ++index) {
+    EXPECT((table.find(index) >= 0) == (index != 3 && index != 4 && index != 5));
+  }
+}
+
+TEST(what_was_counted_stays_when_its_identity_goes) {
+  auto memory = memory_of(kSlots);
+  PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), kSlots);
+  table.create();
+  table.seat(kSeat, table.space(identity));
+  table.count(kSeat, {1, 0, 5});
+  table.count(kSeat, {2});
+  EXPECT(table.counted().size() == 1 && table.counted()[0].identity == identity);
+  EXPECT(table.counted()[0].counts[0] == 3 && table.counted()[0].counts[2] == 5);
+  table.seat(kSeat, -1);
+  table.count(kSeat, {4});
+  for (uint64_t n = 0; n < PageTable::kSpaces; ++n) {
+    const auto name = std::to_string(1'000'000'000'000'000 + n);
+    table.publish(table.take(kSeat, kSlots), n + 1, 0, table.space(name), 0);
+  }
+  const auto found = table.counted();
+  EXPECT(found.back().identity.empty() && found.back().counts[0] == 7);
+  EXPECT_THROWS(std::invalid_argument, table.count(PageTable::kSeats, {1}));
 }
 
 TEST(damage_ends_no_call_badly) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import os
 import random
 import shutil
@@ -433,6 +434,21 @@ def test_damage_is_reported_without_the_table(tmp_path: Path) -> None:
     change(segment, at + HEADER_BYTES, b"damage")
     (tmp_path / "index").unlink()
     assert look(tmp_path, verify=True).bad == [f"{segment.name} at {at}"]
+
+
+def test_an_index_of_another_build_is_made_again_and_stays_as_it_is_for_those_who_map_it(
+    tmp_path: Path,
+) -> None:
+    with made(tmp_path) as store:
+        put(store, *range(5))
+    index = tmp_path / "index"
+    index.write_bytes(index.read_bytes()[: -2 * 4096])
+    with open(index, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as old:
+        begin = old[:8]
+        with made(tmp_path) as store:
+            assert get(store, *range(5)) == [PageVerdict.HIT] * 5
+        assert old[:8] == begin
+        assert len(old) == os.fstat(file.fileno()).st_size
 
 
 class Held:

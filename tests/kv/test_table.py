@@ -152,6 +152,113 @@ def test_a_page_that_was_used_stays_whatever_its_score() -> None:
     assert real.find(2) < 0
 
 
+@contextlib.contextmanager
+def at(real: PageTable, now_s: int) -> Iterator[None]:
+    real.begin_change(now_s)
+    yield
+    real.end_change()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_drop_takes_the_pages_that_a_filter_of_a_dict_takes(seed: int) -> None:
+    """Those of the identities that were not used since a second, the least recently used first."""
+    dice, real = random.Random(seed), table(4 * SLOTS)
+    spaces = {bytes([n]) * IDENTITY_BYTES: 0 for n in range(1, 4)}
+    used = dict[int, tuple[bytes, int]]()
+    for index in range(1, 3 * SLOTS):
+        name = dice.choice([*spaces])
+        with at(real, index):
+            assert real.publish(real.take(0), index, 0, real.space(name))
+        used[index] = name, index
+    for second in range(100, 110):
+        index = dice.choice([*used])
+        with at(real, second):
+            real.touch([real.find(index)])
+        used[index] = used[index][0], second
+    for _ in range(6):
+        names, before_s = dice.sample([*spaces], dice.randrange(3)), dice.randrange(120)
+        most = dice.choice([0, 3, 100])
+        fit = sorted(
+            (second, index)
+            for index, (name, second) in used.items()
+            if second < before_s and (not names or name in names)
+        )
+        with at(real, 200):
+            slots = {real.find(index): used[index][0] for _, index in fit}
+            gone = real.drop(names, before_s, most)
+        assert len(gone) == min(most, len(fit))
+        assert {slot: slots[slot] for slot, _ in gone} == dict(gone)
+        if names and len(names) == 1:  # among several identities, the one that nobody uses goes
+            assert [slot for slot, _ in gone] == [*slots][: len(gone)]
+        for index in [index for index in used if real.find(index) < 0]:
+            del used[index]
+        assert len(used) == real.pages()
+
+
+def test_a_drop_leaves_pages_that_are_written_and_the_slots_are_used_again() -> None:
+    real = table(4)
+    space = real.space(bytes(16))
+    with at(real, 1):
+        slots = [real.take(0) for _ in range(4)]
+        for index, slot in enumerate(slots[:3], 1):
+            assert real.publish(slot, index, 0, space)
+        real.hold(slots[0], 0)
+        before = [real.generation(slot) for slot in slots]
+        assert [slot for slot, _ in real.drop([], 2, 10)] == slots[1:3]
+        assert [real.find(index) for index in (1, 2, 3)] == [slots[0], -1, -1]
+        assert [real.generation(slot) for slot in slots] != before  # who reads them notices
+        real.release(slots[0])
+        assert {real.take(0), real.take(0)} == {*slots[1:3]}
+        assert real.find(1) == slots[0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_drop_of_a_damaged_table_mends_it_first(seed: int) -> None:
+    """Whatever the lists say, the pages go that the columns have, and no others."""
+    dice, memory = random.Random(seed), memoryview(bytearray(PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
+    real.create()
+    names = [bytes([n]) * IDENTITY_BYTES for n in (1, 2)]
+    with at(real, 1):
+        for index in range(1, SLOTS + 1):
+            assert real.publish(real.take(0), index, 0, real.space(names[index % 2]))
+    begin = len(memory) - 4 * (4 * SLOTS + 32)  # next newer, next older
+    memory[begin : begin + 8 * SLOTS] = dice.randbytes(8 * SLOTS)
+    with at(real, 2):
+        gone = [slot for slot, name in real.drop([names[1]], 2, SLOTS) if name == names[1]]
+    assert gone
+    assert all(real.find(index) >= 0 for index in range(2, SLOTS + 1, 2))
+    assert not any(real.find(index) >= 0 for index in range(1, SLOTS + 1, 2))
+
+
+def test_a_table_counts_by_identity_and_keeps_what_others_have_counted() -> None:
+    real = table()
+    for name, amount in ((b"a", 3), (b"b", 4)):
+        real.seat(7, real.space(name * IDENTITY_BYTES))
+        real.count(7, [amount, 0, 1])
+    real.mend()
+    found = {name[:1]: counts for name, _, counts in real.counted()}
+    assert {name: counts[:3] for name, counts in found.items()} == {
+        b"a": [3, 0, 1],
+        b"b": [4, 0, 1],
+    }
+    real.seat(7, None)
+    with changing(real):
+        for number in range(SPACES_MAX):
+            space = real.space(bytes([100 + number]) * IDENTITY_BYTES)
+            assert real.publish(real.take(0), number + 1, 0, space)
+    name, pages, counts = real.counted()[-1]
+    assert (name, pages, counts[:3]) == (b"", 0, [7, 0, 2])
+
+
+def test_a_table_of_another_build_is_made_from_nothing() -> None:
+    memory = memoryview(bytearray(b"\x55" * PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
+    assert real.is_new
+    real.create()
+    assert (real.pages(), real.evicted, real.boot, real.is_torn) == (0, 0, 0, False)
+
+
 def test_a_change_that_a_dead_process_left_is_mended() -> None:
     memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
     real = PageTable(memory, SLOTS)
@@ -208,7 +315,7 @@ def test_a_damaged_table_ends_every_call(seed: int) -> None:
         space = real.space(bytes(16))
         for index in range(1, SLOTS + 1):
             assert real.publish(real.take(3), index, index - 1, space, float(index % 3))
-    begin = 24 if dice.random() < 0.5 else len(memory) - 4 * (8 * SLOTS + 32)  # words, or columns
+    begin = 24 if dice.random() < 0.5 else len(memory) - 4 * (9 * SLOTS + 32)  # words, or columns
     for _ in range(dice.choice([1, 10, 300])):
         memory[dice.randrange(begin, len(memory))] = dice.getrandbits(8)
     calls: list[Callable[[], object]] = [
@@ -220,6 +327,9 @@ def test_a_damaged_table_ends_every_call(seed: int) -> None:
         lambda: real.release(dice.randrange(SLOTS)),
         lambda: real.space(dice.randbytes(16)),
         lambda: real.cut(dice.randrange(SLOTS)),
+        lambda: real.drop([], dice.randrange(2), dice.randrange(4)),
+        lambda: real.count(3, [dice.getrandbits(64)]),
+        real.counted,
         lambda: real.clear_seats(bytes([0, 0, 0, 1])),
     ]
     for _ in range(100):

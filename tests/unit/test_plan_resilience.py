@@ -144,6 +144,7 @@ def test_a_given_trace_is_repeated() -> None:
     found = list(itertools.islice(traces.parse(text), 4))
     assert [each.at_s for each in found] == [10, 20, 30, 40]
     assert [each.replica for each in found] == [3, None, 3, None]
+    assert traces.parse(f"\ufeff{text}") == traces.parse(text)  # as spreadsheets save it
     document = {"failures": [{"time_s": 10, "replica": 3}], "duration_s": 100}
     assert traces.parse(json.dumps(document)).mtbf_s() == 100
 
@@ -160,6 +161,7 @@ def test_a_given_trace_is_repeated() -> None:
         '[{"time_s": -1}]',
         '[{"time_s": 0}]',
         "time_s,replica\nx,1",
+        'time_s,replica\n"' + "1" * 200_000,
     ],
 )
 def test_a_trace_that_is_none_is_refused(text: str) -> None:

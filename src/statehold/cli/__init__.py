@@ -161,11 +161,11 @@ def _add_checking(commands: Any) -> None:
 
 def _add_report(commands: Any) -> None:
     report = _command(
-        commands, "report", "write a page about a run: steps, saves over time, integrity",
+        commands, "report", "write a page about a run, or about a store of KV pages",
         "statehold report runs/llama -o report.html",
         "statehold report runs/llama -o report.html --trace trace-*.json --verify",
     )  # fmt: skip
-    report.add_argument("run", metavar="RUN", help="a run directory")
+    report.add_argument("run", metavar="RUN|STORE", help="a run directory, or that of a PageStore")
     report.add_argument("-o", "--output", metavar="FILE", help="the page; needed without --json")
     report.add_argument("--trace", metavar="FILE", nargs="+", default=[], action="extend",
                         help="what Checkpointer(..., trace=FILE) wrote, one a rank")  # fmt: skip
@@ -414,14 +414,28 @@ def _add_coordinate(commands: Any) -> None:
 
 
 def _add_kv(commands: Any) -> None:
-    group = commands.add_parser("kv", help="look at stores of KV pages").add_commands()
-    for action, text in (
-        ("ls", "count the pages of a store, by identity"),
-        ("verify", "read every page of a store and check it"),
+    group = commands.add_parser("kv", help="look at stores of KV pages, and prune").add_commands()
+    for action, module, text in (
+        ("ls", "kv", "count the pages of a store, by identity"),
+        ("verify", "kv", "read every page of a store and check it"),
+        ("prune", "prune", "let pages of a store go; without --yes, only count them"),
+        ("serve-stats", "report", "show what the processes of a store have counted"),
     ):
-        example, is_verify = f"statehold kv {action} /nvme/pages", action == "verify"
-        command = _command(group, action, text, example, module="kv", is_verify=is_verify)
+        example = f"statehold kv {action} /nvme/pages" + " --older-than 7d" * (action == "prune")
+        command = _command(group, action, text, example, module=module, action=action)
         command.add_argument("store", metavar="STORE", help="the directory of a PageStore")
+        if action == "prune":
+            command.add_argument("--identity", metavar="HEX", action="append", default=[],
+                                 help="only pages of this one; may be given again")  # fmt: skip
+            _add_options(
+                command,
+                ("older-than", "AGE", str, None, "only pages that nobody used for so long"),
+                ("to", "BYTES", str, None, "only until the others take so much of the files"),
+            )
+            command.add_argument("--yes", action="store_true", help="do it")
+        if action == "serve-stats":
+            command.add_argument("--follow", action="store_true",
+                                 help="then show each second what was added")  # fmt: skip
 
 
 def _add_completions(parser: Parser, commands: Any) -> None:

@@ -16,7 +16,7 @@ from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    seen = look(args.store, verify=args.is_verify)
+    seen = look(args.store, verify=args.action == "verify")
     if args.json:
         emit({
             "store": args.store, "slots": seen.geometry.slots,
@@ -30,4 +30,4 @@ def run(args: argparse.Namespace) -> int:
             say(table(("IDENTITY", "PAGES"), seen.pages.most_common(), right="PAGES"))
         for where in seen.bad:
             say(f"damaged: {where}")
-    return codes.NO if seen.bad and args.is_verify else codes.YES
+    return codes.NO if seen.bad and args.action == "verify" else codes.YES

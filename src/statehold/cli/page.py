@@ -39,6 +39,7 @@ from statehold.cli.ls import KINDS
 from statehold.cli.output import counted, to_the_second
 from statehold.cli.said import LEGEND, METRICS_SHOWN, columns_of, metrics_of
 from statehold.cli.traces import Traces
+from statehold.kv.batch import COUNTED
 from statehold.units import format_bytes, format_seconds
 
 # -- the page --------------------------------------------------------------------------------------
@@ -50,6 +51,17 @@ SAVES_SHOWN = 200
 
 def page_of(document: Document, traces: Traces) -> str:
     """The page for the data of a report, and the traces that it was made with."""
+    return whole(document, document["run"], _tiles(document), _sections(document, traces))
+
+
+def whole(
+    document: Document, where: str, tiles: Iterable[Markup], content: Iterable[Markup]
+) -> str:
+    """The page about what is at `where`: the figures at the top, and the sections below."""
+    name = where.rstrip("/").rpartition("/")[2] or where  # the last part of the path
+    made = f"{where}, on {to_the_second(document['created'])} UTC by {document['writer']}"
+    header = [tag("p", "statehold", class_="brand"), tag("h1", name), note(made)]
+    top = tag("header", *header, tag("dl", *tiles, class_="tiles"))
     style = Markup((_HERE / "report.css").read_text("utf-8"))
     script = Markup((_HERE / "report.js").read_text("utf-8"))
     policy = f"default-src 'none'; style-src {_hashed(style)}; script-src {_hashed(script)}"
@@ -57,10 +69,10 @@ def page_of(document: Document, traces: Traces) -> str:
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        tag("title", f"{_name_of(document)} - statehold report"),
+        tag("title", f"{name} - statehold report"),
         tag("style", style),
     ]
-    body = [tag("main", *_sections(document, traces)), tag("script", script)]
+    body = [tag("main", top, *content), tag("script", script)]
     return Markup("<!doctype html>\n") + tag(
         "html", tag("head", *head), tag("body", *body), lang="en"
     )
@@ -73,7 +85,6 @@ def _hashed(content: str) -> str:
 
 def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
     """Failures first; then what people look at most."""
-    yield _header(document)
     yield from failures(document)
     if document["costs"] is not None:
         yield section("What saving cost", _costs(document["costs"]))
@@ -104,23 +115,38 @@ def _sections(document: Document, traces: Traces) -> Iterable[Markup]:
 _COSTS = {"blocked_s": "save() took", "gate_s": "optimizers waited", "committed_s": "durable after"}
 
 
+# -- a store of pages ----------------------------------------------------------------------
+
+
+def page_of_store(document: Document) -> str:
+    """The page for the data of a report about a store of KV pages."""
+    bad, counts = document["bad"], document["counts"]
+    asked = counts["hit"] + counts["miss"] + counts["bad"]
+    state = badge("good", "intact") if document["verified"] else badge("unknown", "not verified")
+    header, rows = count_rows(counts)
+    tiles = [
+        tile("integrity", badge("bad", f"{len(bad)} damaged") if bad else state),
+        tile("pages", str(document["pages"].total()), f"{document['geometry']['slots']} slots"),
+        tile("size", format_bytes(document["file_bytes"]), "on disk"),
+        tile("hits", f"{counts['hit'] / asked:.1%}" if asked else "none", f"of {asked}"),
+    ]
+    about = note("All processes have counted this since the index of the store was made.")
+    parts = [section("Pages", table(header, rows, right=" ".join(header[1:])), about)]
+    if bad:
+        parts.insert(0, section("Damage", table(("slot",), [(each,) for each in bad])))
+    return whole(document, document["store"], tiles, parts)
+
+
+def count_rows(counts: Document) -> tuple[list[str], list[list[str]]]:
+    """The header of a table of what processes have counted, and a row for each identity."""
+    rows = [
+        [who, *(format_bytes(n) if name.endswith("_bytes") else str(n) for name, n in each.items())]
+        for who, each in counts["identities"].items()
+    ]
+    return ["identity", "pages", *COUNTED], rows
+
+
 # -- the top -------------------------------------------------------------------------------
-
-
-def _header(document: Document) -> Markup:
-    made = f"{document['run']}, on {to_the_second(document['created'])} UTC by {document['writer']}"
-    return tag(
-        "header",
-        tag("p", "statehold", class_="brand"),
-        tag("h1", _name_of(document)),
-        note(made),
-        tag("dl", *_tiles(document), class_="tiles"),
-    )
-
-
-def _name_of(document: Document) -> str:
-    """The last part of the path of the run."""
-    return str(document["run"]).rstrip("/").rpartition("/")[2] or str(document["run"])
 
 
 def _tiles(document: Document) -> Iterator[Markup]:

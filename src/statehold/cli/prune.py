@@ -1,4 +1,5 @@
 """`statehold prune RUN --keep N`: delete all but the newest steps, and those that other rules keep.
+`statehold kv prune STORE`: let pages of a store of KV pages go, by identity, age and size.
 
 The bytes of a step or a leftover are those that its end frees: a file that another step or run has
 stays. Steps and leftovers that share a file may free more together than each alone.
@@ -15,14 +16,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from statehold.checkpoint.restore.choice import Choice, chosen
 from statehold.cli import codes
-from statehold.cli.output import emit, plain, say, table
+from statehold.cli.output import counted, emit, plain, say, table
 from statehold.cli.places import describe, is_per_host, leftovers_of
 from statehold.errors import StepNotFoundError, UsageError, no_such_step, refused
+from statehold.kv.looking import prune
+from statehold.kv.page import identity_in
 from statehold.options.keep import Keep
 from statehold.reading.places import file_system, run_at
 from statehold.reading.sizes import sizes
@@ -30,10 +35,14 @@ from statehold.steps.directories import is_leftover
 from statehold.steps.lock import RunLock, is_saved_into
 from statehold.steps.pool import POOL_NAME
 from statehold.steps.store import Store
-from statehold.units import format_bytes
+from statehold.units import format_bytes, parse_bytes, parse_seconds
+
+_NOTHING_CHANGED = "nothing was changed; pass --yes to delete them"
 
 
 def run(args: argparse.Namespace) -> int:
+    if "store" in args:
+        return _prune_pages(args)
     fs, path = file_system(), run_at(args.run)
     keep = _policy(args)
     store = Store(fs, path, keep=keep, reuse=False)
@@ -48,6 +57,29 @@ def run(args: argparse.Namespace) -> int:
             store.retain(among=set(store.steps()).difference(document["damaged"]))
     document["done"] = args.yes
     emit(document) if args.json else _show(document)
+    return codes.YES
+
+
+def _prune_pages(args: argparse.Namespace) -> int:
+    if not args.identity and args.older_than is None and args.to is None:
+        hint = "pass --identity, --older-than or --to; the pages go that all of them mean"
+        raise UsageError("prune needs to know which pages go", hint=hint)
+    age_s = parse_seconds(args.older_than)
+    if args.older_than is not None and age_s is None:
+        raise refused("not an age of pages", 'a time such as "90s", "2h" or "7d"', args.older_than)
+    gone, nbytes = prune(
+        args.store, identities=[identity_in(each) for each in args.identity],
+        before_s=math.inf if age_s is None else time.time() - age_s,
+        to=None if args.to is None else parse_bytes(args.to), is_done=args.yes,
+    )  # fmt: skip
+    if args.json:
+        emit({"store": args.store, "pages": dict(gone), "bytes": nbytes, "done": args.yes})
+        return codes.YES
+    if gone:
+        say(table(("IDENTITY", "PAGES"), gone.most_common(), right="PAGES"))
+    say(f"{counted(gone.total(), 'page')} in all, {format_bytes(nbytes)} of the files")
+    if gone and not args.yes:
+        say(_NOTHING_CHANGED)
     return codes.YES
 
 
@@ -139,4 +171,4 @@ def _show(document: dict[str, Any]) -> None:
         steps = ", ".join(map(str, document["damaged"]))
         say(f"steps that are damaged, or of a newer format, do not count and stay: {steps}")
     if rows and not document["done"]:
-        say("nothing was changed; pass --yes to delete them")
+        say(_NOTHING_CHANGED)

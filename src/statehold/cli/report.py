@@ -1,4 +1,5 @@
-"""`statehold report RUN -o FILE`: one self-contained page about a run; or its data, with --json.
+"""`statehold report RUN|STORE -o FILE`: one self-contained page about a run, or about a store of KV
+pages; or its data, with --json.
 
 Owns: the data of the page: steps at all levels. With traces also the saves, restores and copies,
 with all ranks of a save together.
@@ -13,7 +14,9 @@ import argparse
 import math
 import os
 import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,12 +24,15 @@ from typing import TYPE_CHECKING, Any
 from statehold._version import __version__
 from statehold.cli import codes, show
 from statehold.cli.levels import FoundLevel, copies_of, far_options, levels_of, steps_of
-from statehold.cli.output import emit, say
-from statehold.cli.page import page_of
+from statehold.cli.output import emit, flush, say, table
+from statehold.cli.page import count_rows, page_of, page_of_store
 from statehold.cli.places import leftovers_of
 from statehold.cli.traces import Traces, read_traces
 from statehold.cli.verify import document_of, verified_copy
 from statehold.errors import StateholdError, UsageError
+from statehold.kv.batch import COUNTED
+from statehold.kv.looking import counts, look
+from statehold.kv.tiers import ABOUT
 from statehold.process.whole_files import replace_file
 from statehold.reading.places import NotFoundError, StepPlace, file_system, run_at
 from statehold.units import parse_bytes
@@ -43,27 +49,46 @@ TENSORS_SHOWN = 25
 
 
 def run(args: argparse.Namespace) -> int:
+    if "store" in args:
+        return _serve_stats(args)
     if args.output is None and not args.json:
         hint = "pass -o report.html, or --json for the data alone"
         raise UsageError("report needs a file for the page", hint=hint)
-    path = run_at(args.run)
+    is_store = os.path.exists(f"{args.run}/{ABOUT}")
+    path = args.run if is_store else run_at(args.run)
     folder = os.path.dirname(args.output or "") or "."
     if not os.path.isdir(folder):  # known before hours of --verify
         facts = {"expected": "a directory", "got": folder, "page": args.output}
         hint = f"make it first: mkdir -p {shlex.quote(folder)}"
         raise NotFoundError("no such directory for the page", facts=facts, hint=hint)
-    traces = read_traces(args.trace)
-    document = _document(file_system(), path, traces, args)
+    made = {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "writer": f"statehold {__version__}",
+        "verified": args.verify,
+    }
+    if is_store:
+        if args.trace or args.limit or args.levels:
+            hint = "--verify reads every page"
+            raise UsageError("--trace, --limit and --levels are for reports of runs", hint=hint)
+        seen = look(path, verify=args.verify)
+        parts = {**vars(seen), "geometry": asdict(seen.geometry)}
+        document = {"store": path, **made, **parts, "counts": _counts(path)}
+        page = page_of_store(document)
+        code = codes.NO if seen.bad and args.verify else codes.YES
+    else:
+        traces = read_traces(args.trace)
+        document = {"run": path, **made, **_document(file_system(), path, traces, args)}
+        page = page_of(document, traces) if args.output is not None else ""
+        is_damaged = any(step["state"] == "damaged" for step in document["steps"])
+        states = [level["state"] for level in document["levels"]]
+        code = codes.code_at_levels(states, is_damaged=is_damaged)
     if args.output is not None:
-        page = page_of(document, traces)
         is_file = replace_file(args.output, page.encode("utf-8", "backslashreplace"))
     if args.json:
         emit(document)
     elif is_file:  # and not /dev/stdout, which has the page
         say(args.output)
-    is_damaged = any(step["state"] == "damaged" for step in document["steps"])
-    states = [level["state"] for level in document["levels"]]
-    return codes.code_at_levels(states, is_damaged=is_damaged)
+    return code
 
 
 def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> dict[str, Any]:
@@ -75,10 +100,6 @@ def _document(fs: Fs, path: str, traces: Traces, args: argparse.Namespace) -> di
     saves = _saves(traces.saves)
     limit = levels[0]["limit_bytes_per_s"] if args.limit is None else parse_bytes(args.limit)
     return {
-        "run": path,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "writer": f"statehold {__version__}",
-        "verified": args.verify,
         "steps": steps,
         "other": leftovers_of(fs, path),
         "levels": levels,
@@ -132,6 +153,33 @@ def _newest(fs: Fs, looked: Sequence[FoundLevel]) -> dict[str, Any] | None:
             shown = {"tensor_count": len(tensors), "largest": tensors[:TENSORS_SHOWN]}
             return {**{key: contents[key] for key in keys}, **shown}
     return None
+
+
+# -- what the processes of a store have counted ----------------------------------------------------
+
+
+FOLLOW_S = 1.0
+
+
+def _serve_stats(args: argparse.Namespace) -> int:
+    while True:
+        document = _counts(args.store)
+        header, rows = count_rows(document)
+        if args.json:
+            emit(document, indent=None if args.follow else 1)
+        else:
+            say(table([name.upper() for name in header], rows, right=" ".join(header[1:]).upper()))
+        if not args.follow:
+            return codes.YES
+        flush()
+        time.sleep(FOLLOW_S)
+
+
+def _counts(path: str) -> dict[str, Any]:
+    """In all, and by identity."""
+    found = counts(path)
+    total = {name: sum(each[name] for each in found.values()) for name in COUNTED}
+    return {"store": path, **total, "identities": found}
 
 
 # -- what the traces say -------------------------------------------------------------------

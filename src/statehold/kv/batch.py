@@ -26,10 +26,15 @@ class PageVerdict(enum.Enum):
     LATE = "late"  # the time has passed first
 
 
+VERDICTS = tuple(each.value for each in PageVerdict)
+# What all processes count together: pages by verdict, and the bytes of some.
+COUNTED = (*VERDICTS, "hit_bytes", "stored_bytes")
+
+
 class PageBatch:
     """The verdicts on `count` pages of an identity.
 
-    until: on the monotonic clock; None: no end. told: hears how many more pages have a verdict,
+    until: on the monotonic clock; None: no end. told: hears the verdicts once, when all are known,
     on any thread.
     """
 
@@ -38,7 +43,7 @@ class PageBatch:
         count: int,
         until: float | None,
         identity: bytes,
-        told: Callable[[PageVerdict, int], None],
+        told: Callable[[list[PageVerdict | None]], None],
     ) -> None:
         self.count, self.until, self.identity = count, until, identity
         self._told, self._left = told, count
@@ -78,7 +83,7 @@ class PageBatch:
             for place in new:
                 self._verdicts[place] = verdict
             self._left -= len(new)
-            if new:
-                self._told(verdict, len(new))
+            if new and not self._left:
+                self._told(self._verdicts)
             if not self._left:
                 self._done.set()

@@ -1,22 +1,38 @@
-"""A store of pages, looked at from outside: nothing is changed, and no seat is taken.
+"""A store of pages from outside: what is in it, what its processes have counted, and what goes.
 
-Invariants: a store may be in use. A slot is reported as bad only if its page could be found all the
-while that it was read, as the table of the store says. Without a table, any slot is.
+Invariants: no seat is taken, so a store may be in use, and no memory is made. A slot is reported as
+bad only if its page could be found all the while that it was read, as the table of the store says.
+Without a table, any slot is. A prune changes the tables as a process of the store does, in short
+changes: a page is forgotten before its bytes go, and its slot is free only after that. So a kill
+loses no other page, and who reads the page notices by its generation.
 Not here: the store itself (store).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
+import threading
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from statehold import _core
 from statehold._core import PageTable
+from statehold.errors import refused
+from statehold.kv.batch import COUNTED
+from statehold.kv.opened import LOCK_S, held, name_of, refuse_other_host
 from statehold.kv.page import HEADER_BYTES, Header, whole_blocks
-from statehold.kv.tiers import INDEX, Geometry, no_store
+from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
+from statehold.process.file_locks import LockFile
+
+# Pages that go in one change, and the time between two. The processes of the store wait for a
+# change, and take their turn between two.
+DROP_PAGES, TURN_S = 256, 0.005
 
 
 @dataclass
@@ -36,26 +52,52 @@ def look(path: str | os.PathLike[str], *, verify: bool = False) -> PagesSeen:
     Raises UsageError if the directory is no store of pages, and FormatVersionError.
     """
     root = Path(path)
-    try:
-        seen = PagesSeen(Geometry.read(os.fspath(root)))
-    except FileNotFoundError as error:
-        raise no_store(os.fspath(root)) from error
-    table = _table(root, seen.geometry.slots)
+    seen = PagesSeen(_geometry(root))
+    table = _table(f"{root}/{INDEX}", seen.geometry.slots, mmap.ACCESS_COPY)
     for segment in sorted(root.glob("segment-" + 6 * "[0-9]")):
         _look_at(segment, seen, table, verify=verify)
     seen.file_bytes = sum(each.stat().st_blocks * 512 for each in root.iterdir())
     return seen
 
 
-def _table(root: Path, slots: int) -> PageTable | None:
-    """The table of the files, which others change; None if it is lost."""
+def counts(path: str | os.PathLike[str]) -> dict[str, dict[str, int]]:
+    """By identity in hex: its pages, and what all processes have COUNTED since the index was made.
+    "others": identities whose place in the index another one has. Raises as look() does, and
+    UsageError without an index."""
+    _, index = _opened(Path(path), mmap.ACCESS_COPY)
+    return {
+        name.hex() or "others": {"pages": pages, **dict(zip(COUNTED, found, strict=True))}
+        for name, pages, found in index.counted()
+    }
+
+
+def _geometry(root: Path) -> Geometry:
     try:
-        with open(root / INDEX, "rb") as file:
-            raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return Geometry.read(os.fspath(root))
+    except FileNotFoundError as error:
+        raise no_store(os.fspath(root)) from error
+
+
+def _table(path: str, slots: int, access: int) -> PageTable | None:
+    """A table that others change; None if it is lost, or of another build."""
+    try:
+        with open(path, "rb" if access == mmap.ACCESS_COPY else "r+b") as file:
+            raw = mmap.mmap(file.fileno(), 0, access=access)
             table = PageTable(memoryview(raw), slots)
-    except (OSError, TypeError, ValueError):
+    except (FileNotFoundError, TypeError, ValueError):
         return None
     return None if table.is_new else table
+
+
+def _opened(root: Path, access: int) -> tuple[Geometry, PageTable]:
+    geometry = _geometry(root)
+    index = _table(f"{root}/{INDEX}", geometry.slots, access)
+    if index is None:
+        hint = "open the store with PageStore: it makes the index again from the pages"
+        summary = "the index of the store of pages is lost, or of another build"
+        safe = {"path": f"{root}/{INDEX}", "still safe": "all pages"}
+        raise refused(summary, "an index of this build", "none", hint, **safe)
+    return geometry, index
 
 
 def _findable(table: PageTable | None, slot: int) -> int | None:
@@ -82,6 +124,63 @@ def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify:
             if is_bad:
                 if generation is not None and generation == _findable(table, slot):
                     seen.bad.append(f"{segment.name} at {at}")
-            elif header is not None:
+            elif header is not None and generation is not None:  # others are evicted, or pruned
                 seen.pages[header.identity.hex()] += 1
                 seen.payload_bytes += header.nbytes
+
+
+# -- pages that go ---------------------------------------------------------------------------------
+
+
+def prune(
+    path: str | os.PathLike[str], *, identities: Sequence[bytes] = (), before_s: float = math.inf,
+    to: int | None = None, is_done: bool = False,
+) -> tuple[Counter[str], int]:  # fmt: skip
+    """Let pages go, from files and memory: those of these identities (of all, without one) that
+    were not used since `before_s`, in Unix time. Returns how many go from the files, by identity in
+    hex, and the bytes that they take.
+
+    Pages on their way to a file stay. With `to` the least used go, only from the files, and only
+    until the others take at most so many bytes. is_done: False changes nothing.
+
+    Raises UsageError, RunBusyError if another host uses the store, WaitTimeout, and OSError.
+    """
+    root, seconds = Path(os.path.abspath(path)), int(min(max(before_s, 0), 2**32 - 1))
+    geometry, index = _opened(root, mmap.ACCESS_WRITE if is_done else mmap.ACCESS_COPY)
+    size, tables, dropped = geometry.slot_bytes, [index], Counter[str]()
+    keep = 0 if to is None else to // size
+    if not is_done:
+        copy = PageTable(memoryview(bytearray((root / INDEX).read_bytes())), geometry.slots)
+        copy.mend()  # others may have changed it while it was read
+        gone = copy.drop([*identities], seconds, geometry.slots, keep)
+        return Counter(name.hex() for _, name in gone), len(gone) * size
+    in_memory = memory_path(name_of(os.fspath(root)), size)
+    if to is None and (memory := _table(in_memory, slots_there(in_memory), mmap.ACCESS_WRITE)):
+        tables.append(memory)
+    with contextlib.closing(LockFile(f"{root}/{LOCK}")) as lock:
+        for table in tables:
+            left = table.pages()  # a process that puts pages meanwhile does not keep this going
+            while left > 0:
+                with held(lock, LOCK_S, threading.RLock()):
+                    refuse_other_host(index, lock)
+                    if index.boot not in (0, boot()):  # it may be older than the pages
+                        index.mend()
+                        index.boot = 0
+                    table.begin_change()
+                    gone = table.drop([*identities], seconds, min(DROP_PAGES, left), keep)
+                    if table is index:
+                        _punch(root, geometry, [slot for slot, _ in gone])
+                        dropped.update(name.hex() for _, name in gone)
+                    table.end_change()
+                left = left - len(gone) if gone else 0
+                time.sleep(TURN_S)
+    return dropped, dropped.total() * size
+
+
+def _punch(root: Path, geometry: Geometry, slots: Sequence[int]) -> None:
+    """Give the bytes of free slots back to the file system, if it can take them."""
+    for slot in slots:
+        segment, at = divmod(slot, geometry.segment_slots)
+        path, size = root / f"segment-{segment:06d}", geometry.slot_bytes
+        with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
+            mmap.mmap(file.fileno(), 0).madvise(mmap.MADV_REMOVE, at * size, size)

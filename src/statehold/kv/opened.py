@@ -22,6 +22,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +33,13 @@ from statehold._core import SEATS_MAX, SPACES_MAX
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, slot_bytes, whole_blocks
-from statehold.kv.tiers import FileTier, Geometry, MemoryTier, boot, no_store
+from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_store
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.units import KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
-    from statehold._core import File, RangesJob
+    from statehold._core import File, PageTable, RangesJob
 
 logger = logging.getLogger("statehold")
 
@@ -51,10 +52,9 @@ HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 32 * KiB
 # A page: its slot in memory, its slot in a file, its bytes.
 Move = tuple[int, int, int]
 
-_LOCK = ".lock"
 _TABLES = 0
 # How long the constructor, close() and a new identity wait for a process that holds the tables.
-_LOCK_S = 10.0
+LOCK_S = 10.0
 
 
 class OpenStore:
@@ -69,19 +69,19 @@ class OpenStore:
         with contextlib.ExitStack() as opened:
             make_own_directory(path, "of a store of pages")
             size = slot_bytes(page_bytes)
-            self._lock = LockFile(f"{path}/{_LOCK}")
+            self._lock = LockFile(f"{path}/{LOCK}")
             opened.callback(self._lock.close)
             fs = _core.open_fs()
             opened.callback(fs.close)
             self._engine = open_engine(fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, 2)
             opened.callback(self._engine.close)
             self._tiers = opened.enter_context(contextlib.ExitStack())
-            with self._held(_LOCK_S):
+            with held(self._lock, LOCK_S, self._guard):
                 self.seat = self._sit()
                 self.files = FileTier(fs, path, _geometry(path, capacity, size))
-                self._tiers.callback(lambda: self.files.leave(is_last=self._is_alone()))
+                self._tiers.callback(lambda: self.files.leave(is_last=is_unused(self._lock)))
                 self.memory = MemoryTier(name_of(path), memory, size)
-                self._tiers.callback(lambda: self.memory.leave(is_last=self._is_alone()))
+                self._tiers.callback(lambda: self.memory.leave(is_last=is_unused(self._lock)))
                 self._recover()
             self.use(identity)
             self._opened = opened.pop_all()
@@ -91,7 +91,7 @@ class OpenStore:
 
         filling: slots in memory that this process has taken, and that hold nothing.
         """
-        with contextlib.suppress(WaitTimeout), self._held(_LOCK_S):
+        with contextlib.suppress(WaitTimeout), held(self._lock, LOCK_S, self._guard):
             with self._marked():
                 for slot in filling:
                     self.memory.table.free(slot)
@@ -107,7 +107,7 @@ class OpenStore:
 
         Raises RunBusyError if there is no room for an identity more, and WaitTimeout.
         """
-        with self.changing(_LOCK_S):
+        with self.changing(LOCK_S):
             tables = self.memory.table, self.files.table
             for table in tables:
                 table.seat(self.seat, None)  # its identity before is one fewer
@@ -176,26 +176,9 @@ class OpenStore:
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _held(self, timeout_s: float | None) -> Iterator[None]:
-        """The lock of the tables. Raises WaitTimeout."""
-        until = -1.0 if timeout_s is None else max(0.0, timeout_s)
-        is_held = self._guard.acquire(timeout=until)
-        try:
-            if not (is_held and self._lock.take(_TABLES, timeout_s)):
-                facts = {"path": self.path}
-                raise WaitTimeout("another process holds the tables of the store", facts=facts)
-            try:
-                yield
-            finally:
-                self._lock.drop(_TABLES)
-        finally:
-            if is_held:
-                self._guard.release()
-
-    @contextlib.contextmanager
     def changing(self, timeout_s: float | None) -> Iterator[None]:
         """Around changes of the tables, which no other process changes then. Raises WaitTimeout."""
-        with self._held(timeout_s), self._marked():
+        with held(self._lock, timeout_s, self._guard), self._marked():
             yield
 
     @contextlib.contextmanager
@@ -203,7 +186,7 @@ class OpenStore:
         """Around changes, under the lock. An exception leaves the tables torn; the next change
         mends them."""
         for tier in (self.memory, self.files):
-            tier.table.begin_change()
+            tier.table.begin_change(int(time.time()))
         yield
         for tier in (self.memory, self.files):
             tier.table.end_change()
@@ -215,27 +198,18 @@ class OpenStore:
                 return seat
         raise RunBusyError("too many processes use the store of pages", facts={"path": self.path})
 
-    def _is_taken(self, seat: int) -> bool:
-        """By another process. What the tables have of this one's seat is of a dead one."""
-        return self._lock.is_taken(1 + seat)
-
-    def _is_alone(self) -> bool:
-        return not any(map(self._is_taken, range(SEATS_MAX)))
-
     def _recover(self) -> None:
         """Make good what dead processes and a loss of power have left."""
         table, now = self.files.table, boot()
         is_new = table.is_new
-        if table.boot != now and not self._is_alone():
-            hint = "give each host a directory on its own disk"
-            facts = {"path": self.path}
-            raise RunBusyError("another host uses the store of pages", facts=facts, hint=hint)
+        refuse_other_host(table, self._lock)
         if is_new:
             table.create()
         # A table that was flushed before the power was lost may be older than the pages.
         is_old = is_new or table.boot not in (0, now)
         table.boot = now
-        dead = bytes(not self._is_taken(seat) for seat in range(SEATS_MAX))
+        # What the tables have of this process's seat is of a dead one.
+        dead = bytes(not self._lock.is_taken(1 + seat) for seat in range(SEATS_MAX))
         with self._marked():
             self.unwritten = self.memory.table.clear_seats(dead)
             for slot in self.unwritten:
@@ -287,6 +261,37 @@ class OpenStore:
             return None
 
 
+@contextlib.contextmanager
+def held(lock: LockFile, timeout_s: float | None, guard: threading.RLock) -> Iterator[None]:
+    """The lock of the tables. guard: of the threads that use `lock`. Raises WaitTimeout."""
+    until = -1.0 if timeout_s is None else max(0.0, timeout_s)
+    is_held = guard.acquire(timeout=until)
+    try:
+        if not (is_held and lock.take(_TABLES, timeout_s)):
+            facts = {"path": os.path.dirname(lock.path)}
+            raise WaitTimeout("another process holds the tables of the store", facts=facts)
+        try:
+            yield
+        finally:
+            lock.drop(_TABLES)
+    finally:
+        if is_held:
+            guard.release()
+
+
+def is_unused(lock: LockFile) -> bool:
+    """Whether no other process has a seat of the store."""
+    return not any(lock.is_taken(1 + seat) for seat in range(SEATS_MAX))
+
+
+def refuse_other_host(table: PageTable, lock: LockFile) -> None:
+    """Raises RunBusyError if processes of another host, whose memory is not here, use a table."""
+    if table.boot != boot() and not is_unused(lock):
+        hint = "give each host a directory on its own disk"
+        facts = {"path": os.path.dirname(lock.path)}
+        raise RunBusyError("another host uses the store of pages", facts=facts, hint=hint)
+
+
 def address_of(view: memoryview) -> int:
     """Of the first byte of memory that may be written; 0 if there is none."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
@@ -304,7 +309,7 @@ def _geometry(path: str, capacity: int, size: int) -> Geometry:
     try:
         made = Geometry.read(path)
     except FileNotFoundError:
-        if set(os.listdir(path)) - {_LOCK}:
+        if set(os.listdir(path)) - {LOCK}:
             raise no_store(path) from None
         disk = os.statvfs(path)
         most = disk.f_blocks * disk.f_frsize

@@ -11,6 +11,7 @@ Not here: where the slots are (tiers), which of them hold what (native/page_tabl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,14 @@ def indices_of(identity: bytes, keys: Sequence[bytes]) -> list[int]:
     got = f"{len(bad)} bytes" if isinstance(bad, bytes) else bad
     hint = "use the hash of the block's tokens and of those before it"
     raise refused("not a key of a page", f"1 to {KEY_BYTES_MAX} bytes", got, hint)
+
+
+def identity_in(text: str) -> bytes:
+    """An identity from its hexadecimal digits. Raises UsageError."""
+    if not re.fullmatch(f"[0-9a-fA-F]{{{2 * IDENTITY_BYTES}}}", text):
+        expected = f"{2 * IDENTITY_BYTES} hexadecimal digits"
+        raise refused("not an identity of pages", expected, text)
+    return bytes.fromhex(text)
 
 
 @dataclass(frozen=True, slots=True)

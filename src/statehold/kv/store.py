@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
-from statehold.kv.batch import PageBatch, PageVerdict
+from statehold.kv.batch import VERDICTS, PageBatch, PageVerdict
 from statehold.kv.opened import Move, OpenStore, address_of
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of
 from statehold.observe.counters import figures_of
@@ -147,6 +147,7 @@ class PageStore:
             identity=self._identity,
         )
         self._memory, self._files = self._open.memory, self._open.files
+        self._counted: PageTable | None = self._files.table  # until it is closed
         self._figures = figures_of(self._open.path, None)
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
@@ -242,8 +243,7 @@ class PageStore:
         memory_pages: how many there are. pages_max: those that the files have room for."""
         self._check_open()
         return {
-            **{each.value: self._counts[each.value] for each in PageVerdict},
-            "unwritten": self._counts["unwritten"],
+            **{name: self._counts[name] for name in (*VERDICTS, "unwritten")},
             "evicted": self._files.table.evicted,
             "pages": self._files.table.pages(),
             "pages_max": self._files.table.slots,
@@ -267,6 +267,8 @@ class PageStore:
         if has_ended and all(self._is_done(job, CLOSE_S) is not None for job in jobs):
             for worker in workers:
                 worker.close()
+            with self._counting:
+                self._counted = None
             self._open.close([each.slot for group in self._leftover for each in group.pages])
             return
         for worker in workers:
@@ -568,7 +570,8 @@ class PageStore:
         if len(keys) != len(memory):
             raise refused("as many buffers as keys are needed", len(keys), len(memory))
         until = _until(self._deadline_s if deadline_s is None else deadline_s)
-        batch, pages = PageBatch(len(keys), until, self._identity, self._count), list[MovingPage]()
+        sizes, pages = list[int](), list[MovingPage]()
+        batch = PageBatch(len(keys), until, self._identity, partial(self._count, sizes))
         indices = indices_of(batch.identity, keys)
         for place, (key, given, index) in enumerate(zip(keys, memory, indices, strict=True)):
             view = memoryview(given)
@@ -579,12 +582,22 @@ class PageStore:
                 expected = f"1 to {self.page_bytes} bytes"
                 raise refused("a page does not fit the store", expected, view.nbytes)
             pages.append(MovingPage(batch, place, key, view.cast("B"), index))
+            sizes.append(view.nbytes)
         return batch, pages
 
-    def _count(self, verdict: PageVerdict, count: int) -> None:
+    def _count(self, sizes: list[int], verdicts: list[PageVerdict | None]) -> None:
+        """A call has ended: count it in this process, and once where all processes count."""
+        counts = {each.value: verdicts.count(each) for each in PageVerdict}
+        moved = [
+            sum(size for size, found in zip(sizes, verdicts, strict=True) if found is kind)
+            for kind in (PageVerdict.HIT, PageVerdict.STORED)
+        ]
         with self._counting:
-            self._counts[verdict.value] += count
-        self._figures.add(f"pages_{verdict.value}_total", count)
+            self._counts.update(counts)
+            if self._counted is not None:
+                self._counted.count(self._open.seat, [*counts.values(), *moved])
+        for name, count in counts.items():
+            self._figures.add(f"pages_{name}_total", count)
 
     def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
-INDEX = "index"
+ABOUT, INDEX, LOCK = "store.json", "index", ".lock"
 
-_ABOUT = "store.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -54,10 +53,14 @@ class MappedTable:
         self.path, self.begin = path, whole_blocks(PageTable.nbytes(slots))
         nbytes = self.begin + more
         with storing("map a table of pages", path):
+            # One of another size is of another build, whose processes may have it mapped: it stays
+            # theirs under no name.
+            with contextlib.suppress(FileNotFoundError):
+                if os.lstat(path).st_size != nbytes:
+                    os.unlink(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
             try:
                 if os.fstat(fd).st_size != nbytes:
-                    os.ftruncate(fd, 0)
                     _reserve(fd, nbytes, path)
                 self.map = mmap.mmap(fd, nbytes)
             finally:
@@ -91,8 +94,8 @@ class MemoryTier(MappedTable):
 
     def __init__(self, name: str, nbytes: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        path = f"{home()}/kv-{name}-{slot_bytes}"
-        slots = _slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
+        path = memory_path(name, slot_bytes)
+        slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
         room, more = spare_memory(), slots * slot_bytes
         if more > room.nbytes and not os.path.exists(path):
             raise refused(
@@ -151,18 +154,23 @@ class Geometry:
     def read(cls, path: str) -> Geometry:
         """The geometry of the store in a directory.
 
-        Raises FileNotFoundError without a store, UsageError if it cannot be read, and
-        FormatVersionError.
+        Raises FileNotFoundError without a store, UsageError if store.json is damaged, StorageError
+        if it cannot be read, and FormatVersionError.
         """
+        where = f"{path}/{ABOUT}"
+        if not os.path.exists(where):
+            raise FileNotFoundError(where)
+        with storing("read a store of pages", where), open(where, "rb") as found:
+            raw = found.read(4096)
         try:
-            with open(f"{path}/{_ABOUT}", "rb") as found:
-                about = json.loads(found.read(4096))
+            about = json.loads(raw)
             if (version := about["format"]) == FORMAT:
-                return cls(**about["geometry"])
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise no_store(path) from error
+                made = cls(**about["geometry"])
+                if all(type(n) is int and 0 < n < 1 << 32 for n in asdict(made).values()):
+                    return made
+                raise ValueError(made)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise no_store(path, error) from error
         raise FormatVersionError(
             "another version of statehold has made the store of pages",
             facts={"path": path, "expected": FORMAT, "got": version},
@@ -172,7 +180,7 @@ class Geometry:
     def write(self, path: str) -> None:
         """Make the directory a store."""
         content = {"format": FORMAT, "geometry": asdict(self)}
-        replace_file(f"{path}/{_ABOUT}", json.dumps(content).encode())
+        replace_file(f"{path}/{ABOUT}", json.dumps(content).encode())
 
 
 class FileTier(MappedTable):
@@ -254,14 +262,26 @@ class FileTier(MappedTable):
             file.close()
 
 
-def no_store(path: str) -> Exception:
-    """The error for a directory of other things."""
+def no_store(path: str, damage: Exception | None = None) -> Exception:
+    """The error for a directory of other things, or with a damaged store.json."""
+    safe = {"path": path, "still safe": "all files, and processes that have the store open"}
+    if damage is not None:
+        summary, got = "the store of pages has a damaged store.json", f"{damage!r}"
+        hint = "put a copy of it back, or delete the directory: its pages are computed again"
+        return refused(summary, "the format and the slots, in JSON", got, hint, **safe)
     hint = "give the directory of a PageStore, or for a new one an empty directory or none"
-    found = ", ".join(sorted(os.listdir(path))[:3]) if os.path.isdir(path) else "no directory"
-    return refused("the directory is no store of pages", "store.json", found, hint, path=path)
+    names = sorted({*os.listdir(path)} - {LOCK}) if os.path.isdir(path) else ["no directory"]
+    got = ", ".join(names[:3]) or "an empty directory, where no process has opened a store"
+    return refused("the directory is no store of pages", ABOUT, got, hint, **safe)
 
 
-def _slots_there(path: str) -> int:
+def memory_path(name: str, slot_bytes: int) -> str:
+    """Of the memory for the store `name`."""
+    return f"{home()}/kv-{name}-{slot_bytes}"
+
+
+def slots_there(path: str) -> int:
+    """How many slots the table in a file has; 0 without one."""
     try:
         with open(path, "rb") as found:
             return int.from_bytes(found.read(16)[8:], "little")

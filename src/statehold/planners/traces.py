@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding import strictjson
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 
 COLUMNS = ("time_s", "replica", "repair_s")
 EXPONENTIAL = 1.0
@@ -122,7 +122,7 @@ Trace = DrawnTrace | Given
 def parse(text: str) -> Given:
     """A trace from the text of a file. Raises UsageError for anything else."""
     is_json = text.lstrip().startswith(("[", "{"))
-    rows, duration = _json_rows(text) if is_json else (_csv_rows(text), None)
+    rows, duration = _json_rows(text) if is_json else (csv_rows(text, COLUMNS, COLUMNS[:2]), None)
     found = sorted((_failure(row, n) for n, row in enumerate(rows, 1)), key=lambda each: each.at_s)
     if not found:
         raise UsageError("a trace has no failures", hint="give at least one, or no trace")
@@ -134,13 +134,16 @@ def parse(text: str) -> Given:
     return Given(tuple(found), duration_s)
 
 
-def _csv_rows(text: str) -> list[Mapping[str, Any]]:
-    reader = csv.DictReader(io.StringIO(text))
-    missing = {"time_s", "replica"} - set(reader.fieldnames or ())
-    if missing:
-        facts = {"expected": ",".join(COLUMNS), "got": ",".join(reader.fieldnames or ())[:80]}
-        raise UsageError("a trace has no header with its columns", facts=facts)
-    return [*reader]
+def csv_rows(text: str, columns: Sequence[str], needed: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a trace with these columns. Raises UsageError without those that it needs."""
+    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))  # as spreadsheets save it
+    try:
+        if missing := sorted(set(needed) - set(reader.fieldnames or ())):
+            got = f"missing {','.join(missing)}"
+            raise refused("a trace has no header with its columns", ",".join(columns), got)
+        return [*reader]
+    except csv.Error as error:
+        raise refused("a trace is no CSV", ",".join(columns), str(error)) from error
 
 
 def _json_rows(text: str) -> tuple[list[Mapping[str, Any]], Any]:

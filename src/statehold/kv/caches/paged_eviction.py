@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from statehold.errors import UsageError, refused
-from statehold.kv.caches.plain import only_plain, plain_layers
+from statehold.kv.caches.plain import is_plain, plain_layers
 
 # (keys, values), each [heads, groups, tokens, dim] -> [groups]; the groups of the lowest scores go.
 Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -268,7 +268,11 @@ class PagedEvictionCache(Cache):
             raise refused("a budget of tokens is whole pages", expected, budget_tokens)
         score = score_named(score)
         limit = budget_tokens - page_tokens
-        layers = only_plain(plain_layers(config), type(self).__name__)
+        layers = plain_layers(config)
+        for number, layer in enumerate(layers):
+            if not is_plain(layer):
+                summary = f"{type(self).__name__} does not hold a layer of this kind"
+                raise refused(summary, "full attention", type(layer).__name__, layer=number)
         super().__init__(layers=[EvictingLayer(limit, page_tokens, score) for _ in layers])
 
     @property

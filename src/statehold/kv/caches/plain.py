@@ -39,15 +39,6 @@ def whole_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return layer.whole() if hasattr(layer, "whole") else (layer.keys, layer.values)
 
 
-def only_plain(layers: list[Any], name: str) -> list[Any]:
-    """The layers, all of which are plain. Raises UsageError."""
-    for number, layer in enumerate(layers):
-        if not is_plain(layer):
-            summary, got = f"{name} does not hold a layer of this kind", type(layer).__name__
-            raise refused(summary, "full attention", got, layer=number)
-    return layers
-
-
 def as_pages(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The bytes of [batch, heads, tokens, dim], cut by tokens into so many rows."""
     batch, heads, _, dim = tensor.shape

@@ -12,9 +12,7 @@ Not here: counts of a model (shapes), the time of a step (costs).
 
 from __future__ import annotations
 
-import csv
 import heapq
-import io
 import math
 import random
 from collections import deque
@@ -25,6 +23,7 @@ from operator import attrgetter
 from statehold.errors import UsageError, refused
 from statehold.kv.planning.costs import DeviceLayout, Gpu, LoadTimes, ServingCosts, is_load_faster
 from statehold.kv.planning.shapes import ModelShape
+from statehold.planners.traces import csv_rows
 
 _COLUMNS = ("arrival_s", "prompt", "answer")
 _TOKENS_MAX = 10**8
@@ -62,14 +61,8 @@ def drawn(
 
 def parse(text: str) -> list[ServingRequest]:
     """Requests from CSV with the header arrival_s,prompt,answer. Raises UsageError."""
-    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")))  # as spreadsheets save it
-    try:
-        if missing := set(_COLUMNS) - set(reader.fieldnames or ()):
-            got = f"missing {','.join(sorted(missing))}"
-            raise refused("a trace has no header with its columns", ",".join(_COLUMNS), got)
-        found = [_request(row, number) for number, row in enumerate(reader, 1)]
-    except csv.Error as error:
-        raise refused("a trace is no CSV", ",".join(_COLUMNS), str(error)) from error
+    rows = csv_rows(text, _COLUMNS, _COLUMNS)
+    found = [_request(row, number) for number, row in enumerate(rows, 1)]
     if not found:
         raise UsageError("a trace has no requests", hint="give at least one")
     return sorted(found, key=attrgetter("arrival_s"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from statehold.errors import UsageError, refused
 from statehold.kv.identity import folded, identity
-from statehold.kv.page import IDENTITY_BYTES
+from statehold.kv.page import identity_in
 from statehold.kv.store import DEADLINE_S, PageStore
 
 # Of the pages of vLLM: how their bytes are put together here.
@@ -82,7 +82,7 @@ class PagesOptions:
     ) -> bytes:
         """What pages of the weights that are served depend on. model: what vLLM was given."""
         if self.identity is not None:
-            given = _from_hex(self.identity)
+            given = identity_in(self.identity)
             return folded(_serves, {}, {"given": self.identity}) if _serves else given
         facts = {**layout, "engine": "vllm", "format": FORMAT}
         if _serves:
@@ -93,14 +93,3 @@ class PagesOptions:
             expected = "a directory, or a step of a run"
             raise refused("the weights of these pages are not known", expected, weights, hint)
         return identity(weights, config, **facts)
-
-
-def _from_hex(text: str) -> bytes:
-    try:
-        raw = bytes.fromhex(text)
-    except ValueError:
-        raw = b""
-    if len(raw) != IDENTITY_BYTES:
-        expected = f"{2 * IDENTITY_BYTES} hexadecimal digits"
-        raise refused("not an identity of pages", expected, text)
-    return raw
