@@ -3,7 +3,7 @@
 # `make infra` calls it. Arguments go to pytest; --prepare alone runs no test.
 #
 # What is missing is installed where it may be: the system's packages by root with apt, others in
-# .venv-infra, or the folder that INFRA_VENV names (400 MB). Use a machine that may get servers,
+# .venv-infra, or the folder that INFRA_VENV names (1 GB). Use a machine that may get servers,
 # such as a container: apt may start them. STATEHOLD_NO_APT=1 installs no system packages.
 # A test whose program is still missing is skipped, with that reason.
 set -euo pipefail

@@ -38,7 +38,7 @@ NAMES = [
 ]
 RANKS = {"streaming": 2, "lowrank": 2}
 # These examples run in test_zero_state.py, test_torchtitan.py and tests/infra/launchers.
-ELSEWHERE = {"zero", "titan", "elastic"}
+ELSEWHERE = {"zero", "titan", "elastic", "ray_train"}
 OF_NO_FRAMEWORK = {"minimal", "serving", "evolution", "evolution_space"}
 
 Ran = tuple[Path, dict[str, list[int]]]
