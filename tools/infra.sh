@@ -13,7 +13,8 @@ readonly venv=${INFRA_VENV:-.venv-infra} wanted=tools/requirements-infra.txt
 readonly stamp=$venv/requirements.stamp
 readonly limit_s=900  # of a test, which may start several jobs on a busy machine
 readonly system="slurmctld slurmd slurm-client munge bubblewrap python3-seccomp libfaketime
-  swift-proxy swift-account swift-container swift-object"
+  swift-proxy swift-account swift-container swift-object
+  glusterfs-server user-mode-linux nfs-kernel-server nfs-common rpcbind kmod iproute2 procps"
 
 is_installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>&1)" = installed ]; }
 
