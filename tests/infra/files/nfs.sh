@@ -1,11 +1,11 @@
 #!/bin/bash
 # The NFS server of a kernel, and two clients of it, in a virtual machine of User Mode Linux.
 #
-#   nfs.sh FOLDER OPTIONS COMMAND...    The machine runs COMMAND once FOLDER/a and FOLDER/b are mounts
+#   nfs.sh FOLDER OPTIONS COMMAND...    It runs COMMAND there, once FOLDER/a and FOLDER/b are mounts
 #                                       with these OPTIONS, such as vers=3,noac.
 #
-# The machine sees the files of this one, so the same interpreter runs there. Its disk is a file. Its
-# first process is this script without a COMMAND. What COMMAND prints is printed at the end.
+# The machine sees the files of this one, so the same interpreter runs there. Its disk is a file.
+# Its first process is this script without a COMMAND. What COMMAND prints is printed at the end.
 set -euo pipefail
 folder=$1 options=$2
 shift 2
@@ -18,8 +18,8 @@ if [ $# -gt 0 ]; then
   truncate -s 512M "$folder/disk"
   mkfs.ext4 -q "$folder/disk"
   ${CC:-cc} -O1 -shared -fPIC -o "$folder/registers.so" "$(dirname "$0")/registers.c"
-  LD_PRELOAD="$folder/registers.so" linux.uml mem=1024M rootfstype=hostfs rw "ubdb=$folder/disk" "init=$folder/init" \
-    con0=null,fd:1 con=null quiet >"$folder/console" 2>&1 || true
+  LD_PRELOAD="$folder/registers.so" linux.uml mem=1024M rootfstype=hostfs rw quiet \
+    "ubdb=$folder/disk" "init=$folder/init" con0=null,fd:1 con=null >"$folder/console" 2>&1 || true
   cat "$folder/printed"
   exit
 fi
