@@ -91,7 +91,7 @@ integrations: setup  ## tests/frameworks beside other people's frameworks, in .v
 serving: setup  ## tests/serving beside a serving engine, in .venv-serving
 	@tools/serving.sh $(ARGS)
 
-infra: setup  ## tests/infra beside real servers: SLURM, object stores, containers; what is missing is skipped
+infra: setup  ## tests/infra beside real servers: SLURM, launchers, object stores, file systems, containers; what is missing is skipped
 	@tools/infra.sh $(ARGS)
 
 sim: setup  ## SEEDS=n seeds of the simulation: faults, crashes, ranks that die

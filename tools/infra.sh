@@ -3,7 +3,7 @@
 # `make infra` calls it. Arguments go to pytest; --prepare alone runs no test.
 #
 # What is missing is installed where it may be: the system's packages by root with apt, others in
-# .venv-infra, or the folder that INFRA_VENV names (400 MB). Use a machine that may get servers,
+# .venv-infra, or the folder that INFRA_VENV names (1 GB). Use a machine that may get servers,
 # such as a container: apt may start them. STATEHOLD_NO_APT=1 installs no system packages.
 # A test whose program is still missing is skipped, with that reason.
 set -euo pipefail
@@ -13,7 +13,8 @@ readonly venv=${INFRA_VENV:-.venv-infra} wanted=tools/requirements-infra.txt
 readonly stamp=$venv/requirements.stamp
 readonly limit_s=900  # of a test, which may start several jobs on a busy machine
 readonly system="slurmctld slurmd slurm-client munge bubblewrap python3-seccomp libfaketime
-  swift-proxy swift-account swift-container swift-object"
+  swift-proxy swift-account swift-container swift-object
+  glusterfs-server user-mode-linux nfs-kernel-server nfs-common rpcbind kmod iproute2 procps"
 
 is_installed() { [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>&1)" = installed ]; }
 

@@ -37,7 +37,8 @@ NAMES = [
     if importlib.util.find_spec(package) is not None and (ALL or name != "lowrank")
 ]
 RANKS = {"streaming": 2, "lowrank": 2}
-ELSEWHERE = {"zero", "titan"}  # these examples run in test_zero_state.py and test_torchtitan.py
+# These examples run in test_zero_state.py, test_torchtitan.py and tests/infra/launchers.
+ELSEWHERE = {"zero", "titan", "elastic", "ray_train"}
 OF_NO_FRAMEWORK = {"minimal", "serving", "evolution", "evolution_space"}
 
 Ran = tuple[Path, dict[str, list[int]]]

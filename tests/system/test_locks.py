@@ -254,6 +254,20 @@ def test_other_hosts_are_kept_from_a_run_on_fuse(
     assert forked(on_another_host) == GOT
 
 
+def test_a_run_is_closed_although_its_server_on_fuse_is_gone(on_fuse: Path, monkeypatch) -> None:
+    lock, asked = RunLock(str(on_fuse)), []
+
+    def without_a_server(_fd: int, how: int) -> None:
+        asked.append(how)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", without_a_server)
+        lock.release()
+    assert asked == [fcntl.LOCK_UN]
+    assert tried(on_fuse) == GOT
+
+
 def test_an_agent_gives_up_a_run_on_fuse(on_fuse: Path) -> None:
     gives_up_a_run(on_fuse)
 

@@ -159,11 +159,11 @@ class LockFile:
 
     def close(self) -> None:
         """Drop all locks. Idempotent."""
-        for key, holder in list(_held_here.items()):
-            if holder is self:
-                _held_here.pop(key, None)
-        if self._has_flock and self._fd >= 0:
-            self._flock(fcntl.LOCK_UN)  # FUSE hears of the close later
+        for key in [key for key, holder in list(_held_here.items()) if holder is self]:
+            _held_here.pop(key, None)
+        with contextlib.suppress(OSError):  # a server that is gone drops the lock itself
+            if self._has_flock and self._fd >= 0:
+                self._flock(fcntl.LOCK_UN)  # FUSE hears of the close later
         fds, self._fd, self._memory = (self._fd, self._memory), -1, -1
         for fd in fds:
             if fd >= 0:
