@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,21 @@ import torch
 
 import statehold
 from statehold import Checkpointer
+from statehold.format.manifest import Manifest
+from statehold.format.saved import MANIFEST_NAME
 from support.calls import calls_of
 from support.faults import DEADLINE_S, SMALL
 
 
 def run_of(path: Path, steps: int) -> Path:
     """A run of so many steps with the same files."""
+    first = path / f"step-{1:012d}"
     with Checkpointer(path, **SMALL) as ckpt:
         ckpt.save(1, {"t": torch.ones(3)}).wait("committed", DEADLINE_S)
+    manifest = Manifest.decode((first / MANIFEST_NAME).read_bytes(), "manifest")
     for step in range(2, steps + 1):
-        shutil.copytree(path / f"step-{1:012d}", path / f"step-{step:012d}")
+        copy = shutil.copytree(first, path / f"step-{step:012d}")
+        (copy / MANIFEST_NAME).write_bytes(replace(manifest, step=step).sealed())
     return path
 
 

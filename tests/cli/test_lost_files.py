@@ -16,7 +16,7 @@ import statehold
 from statehold.observe import background_log
 from statehold.reading.places import file_system
 from statehold.steps.store import Store
-from statehold.steps.target import opened
+from statehold.steps.target import CopyEngine, DirectoryPlace, StoreSite
 from support.faults import DEADLINE_S, SMALL
 from support.ranks import Ranks
 
@@ -148,8 +148,11 @@ def test_the_first_save_of_a_job_leaves_a_step_that_restores(
     """It makes room before the new step is there."""
     change(run_of)
     store = Store(file_system(), str(run_of), keep=1, reuse=False)
-    with opened(store, str(run_of), "here", 1 << 20) as place:
-        place.make_room()
+    engine = CopyEngine(store.fs, 1 << 20)
+    place = DirectoryPlace(StoreSite("here", store, str(run_of), engine, yields=False))
+    place.prepare(None)
+    place.make_room()
+    place.close()
     assert store.steps()[0] == 3
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import statehold
 from statehold.cli import main
 from statehold.errors import StepNotFoundError, StorageError, UsageError
-from statehold.lineage import Catalog, Graph, Relative, catalog, nearest
+from statehold.lineage import Catalog, Graph, Relative, catalog, nearest, relatives
 from statehold.process.file_locks import LockFile
 from support.faults import DEADLINE_S, SMALL
 from support.networks import mlp
@@ -230,7 +230,7 @@ def test_it_ends_if_steps_go_as_fast_as_they_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "a", 1, mlp(8, 16))
-    monkeypatch.setattr(catalog, "_is_true", lambda *_: False)
+    monkeypatch.setattr(relatives, "_is_true", lambda *_: False)
     with pytest.raises(StepNotFoundError, match="as fast as"):
         nearest(mlp(8, 16), tmp_path)
 

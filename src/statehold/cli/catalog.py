@@ -1,6 +1,6 @@
 """`statehold catalog DIR`: brings the catalogue of the runs below a directory up to date.
 
-Not here: what is in it, and who asks it (lineage/catalog).
+Not here: what is in it (lineage/catalog), who asks it (lineage/relatives).
 """
 
 from __future__ import annotations

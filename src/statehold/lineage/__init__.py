@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from statehold.lineage.catalog import Catalog as Catalog
-    from statehold.lineage.catalog import Relative as Relative
-    from statehold.lineage.catalog import nearest as nearest
+    from statehold.lineage.relatives import Relative as Relative
+    from statehold.lineage.relatives import nearest as nearest
     from statehold.tensors.graph import Graph as Graph
 
 __all__ = ["Catalog", "Graph", "Relative", "nearest"]
@@ -25,8 +25,8 @@ __all__ = ["Catalog", "Graph", "Relative", "nearest"]
 _HOMES = {
     "Catalog": "statehold.lineage.catalog",
     "Graph": "statehold.tensors.graph",
-    "Relative": "statehold.lineage.catalog",
-    "nearest": "statehold.lineage.catalog",
+    "Relative": "statehold.lineage.relatives",
+    "nearest": "statehold.lineage.relatives",
 }
 
 

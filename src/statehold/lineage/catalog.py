@@ -4,13 +4,13 @@ A manifest is read once. It is read again if its inode, its size or its time of 
 
 Owns: the tables, and how they are brought up to date.
 Invariants: manifests are the truth, and the file is a cache of them: who takes a step from it looks
-at the manifest of the step, too. A file that is damaged, or of another version, is made again, with
-a line in the log. A file that is no catalogue is left alone: the application_id of SQLite tells, or
-the tables in a catalogue of an older version, or the name that a catalogue has by itself. One
-process at a time has the file open, under a lock that the kernel drops when its holder dies, so
-SQLite never meets another writer. Jobs are not disturbed: runs are only read, and a step that
-cannot be read now is left to the next scan.
-Not here: graphs and their prefixes (format/graphs), loading a prefix (Checkpointer.restore).
+at the manifest of the step, too (relatives). A file that is damaged, or of another version, is made
+again, with a line in the log. A file that is no catalogue is left alone: the application_id of
+SQLite tells, or the tables in a catalogue of an older version, or the name that a catalogue has by
+itself. One process at a time has the file open, under a lock that the kernel
+drops when its holder dies, so SQLite never meets another writer. Jobs are not disturbed: runs are
+only read, and a step that cannot be read now is left to the next scan.
+Not here: which step is the nearest relative (relatives), graphs (format/graphs).
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import sqlite3
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from statehold.errors import StateholdError, StepNotFoundError, StorageError, UsageError, storing
+from statehold.errors import StateholdError, StorageError, UsageError, storing
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.graphs import LayerGraph, models_in
+from statehold.format.graphs import LayerGraph, SavedModel, models_in
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.family import runs_below
@@ -37,11 +36,8 @@ from statehold.options.paths import absolute
 from statehold.process.file_locks import LockFile
 from statehold.reading.places import file_system
 from statehold.steps.shelf import DirectoryShelf
-from statehold.tensors.graph import Graph, shared_with
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from statehold._core import Fs
 
 logger = logging.getLogger("statehold")
@@ -305,9 +301,13 @@ class _Scan:
         self._tables.execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?)", row)
         self._read += 1
         for model in models:
-            graph = None if model.graph is None else self._graph(model.graph)
-            graphs = run, step, graph, self._graph(model.by_tensors)
-            self._tables.execute("INSERT INTO models VALUES (?, ?, ?, ?)", graphs)
+            self._tables.execute(
+                "INSERT INTO models VALUES (?, ?, ?, ?)", (run, step, *self._graphs_of(model))
+            )
+
+    def _graphs_of(self, model: SavedModel) -> tuple[int | None, int]:
+        graph = None if model.graph is None else self._graph(model.graph)
+        return graph, self._graph(model.by_tensors)
 
     def _graph(self, graph: LayerGraph) -> int:
         """The number of a graph, which many steps have."""
@@ -326,110 +326,3 @@ class _Scan:
     def _forget(self, run: str, step: int) -> None:
         for table in ("steps", "models"):
             self._tables.execute(f"DELETE FROM {table} WHERE run = ? AND step = ?", (run, step))
-
-
-# -- the nearest step of many runs -----------------------------------------------------------------
-# It shares the longest prefix of layers with a model. The catalogue proposes, and the manifest of
-# the step decides. A proposal that the manifest does not confirm has the catalogue made again, and
-# the search begins again.
-
-logger = logging.getLogger("statehold")
-
-# Steps that other jobs retire as fast as they are found must not keep a job for ever.
-LOOKS_MAX = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Relative:
-    """A step that shares layers with a model.
-
-    Attributes:
-        run: the run directory.
-        step: the number of the step.
-        layers: how many layers with tensors it shares with the model.
-        total: how many layers with tensors the model has.
-        metrics: what was saved with the step.
-    """
-
-    run: str
-    step: int
-    layers: int
-    total: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def source(self) -> str:
-        """The name of the step, for restore(source=..., prefix=True)."""
-        return f"{self.run}@{self.step}"
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.layers} of {self.total} layers"
-
-
-def nearest(
-    model: nn.Module | Graph,
-    catalog: Catalog | str | os.PathLike[str],
-    *,
-    metric: str | None = None,
-    lowest: bool = False,
-) -> Relative | None:
-    """The step that shares the longest prefix with `model`; None if no step shares a layer.
-
-    Brings the catalogue up to date first. The longest prefix is that with the most layers that have
-    tensors. Of several such steps the best one is taken, and of equal ones the newest.
-
-    Args:
-        model: the new model, or its graph.
-        catalog: a Catalog, or the directory that has the runs. A directory that does not exist has
-            no runs, and the log says so.
-        metric: the name of the metric that says which step is better. A step without it is worse
-            than all others. None: the newest step.
-        lowest: whether a lower value of the metric is better.
-
-    Raises:
-        UsageError: `model` is not a model, or the file of the catalogue is no catalogue.
-        StorageError: the catalogue cannot be written.
-        StepNotFoundError: other jobs delete the steps as fast as they are found.
-    """
-    graph = model if isinstance(model, Graph) else Graph(model)
-    if not isinstance(catalog, Catalog):
-        if not os.path.isdir(catalog):  # the first run of all makes it when it saves
-            logger.warning("no directory %s yet, so no run is a relative", os.fspath(catalog))
-            return None
-        catalog = Catalog(catalog)
-    digests = [each.digest for of in (graph.layers, graph.by_tensors) for each in of.layers]
-    catalog.scan()
-    for _ in range(LOOKS_MAX):
-        found = catalog.sharing(graph.kind, digests)
-        if not found:
-            return None
-        best = max(found, key=lambda each: _rank(each, metric, lowest))
-        if _is_true(best, graph):
-            total = len(graph.layers.layers)
-            return Relative(best.run, best.step, best.layers, total, best.metrics)
-        logger.warning(
-            "the catalogue %s is stale: step %d of %s has changed or is gone; making it again",
-            catalog.file, best.step, best.run,
-        )  # fmt: skip
-        catalog.rebuild()
-    facts = {"directory": catalog.directory}
-    raise StepNotFoundError("steps are deleted as fast as they are found", facts=facts)
-
-
-def _rank(each: Candidate, metric: str | None, lowest: bool) -> tuple[int, float, str, int, str]:
-    """What is greatest for the best candidate."""
-    value = each.metrics.get(metric, math.nan) if metric is not None else math.nan
-    value = -math.inf if math.isnan(value) else -value if lowest else value
-    return each.layers, value, each.created, each.step, each.run
-
-
-def _is_true(each: Candidate, graph: Graph) -> bool:
-    """Whether the step has this manifest, and shares so many layers."""
-    with contextlib.closing(file_system()) as fs, contextlib.suppress(StateholdError):
-        directory = DirectoryShelf(fs, each.run).where(each.step)
-        raw = fs.read_file(f"{directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
-        if sha256(raw) == each.manifest:
-            models = models_in(open_step(fs.read_file, directory, each.step, 0, 0))
-            counts = [len(shared_with(graph, model)) for model in models]
-            return max(counts, default=0) == each.layers
-    return False
