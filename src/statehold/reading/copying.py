@@ -8,8 +8,7 @@
 Invariants: the source is only read. A copy that was interrupted is continued by the next one, which
 verifies what is there. The destination may be a run, and is locked meanwhile. Its steps stay, and
 so does what other saves and copies have left there. A step of the same number and another content
-is refused. The source was still at its place when all
-files were there.
+is refused. The source was still at its place when all files were there.
 
 Not here: which step a name means (places), the bytes (steps/copying).
 """

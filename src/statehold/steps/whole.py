@@ -1,9 +1,9 @@
 """Whether a committed step has all its files, as long as they were committed.
 
 A step that has lost a file, or the end of one, or has the manifest of another step because somebody
-renamed its directory, does not count as committed: no command may delete
-an intact step because of it. Only names and sizes are looked at, and the documents, never data.
-The log names each step that is passed over.
+renamed its directory, does not count as committed: no command may delete an intact step because of
+it. Only names and sizes are looked at, and the documents, never data. The log names each step that
+is passed over.
 Not here: the bytes of the files (cli/verify, restore), which steps there are (store).
 """
 
