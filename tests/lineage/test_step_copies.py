@@ -78,6 +78,17 @@ def test_the_steps_of_the_destination_stay(fs: SimFs) -> None:
     check(fs, OTHER, 3, 5, 9)
 
 
+def test_a_step_that_somebody_renamed_stays_where_it_is(fs: SimFs) -> None:
+    save(fs, BASE, 5)
+    save(fs, OTHER, 3)
+    fs.rename(step_path(OTHER, 3), step_path(OTHER, 5))
+    with pytest.raises(UsageError, match="another step under the name"):
+        copy_into(fs, step_path(BASE, 5), OTHER)
+    fs.rename(step_path(OTHER, 5), step_path(OTHER, 3))
+    copy_into(fs, step_path(BASE, 5), OTHER)
+    check(fs, OTHER, 3, 5)
+
+
 def test_a_step_of_several_ranks(fs: SimFs) -> None:
     save_on_ranks(fs, 3, BASE, 1)
     copy_into(fs, step_path(BASE, 1), OTHER)

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 from statehold import _core
 from statehold.checkpoint.levels.forking import check_standing
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
-from statehold.errors import UsageError
+from statehold.errors import CorruptionError, StorageError, UsageError
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.saved import MANIFEST_NAME
 from statehold.observe.background_log import BackgroundLog
 from statehold.observe.counters import Figures
 from statehold.options.paths import check_path, check_run
-from statehold.reading.places import StepPlace, at_rest
+from statehold.reading.places import StepPlace, at_rest, load_manifest
 from statehold.steps.copying import Copy, part_of
 from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
@@ -101,6 +101,7 @@ def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | 
     """The step, if the destination has it. Raises UsageError if it is another save of it."""
     store = DirectoryShelf(fs, os.path.realpath(destination))
     if step not in whole_steps(store):
+        _check_not_renamed(store, step)
         return None
     if sha256(store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)) != sha256(part.manifest):
         raise UsageError(
@@ -109,6 +110,18 @@ def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | 
             hint="copy it into another directory",
         )
     return CopiedStep(store.where(step), was_there=True)
+
+
+def _check_not_renamed(store: DirectoryShelf, step: int) -> None:
+    """A damaged copy of the step may be replaced, another step under its name may not."""
+    with contextlib.suppress(CorruptionError, StorageError):  # damaged, or not there
+        number = load_manifest(store.fs, store.path(step)).step
+        if number != step:
+            raise UsageError(
+                "the destination has another step under the name of this one",
+                facts={"directory": store.path(step), "expected": f"step {step}", "got": number},
+                hint="give the directory its own name back, or copy into another directory",
+            )
 
 
 def _counted(total: int, report: Report | None) -> Callable[[int], None]:
