@@ -154,3 +154,43 @@ def test_a_loop_ends_if_close_comes_just_before_it_waits(
 
     monkeypatch.setattr(updates, "wait", closed_first)
     assert list(updates) == []
+
+
+def test_running_statistics_of_the_consumer_are_replaced(tmp_path: Path) -> None:
+    """Batch norm moves no version counter when it writes them."""
+
+    def made() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+    model, ours = made(), made()
+    with (
+        statehold.Checkpointer(tmp_path / "run") as ckpt,
+        statehold.subscribe(tmp_path / "run", {"model": ours}) as updates,
+    ):
+        for step in (1, 2):
+            with torch.no_grad():
+                model[0].weight.add_(1)
+            ckpt.save(step, {"model": model}).wait("committed", timeout=DEADLINE_S)
+            updates.wait(DEADLINE_S).apply()
+            for name, value in model.state_dict().items():
+                assert torch.equal(ours.state_dict()[name], value), (step, name)
+            before = ours[1].running_mean.clone()
+            ours(torch.randn(8, 4) * 10 + 5)
+            assert not torch.equal(ours[1].running_mean, before)
+
+
+def test_names_that_look_like_patterns_are_names(tmp_path: Path) -> None:
+    saved = {
+        "model[0]": torch.ones(2),
+        "model*": {"w": torch.full((2,), 2.0)},
+        "model0": torch.ones(1),
+    }
+    live = {"model[0]": torch.zeros(2), "model*": {"w": torch.zeros(2)}}
+    with (
+        statehold.Checkpointer(tmp_path / "run") as ckpt,
+        statehold.subscribe(tmp_path / "run", live) as updates,
+    ):
+        ckpt.save(1, saved).wait("committed", timeout=DEADLINE_S)
+        updates.wait(DEADLINE_S).apply()
+    assert torch.equal(live["model[0]"], saved["model[0]"])
+    assert torch.equal(live["model*"]["w"], saved["model*"]["w"])

@@ -87,15 +87,15 @@ class Answer:
 
 
 class _Pattern:
-    def __init__(self, text: str) -> None:
-        wildcard = _WILDCARD.search(text)
+    def __init__(self, text: str, literal: bool = False) -> None:
+        wildcard = None if literal else _WILDCARD.search(text)
         self.text = text
         self._literal = text[: wildcard.start()] if wildcard else text
         self._is_glob = wildcard is not None
         self._matches = re.compile(translate(text)).match
 
     def matches(self, name: str) -> bool:
-        return self.covers(name) or self._matches(name) is not None
+        return self.covers(name) or bool(self._is_glob and self._matches(name))
 
     def covers(self, name: str) -> bool:
         """Whether the pattern matches `name` and everything below it."""
@@ -116,7 +116,8 @@ class Selection:
 
     `rename` maps prefixes of saved names to prefixes of live ones. Without `strict`, an entry that
     the step lacks keeps its live value, and an entry without a live place is left out. With `cast`,
-    floats of any width are converted to the dtype of the live tensor.
+    floats of any width are converted to the dtype of the live tensor. With `literal`, `only` has
+    names that may look like globs.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class Selection:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        literal: bool = False,
     ) -> None:
-        self._only = None if only is None else [_Pattern(each) for each in _texts(only, "only")]
+        texts = None if only is None else _texts(only, "only")
+        self._only = None if texts is None else [_Pattern(each, literal) for each in texts]
         if self._only == []:
             raise UsageError(
                 "only is an empty list, so nothing would be restored",

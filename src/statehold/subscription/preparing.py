@@ -4,7 +4,8 @@ Owns: which kinds of state a consumer may have; what is known to be in each tens
 consumer changes itself.
 Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
 that got the same bytes from the step in place, and its version counter has not moved since. So a
-tensor that was replaced, or changed in place, is read as a whole.
+tensor that was replaced, or changed in place, is read as a whole. So is what may be a running
+statistic of batch norm, always.
 Not here: the bytes (spare), when they are put into place (subscribe).
 """
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 
 # -- where each belongs ----------------------------------------------------------------------------
+
+_CHANNELS_MAX = 1 << 16  # of a batch norm
 
 
 class Move(NamedTuple):
@@ -82,15 +85,18 @@ def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Fil
 
     Raises StateMismatchError if they differ, ManifestError for a step that contradicts itself.
     """
-    named = Selection(only=list(map(str, state))) if state else Selection(skip=["*"])
+    named = Selection(only=list(map(str, state)), literal=True) if state else Selection(skip=["*"])
     restoration = prepare(state, saved, selection=named)
     moves: list[Move] = []
     known: dict[str, tuple[torch.Tensor, KnownTensor]] = {}
     relied: dict[str, Filled] = {}
+    doubted = {memory_of(tensor) for _, tensor in _leaves(state, "") if _may_be_statistics(tensor)}
     for destination in restoration.destinations:
         chunks = saved.chunks(destination.name, destination.box)
         key = _key(destination)
         before = _still_known(in_place.get(key), destination.tensor)
+        if memory_of(destination.tensor) in doubted:
+            before = None
         if before is not None:
             relied[key] = in_place[key]
         for chunk in chunks:
@@ -111,6 +117,14 @@ def _still_known(filled: Filled | None, tensor: torch.Tensor) -> KnownTensor | N
     if filled is None or memory_of(filled.tensor) != memory_of(tensor):
         return None
     return filled.known if filled.version == version_of(tensor) >= 0 else None
+
+
+def _may_be_statistics(tensor: Any) -> bool:
+    """Whether batch norm may write into it, which moves no version counter (tensors/storable)."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch.nn.Parameter):
+        return False
+    is_small = tensor.dim() == 1 and tensor.numel() <= _CHANNELS_MAX
+    return is_small and tensor.is_floating_point()
 
 
 def _place(destination: Destination, box: Box, begin: int) -> ChunkPlace:
