@@ -190,3 +190,14 @@ def test_optimizers_of_dcp_restore_after_an_import(tmp_path: Path, form: str, be
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
         check_equal(its.state[other], optimizer.state[one])
+
+
+def test_a_conjugate_view_that_is_not_aligned_comes_in(tmp_path: Path) -> None:
+    """The archives in a file of torch's DCP begin anywhere."""
+    pairs = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
+    state = {"odd": torch.ones(3, dtype=torch.uint8), "w": torch.ones(5), "conj": pairs.conj()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    statehold.import_step(tmp_path / "dcp", f"{tmp_path / 'run'}@1")
+    found = statehold.load(tmp_path / "run")
+    for name, value in state.items():
+        assert torch.equal(found[name], value), name

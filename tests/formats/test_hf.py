@@ -160,3 +160,15 @@ def test_metadata_that_nest_without_end_are_refused(tmp_path: Path) -> None:
     safetensors_torch.save_file({"w": torch.ones(2)}, path, metadata=metadata)
     with pytest.raises(HeaderError, match="metadata"):
         statehold.import_step(path, f"{tmp_path / 'new'}@1")
+
+
+def test_the_word_format_is_no_name_of_a_tie(tmp_path: Path) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    weight = torch.ones(2)
+    safetensors_torch.save_file({"pt": weight}, tmp_path / "in.safetensors", {"format": "pt"})
+    statehold.import_step(tmp_path / "in.safetensors", f"{tmp_path / 'in'}@1")
+    assert set(statehold.load(tmp_path / "in", "model")) == {"pt"}
+    step = saved(tmp_path / "run", 1, {"model": {"w": weight, "format": weight}})
+    statehold.export_step(step, tmp_path / "out", "hf")
+    with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "w": "format"}

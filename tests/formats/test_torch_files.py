@@ -257,3 +257,33 @@ def test_ctrl_c_anywhere_in_an_export_and_an_import_leaves_torch_as_it_was(tmp_p
             break
         places.add(interrupts.fired.partition(",")[0])
     assert {"_skeleton", "load"} <= places
+
+
+def test_two_tensors_of_one_dotted_name_keep_their_values(tmp_path: Path) -> None:
+    state = {
+        "d": {np.int64(1): torch.arange(4.0), "1": torch.arange(4.0) + 100},
+        "model": {"w": torch.ones(2)},
+        "model.w": "a note",
+    }
+    step = saved(tmp_path / "run", 1, state)
+    with pytest.warns(RuntimeWarning, match=r"d\.1"):  # the key becomes a plain number
+        statehold.export_step(step, tmp_path / "all.pt", "torch")
+    check_equal(torch.load(tmp_path / "all.pt", weights_only=True), state)
+    with pytest.raises(UnsupportedValueError, match=r"two tensors.*\n *name +d\.1"):
+        statehold.export_step(step, tmp_path / "hf", "hf", name="")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_views_that_show_other_values_come_in_as_what_they_show(
+    tmp_path: Path, is_zip: bool
+) -> None:
+    pairs = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
+    conj, neg = {"a": pairs, "b": pairs.conj()}, {"a": pairs.imag, "b": pairs.conj().imag}
+    assert neg["b"].is_neg()
+    for number, state in enumerate((conj, neg)):
+        path, run = tmp_path / f"{number}.pt", tmp_path / f"run{number}"
+        torch.save(state, path, _use_new_zipfile_serialization=is_zip)
+        statehold.import_step(path, f"{run}@1")
+        found = statehold.load(run)
+        for name, value in state.items():
+            assert torch.equal(found[name], value), (number, name)

@@ -42,7 +42,6 @@ from statehold.integrations.formats.streamed import (
     leaves,
     memory_of,
     nbytes_of,
-    raise_unaligned,
     replaced,
     whole,
 )
@@ -141,7 +140,8 @@ def _old(path: str, size: int) -> Any:
     def streamed(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not _is_plain(leaf):
             return leaf
-        place = leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride()
+        flags = leaf.is_conj(), leaf.is_neg()
+        place = leaf.data_ptr(), leaf.dtype, tuple(leaf.shape), leaf.stride(), flags
         return known.setdefault(place, whole(leaf.detach()))
 
     return replaced(found, streamed)
@@ -238,9 +238,8 @@ class _Placing:
         if not leaf.is_conj() and not leaf.is_neg():
             return found
         [chunk] = found.chunks
-        if chunk.is_raw:
-            raise_unaligned(self._file.path, at)
-        values = chunk.values.conj() if leaf.is_conj() else chunk.values
+        values = chunk.elements(leaf.dtype)
+        values = values.conj() if leaf.is_conj() else values
         return whole(values._neg_view() if leaf.is_neg() else values, self._file)
 
 
@@ -328,10 +327,9 @@ def torch_save(value: Any, path: str) -> None:
 def _places(path: str, tree: Any) -> dict[Streamed, int]:
     """Where the bytes of each tensor begin in its archive."""
     found = untrusted.load(path, path, map_location="meta")
-    meta = dict(leaves(found))
-    return {
-        tensor: int(meta[name].untyped_storage()._checkpoint_offset)
-        for name, tensor in leaves(tree)
+    return {  # by position: 1 and "1" are keys of one name
+        tensor: int(meta.untyped_storage()._checkpoint_offset)
+        for (_, tensor), (_, meta) in zip(leaves(tree), leaves(found), strict=True)
         if isinstance(tensor, Streamed)
     }
 

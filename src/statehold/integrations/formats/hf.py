@@ -49,8 +49,14 @@ def export(tree: Any, work: PartialExport) -> list[str]:
     """Write the tensors of a tree; returns the names of what the format cannot hold."""
     names: dict[Streamed, list[str]] = {}
     left_out = []
+    found = set[str]()
     for name, value in leaves(tree):
         if isinstance(value, Streamed):
+            if name in found:
+                raise UnsupportedValueError(
+                    "two tensors have one name in safetensors", facts={"name": name}
+                )
+            found.add(name)
             names.setdefault(value, []).append(name)
         else:
             left_out.append(name)
@@ -96,7 +102,7 @@ def _write(work: PartialExport, file: str, shard: Mapping[Streamed, Sequence[str
     metadata = dict(_METADATA)
     placed = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)  # each aligned to its dtype
     for tensor in placed:
-        name, *others = shard[tensor]
+        name, *others = sorted(shard[tensor], key=lambda name: name not in _METADATA)
         metadata |= dict.fromkeys(others, name)
         code = _code_of(tensor, name)
         shape = dtypes.stored_shape(tensor.dtype, tensor.shape, name)
@@ -180,7 +186,9 @@ class _Shard(NamedTuple):
 def _parts(path: str, ties: dict[str, str]) -> Iterator[_Shard]:
     file = MappedFile(path)
     entries, metadata, data_begin = header.decode(_head(path), file.size, path)
-    ties |= {other: kept for other, kept in metadata.items() if other not in ties}
+    ties |= {  # `format` is a word of the metadata
+        other: kept for other, kept in metadata.items() if other not in {*ties, *_METADATA}
+    }
     check = Checker(HeaderError, "the metadata of this file are not valid", path)
     offsets_of, shape_of = (_told(check, metadata, key) for key in (_OFFSETS, _SHAPES))
     for entry in entries:

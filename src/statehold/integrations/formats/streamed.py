@@ -164,11 +164,6 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def raise_unaligned(path: str, begin: int) -> None:
-    facts = {"file": path, "begins at": begin}
-    raise CorruptionError("a tensor of a checkpoint is not aligned to its elements", facts=facts)
-
-
 def _dense(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
