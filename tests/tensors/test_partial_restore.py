@@ -185,3 +185,37 @@ def test_averages_take_the_place_of_weights() -> None:
     selection = Selection(only=["model"], rename={"ema": "model"})
     step.restore({"model": live}, selection=selection)
     assert torch.equal(live.weight, average.weight)
+
+
+@pytest.mark.parametrize(
+    ("live", "selection", "expected", "kept"),
+    [
+        ([], {"skip": ["hist.*"]}, [], ()),
+        ([7], {"only": ["w", "hist.0"]}, [1], ()),
+        ([7], {"skip": ["hist.2"]}, [1, 2], ()),
+        ([7, 8], {"skip": ["hist.0"]}, [7, 2, 3], ("hist.0",)),
+        ([9] * 5, {"skip": ["hist.3"]}, [1, 2, 3, 9], ("hist.3",)),
+        ([9] * 5, {"skip": ["hist.4"]}, [1, 2, 3, 9, 9], ("hist.4",)),
+        ([9] * 5, {}, [1, 2, 3], ()),
+    ],
+)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_items_that_are_skipped_stay(
+    live: list[int],
+    selection: dict[str, Any],
+    expected: list[int],
+    kept: tuple[str, ...],
+    kind: Any,
+) -> None:
+    state = {"hist": kind(live), "w": torch.zeros(2)}
+    saved = MemoryStep({"hist": kind([1, 2, 3]), "w": torch.ones(2)})
+    restored = saved.restore(state, selection=Selection(**selection))
+    assert state["hist"] == kind(expected)
+    assert restored.report.kept == kept
+
+
+def test_an_item_after_one_that_is_skipped_has_no_place() -> None:
+    state = {"hist": [7]}
+    with pytest.raises(StateMismatchError, match=r"hist\.2 .*the items before it"):
+        MemoryStep({"hist": [1, 2, 3]}).restore(state, selection=Selection(skip=["hist.1"]))
+    assert state["hist"] == [7]

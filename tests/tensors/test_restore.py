@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -310,3 +310,59 @@ def test_paths_come_back_where_the_live_value_is_one() -> None:
     step.restore(live)
     assert live == {"a": Path("x/y"), "l": [PurePosixPath("q"), 1], "d": {"p": "/z"}}
     assert [type(live["a"]), type(live["l"][0])] == [type(Path()), PurePosixPath]
+
+
+def test_a_deque_a_set_and_a_counter_are_filled_where_they_are() -> None:
+    """A loop goes on with its own."""
+    step = MemoryStep({"d": deque([1, 2], 5), "s": {1, 2}, "c": Counter("aab"), "e": deque([1], 3)})
+    live: dict[str, Any] = {"d": deque([9], 5), "s": {9}, "c": Counter("z"), "e": deque([9], 7)}
+    own = dict(live)
+    step.restore(live)
+    assert (own["d"], own["s"], own["c"]) == (deque([1, 2]), {1, 2}, Counter("aab"))
+    assert all(live[name] is own[name] for name in "dsc")
+    assert live["e"] == deque([1])
+    assert live["e"].maxlen == 3
+
+
+class _Average:
+    """Begins as the weight itself, and has a tensor of its own from the first update on."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.mean = weight.detach()
+
+    def update(self, weight: torch.Tensor) -> None:
+        self.mean = (self.mean + weight.detach()) / 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+@pytest.mark.parametrize("order", [("model", "average"), ("average", "model")])
+def test_an_object_that_begins_with_a_weight_gets_its_own_tensor(order: tuple[str, str]) -> None:
+    def made() -> dict[str, Any]:
+        model = nn.Linear(2, 2, bias=False)
+        parts = {"model": model, "average": _Average(model.weight)}
+        return {name: parts[name] for name in order}
+
+    saved, live = made(), made()
+    with torch.no_grad():
+        saved["model"].weight.data = saved["model"].weight + 1
+    saved["average"].update(saved["model"].weight)
+    MemoryStep(saved).restore(live)
+    assert torch.equal(live["model"].weight, saved["model"].weight)
+    assert torch.equal(live["average"].mean, saved["average"].mean)
+
+
+class _Plain(nn.Linear):
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return super().state_dict()
+
+
+def test_a_module_whose_state_dict_takes_no_options() -> None:
+    saved, live = _Plain(2, 2), _Plain(2, 2)
+    MemoryStep({"model": saved}).restore({"model": live})
+    assert torch.equal(live.weight, saved.weight)
+    assert torch.equal(live.bias, saved.bias)

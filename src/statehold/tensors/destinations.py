@@ -394,7 +394,8 @@ def _put_beside(live: Destination, staged: torch.Tensor, shared: torch.Tensor) -
         raise StateMismatchError(
             "tensors of the state share memory, and the step has different values for them there",
             facts={"tensor": live.name, "expected": "the values of the larger one"},
-            hint="the state has changed: restore another step, or clone() one of the tensors first",
+            hint="the live state is partly overwritten: restore another step before training on, "
+            "or clone() one of the tensors and restore again",
         )
     if not shared.all():
         live.tensor.detach().copy_(staged)

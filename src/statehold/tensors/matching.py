@@ -13,9 +13,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Set
+from collections import Counter, OrderedDict, deque
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from pathlib import PurePath
 from typing import Any
@@ -441,17 +451,28 @@ class Matching:
         return live if unchanged else tuple(content)
 
     def _items(self, live: list[Any] | tuple[Any, ...], items: list[Any], path: str) -> list[Any]:
-        content = [
-            self.match(live[index], node, f"{path}.{index}")
-            if index < len(live)
-            else self._new(node, f"{path}.{index}")
-            for index, node in enumerate(items)
-        ]
-        for index in range(len(items), len(live)):
-            if holds_state(live[index]):
-                self.missing(f"{path}.{index}", "an entry of the step", "nothing")
-                content.append(live[index])
+        both = zip(live, items, strict=False)
+        content = [self.match(*each, f"{path}.{at}") for at, each in enumerate(both)]
+        for index in range(len(live), len(items)):
+            if self.selection.takes(where := f"{path}.{index}"):
+                if index > len(content):
+                    self.problem(where, "a selection with the items before it", "one without")
+                content.append(self._new(items[index], where))
+        content += self._surplus(live, len(items), path)
         return content
+
+    def _surplus(self, live: Sequence[Any], begin: int, path: str) -> Sequence[Any]:
+        """What stays of the live items that the step lacks: all up to the last one that has to."""
+        end = begin
+        for index in range(begin, len(live)):
+            if not self.selection.takes(where := f"{path}.{index}"):
+                self.restoration.kept.append(where)
+            elif holds_state(live[index]):
+                self.missing(where, "an entry of the step", "nothing")
+            else:
+                continue
+            end = index + 1
+        return live[begin:end]
 
     def plain(self, live: Any, node: Any, path: str, refusal: Exception | None = None) -> Any:
         if not self.takes(path) or self.differs(node, path):
@@ -470,7 +491,16 @@ class Matching:
         if isinstance(live, int | float | str | bytes) and _has_tensors(node):
             self.problem(path, "a plain value", "entries with tensors, such as those of a module")
             return live
-        return self.rebuild(live, node)
+        return self._refilled(live, self.rebuild(live, node))
+
+    def _refilled(self, live: Any, new: Any) -> Any:
+        """The live container where it can take what is in the new one; else the new one."""
+        if type(live) is not type(new) or type(live) not in (deque, set, Counter):
+            return new
+        if getattr(live, "maxlen", None) != getattr(new, "maxlen", None):
+            return new
+        self.restoration.containers.append(partial(_refill, live, new))
+        return live
 
     def _new(self, node: Any, path: str) -> Any:
         """The saved value for a place where nothing is."""
@@ -683,6 +713,11 @@ def described(value: Any) -> str:
 def missing_of(these: Iterable[Any], others: Container[Any]) -> list[Any]:
     """The keys of `these` that `others` lack, in order."""
     return [key for key in these if key not in others]
+
+
+def _refill(live: Any, new: Any) -> None:
+    live.clear()
+    (live.extend if isinstance(live, deque) else live.update)(new)
 
 
 def replace_content(live: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:

@@ -134,12 +134,22 @@ def _new(path: str, names: list[str], are_eager: list[bool]) -> NewTensors:
 
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
-    state = dict(unwrapped(module).state_dict(keep_vars=True))
+    state = dict(_state_of(unwrapped(module)))
     for name in composed.repeated(state):  # these say again what a tensor is made of
         del state[name]
     if not any(_COMPILED in name for name in state):
         return state
     return {_canonical(name): value for name, value in state.items()}
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """With the live parameters, unless its own state_dict() cannot be asked for them."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError:
+        if type(module).state_dict is nn.Module.state_dict:
+            raise
+        return module.state_dict()
 
 
 # -- out of a step ---------------------------------------------------------------------------------
@@ -215,7 +225,7 @@ def load(module: nn.Module, values: Mapping[str, Any]) -> None:
     """Load the entries that could not be filled in place; those that were are loaded from
     themselves, which copies nothing."""
     module = unwrapped(module)
-    state = module.state_dict(keep_vars=True)  # says which version of each module it is of
+    state = _state_of(module)  # says which version of each module it is of
     for name in composed.repeated(state):
         del state[name]
     state.update({name: values[own] for name in state if (own := _canonical(name)) in values})

@@ -51,13 +51,20 @@ def match(to: Matching, live: Any, node: Any, path: str) -> None:
     if not is_stateful(live):
         to.plain(live, node, path, loaders.refusal(live, path))
     elif to.takes(path) and not to.differs(node, path):
-        value = to.rebuild(_to_fill(to, live, node), node)
-        try:
-            value = loaders.fitted(live, value)
-        except loaders.PositionRefused as refused:
-            to.problem(path, *refused.args)
-        to.restoration.objects.append(partial(load, loaders.load, live, value, path))
+        value: list[Any] = []
+        # Modules come first: an object may lend out memory of theirs until it is loaded.
+        to.later.append(lambda: value.append(_fitted(to, live, node, path)))
+        to.restoration.objects.append(lambda: load(loaders.load, live, value.pop(), path))
         to.restoration.doubted.append((path, partial(loaders.doubts, live)))
+
+
+def _fitted(to: Matching, live: Any, node: Any, path: str) -> Any:
+    """The value to load."""
+    value = to.rebuild(_to_fill(to, live, node), node)
+    try:
+        return loaders.fitted(live, value)
+    except loaders.PositionRefused as refused:
+        to.problem(path, *refused.args)
 
 
 def _to_fill(to: Matching, live: Any, node: Any) -> Any:
