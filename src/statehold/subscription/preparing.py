@@ -4,8 +4,8 @@ Owns: which kinds of state a consumer may have; what is known to be in each tens
 consumer changes itself.
 Invariants: nothing live changes here. A piece is left out only if the tensor still is the memory
 that got the same bytes from the step in place, and its version counter has not moved since. So a
-tensor that was replaced, or changed in place, is read as a whole. So is what may be a running
-statistic of batch norm, always.
+tensor that was replaced, or changed in place, is read as a whole. What may be a running statistic
+of batch norm is always read.
 Not here: the bytes (spare), when they are put into place (subscribe).
 """
 
