@@ -25,8 +25,8 @@ def depends_on_the_default(source: str) -> list[int]:
         each.lineno
         for each in calls
         if isinstance(each.func, ast.Attribute)
-        and ast.unparse(each.func.value) == "torch"
         and each.func.attr in FACTORIES
+        and ast.unparse(each.func.value) == "torch"
         and not any(keyword.arg == "device" for keyword in each.keywords)
     ]
 

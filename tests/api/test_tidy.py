@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from itertools import dropwhile
 from pathlib import Path, PurePath
 
 import pytest
+
+from support.house import facts
 
 ROOT = Path(__file__).parents[2]
 FILE_LINES_MAX = 800
@@ -22,6 +24,7 @@ BANNED = ["TODO", "FIXME", "XXX", "PLACE" + "HOLDER"]
 CODE = {".py", ".pyi", ".cpp", ".h", ".sh"}
 
 
+@cache
 def tracked() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -79,11 +82,9 @@ def test_functions_are_short() -> None:
     for path in tracked():
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > FUNCTION_LINES_MAX:
-                    problems.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length}")
+        for name, line, length in facts(path.read_text()).functions:
+            if length > FUNCTION_LINES_MAX:
+                problems.append(f"{path.relative_to(ROOT)}:{line} {name}: {length}")
     assert not problems, "\n".join(problems)
 
 
@@ -91,7 +92,7 @@ def test_every_source_file_opens_with_its_contract() -> None:
     problems = []
     for path in tracked():
         text = path.read_text() if path.suffix in CODE else ""
-        if path.suffix == ".py" and text and not ast.get_docstring(ast.parse(text)):
+        if path.suffix == ".py" and text and not facts(text).head:
             problems.append(str(path.relative_to(ROOT)))
         if path.suffix in {".cpp", ".h"} and not text.startswith("//"):
             problems.append(str(path.relative_to(ROOT)))
@@ -102,7 +103,7 @@ def heads() -> Iterator[tuple[PurePath, str]]:
     """The modules of the package, without a suffix, and what each says of itself at its top."""
     for path in tracked():
         if path.suffix == ".py" and path.is_relative_to(ROOT / "src"):
-            head = ast.get_docstring(ast.parse(path.read_text())) or ""
+            head = facts(path.read_text()).head or ""
             yield path.relative_to(ROOT).with_suffix(""), head
 
 
@@ -212,8 +213,7 @@ def test_nothing_was_left_behind() -> None:
         f"{path.relative_to(ROOT)}: {word}"
         for path in tracked()
         if path.suffix in CODE | {".md", ".toml"} and path != Path(__file__)
-        for word in BANNED
-        if re.search(rf"\b{word}\b", path.read_text())
+        for word in re.findall(rf"\b({'|'.join(BANNED)})\b", path.read_text())
     ]
     assert not problems, "\n".join(problems)
 

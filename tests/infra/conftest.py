@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
 IS_ASKED_FOR = "STATEHOLD_INFRA" in os.environ
 
 
@@ -29,7 +27,6 @@ def obstacle(item: pytest.Item) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents and (reason := obstacle(item)):
-            item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if reason := obstacle(item):
+        item.add_marker(pytest.mark.skip(reason=reason))

@@ -11,18 +11,21 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 Figures = dict[str, Counter[str]]
 
 _PRIVATE = re.compile(r"_[a-z]")
-_MAY_REACH = re.compile(r"(?<!\bself)(?<!\bcls)\._[a-z]")
+_MAY_REACH = re.compile(r"(?<!\bself)(?<!\bcls)\.(_[a-z]\w*)")
 _OPEN = ("self", "cls", "torch", "os", "sys")  # a `._name` of these is no reach into our objects
 _OF_TUPLES = ("_asdict", "_fields", "_make", "_replace")  # public: a NamedTuple documents them
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_DOCUMENTED = (ast.Module, *_NAMED)
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# Where a statement has statements in it.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 # What came after the house was measured, and its commands, has lines of its own.
 _LATER = {
     "kv": ("statehold/kv/", "statehold/cli/kv.py", "statehold/cli/plan_serving.py"),
@@ -34,46 +37,62 @@ _LATER = {
 }
 
 
+class Facts:
+    """What the tests ask of a Python file. Its tree is not kept, because that takes much memory."""
+
+    def __init__(self, text: str) -> None:
+        tree = ast.parse(text)
+        below = list(_statements(tree))
+        named = [node for node in below if isinstance(node, _NAMED)]
+        self.head = ast.get_docstring(tree)
+        self.functions = [
+            (node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1)
+            for node in named
+            if not isinstance(node, ast.ClassDef)
+        ]
+        self.classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        self.code_lines = _code_lines(text, [tree, *named])
+        self.reaches = list(_reached(text, tree, {node.name for node in named}))
+        self.imported = {types: list(statements(tree, types=types)) for types in (False, True)}
+        targets = (node.targets for node in tree.body if isinstance(node, ast.Assign))
+        # Whether the module says in `__all__` which names are for others.
+        self.has_list = any(getattr(t, "id", "") == "__all__" for each in targets for t in each)
+
+
+# Several tests ask all files of the project. A text that has changed is another one.
+facts = cache(Facts)
+
+
 class Source:
     """A Python file."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
         self.text = path.read_text("utf-8")
+        self.facts = facts(self.text)
 
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.text)
 
-    def code_lines(self) -> int:
-        """Lines that are neither empty, nor a comment, nor of a docstring."""
-        docs: set[int] = set()
-        for node in (self.tree, *_statements(self.tree)):
-            if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-                text = node.body[0]
-                docs.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-        lines = enumerate(map(str.strip, self.text.splitlines()), 1)
-        return sum(line[:1] not in ("", "#") and number not in docs for number, line in lines)
+def _code_lines(text: str, documented: Iterable[_Documented]) -> int:
+    """Lines that are neither empty, nor a comment, nor of a docstring."""
+    docs: set[int] = set()
+    for node in documented:
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            docs.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(line[:1] not in ("", "#") and number not in docs for number, line in lines)
 
-    def classes(self) -> Iterator[str]:
-        return (node.name for node in self.tree.body if isinstance(node, ast.ClassDef))
 
-    def has_list(self) -> bool:
-        """Whether the module says in `__all__` which names are for others."""
-        targets = (node.targets for node in self.tree.body if isinstance(node, ast.Assign))
-        return any(isinstance(t, ast.Name) and t.id == "__all__" for each in targets for t in each)
-
-    def reaches(self) -> Iterator[str]:
-        """The private names of other objects: those that no class or function of this file has."""
-        if not _MAY_REACH.search(self.text):
-            return
-        attributes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)]
-        own = {node.name for node in _statements(self.tree) if isinstance(node, _NAMED)}
-        own.update(_OF_TUPLES)
-        own |= {node.attr for node in attributes if _root(node) in ("self", "cls")}
-        for node in attributes:
-            if _PRIVATE.match(node.attr) and node.attr not in own and _root(node) not in _OPEN:
-                yield node.attr
+def _reached(text: str, tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """The private names of other objects: those that no class or function of this file has."""
+    own.update(_OF_TUPLES)
+    if own.issuperset(_MAY_REACH.findall(text)):
+        return
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    own |= {node.attr for node in attributes if _root(node) in ("self", "cls")}
+    for node in attributes:
+        if _PRIVATE.match(node.attr) and node.attr not in own and _root(node) not in _OPEN:
+            yield node.attr
 
 
 def figures(root: Path) -> Figures:
@@ -85,16 +104,16 @@ def figures(root: Path) -> Figures:
     }
     first = [each for each in package if not each.name.startswith(sum(_LATER.values(), ()))]
     return {
-        "code lines": Counter({each.name: each.code_lines() for each in first}),
+        "code lines": Counter({each.name: each.facts.code_lines for each in first}),
         **{
-            line: Counter({each.name: each.code_lines() for each in files})
+            line: Counter({each.name: each.facts.code_lines for each in files})
             for line, files in later.items()
         },
         "files": Counter(each.name for each in first),
         "class names with several meanings": _several(package),
         "modules with one importer": _one_importer(package),
         "internal modules with __all__": Counter(
-            each.name for each in package if _is_internal(each.name) and each.has_list()
+            each.name for each in package if _is_internal(each.name) and each.facts.has_list
         ),
         "private reaches in src": _reaches(package),
         "private reaches in tests": _reaches(sources(root / "tests")),
@@ -112,13 +131,13 @@ def _is_internal(name: str) -> bool:
 
 
 def _reaches(files: Iterator[Source] | list[Source]) -> Counter[str]:
-    return Counter(f"{each.name}: {name}" for each in files for name in each.reaches())
+    return Counter(f"{each.name}: {name}" for each in files for name in each.facts.reaches)
 
 
 def _several(package: list[Source]) -> Counter[str]:
     found = defaultdict(list)
     for each in package:
-        for name in each.classes():
+        for name in each.facts.classes:
             found[name].append(each.name)
     return Counter(f"{name}: {', '.join(w)}" for name, w in found.items() if len(w) > 1)
 
@@ -129,10 +148,9 @@ def _root(node: ast.Attribute) -> str | None:
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """What is below a node, without the expressions: most of it, and no statement is in one."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.expr):
-            yield child
-            yield from _statements(child)
+    for child in chain.from_iterable(getattr(node, block, ()) for block in _BLOCKS):
+        yield child
+        yield from _statements(child)
 
 
 # -- imports ---------------------------------------------------------------------------------------
@@ -143,23 +161,23 @@ def module_name(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports(module: str, tree: ast.Module, *, types: bool = False) -> set[str]:
+def imports(module: str, text: str, *, types: bool = False) -> set[str]:
     """Dotted names that a module imports; with `types`, also for type checkers only."""
     found: set[str] = set()
-    for statement in statements(tree, types=types):
+    for statement in facts(text).imported[types]:
         found.update(_resolved(statement, module.split(".")))
     return found
 
 
 def statements(node: ast.AST, *, types: bool) -> Iterator[ast.Import | ast.ImportFrom]:
     """The imports below `node`; with `types`, also those that only type checkers follow."""
-    for child in ast.iter_child_nodes(node):
+    for child in chain.from_iterable(getattr(node, block, ()) for block in _BLOCKS):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         elif isinstance(child, ast.If) and _is_type_checking(child.test) and not types:
             for other in child.orelse:
                 yield from statements(ast.Module([other], []), types=types)
-        elif not isinstance(child, ast.expr):
+        else:
             yield from statements(child, types=types)
 
 
@@ -183,7 +201,7 @@ def _one_importer(package: list[Source]) -> Counter[str]:
     """Packages do not count: an import of what is in them names them too."""
     users = defaultdict(list)
     for each in package:
-        for target in imports(module_name(each.name), each.tree, types=True):
+        for target in imports(module_name(each.name), each.text, types=True):
             users[target].append(each.name)
     importers = {each.name: users[module_name(each.name)] for each in package}
     return Counter(

@@ -41,7 +41,8 @@ def accelerator_state(
     Raises:
         UsageError: a loader does not know its position.
     """
-    chosen = list(accelerator._dataloaders if loaders is None else loaders)
+    prepared = accelerator._dataloaders
+    chosen = list(prepared if loaders is None else loaders)
     for loader in chosen:
         _check_position(loader)
     state: dict[str, Any] = {
@@ -49,7 +50,7 @@ def accelerator_state(
         **_numbered("optimizer", accelerator._optimizers),
         **_numbered("scheduler", accelerator._schedulers),
         **_numbered("custom", accelerator._custom_objects),
-        "accelerator": _Progress(accelerator, chosen),
+        "accelerator": _Progress(accelerator, prepared, chosen),
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
@@ -82,10 +83,10 @@ _IS_UNTOUCHED = "_initial_iter_for_state_dict"
 class _Progress:
     """What the Accelerator counts itself, and which loaders without a position have begun."""
 
-    def __init__(self, accelerator: Accelerator, loaders: Sequence[Any]) -> None:
+    def __init__(self, accelerator: Accelerator, prepared: list[Any], loaders: list[Any]) -> None:
         self._accelerator = accelerator
         with_position = {id(each) for each in loaders}
-        others = [each for each in accelerator._dataloaders if id(each) not in with_position]
+        others = [each for each in prepared if id(each) not in with_position]
         self._others = [getattr(each, "base_dataloader", None) for each in others]
 
     def state_dict(self) -> dict[str, Any]:

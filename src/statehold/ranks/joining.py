@@ -49,7 +49,7 @@ def _through_store(run: str, required: bool, timeout_s: float) -> Peers | None:
     world_size = distributed.get_world_size()
     if world_size == 1:
         return None
-    store = distributed.distributed_c10d._get_default_store()
+    store = distributed.group.WORLD.get_group_store()
     membership = Membership(distributed.get_rank(), world_size)
     return Peers(StoreBoard(store, run), membership, timeout_s)
 

@@ -92,7 +92,7 @@ def build(meeting: Meeting, line: Line, rank: int, size: int) -> Any:
     options._threads = 1
     options._timeout = timedelta(seconds=CONNECT_S)
     group: Any = ProcessGroupGloo(_Names(meeting, line), rank, size, options)
-    group._set_default_timeout(OPERATION)
+    group.set_timeout(OPERATION)
     return group
 
 

@@ -576,8 +576,8 @@ def shuffle_once(loader: Any) -> None:
     sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     inner = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
     # torchdata's, which need not be installed
-    if inner is not None and sampler.shuffle and type(inner._sampler).__name__ == "RandomSampler":
-        inner._sampler = SequentialSampler(inner._sampler)
+    if inner and sampler.shuffle and type(own := inner._sampler).__name__ == "RandomSampler":
+        inner._sampler = SequentialSampler(own)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -53,7 +53,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     name = "module" if isinstance(module, _WRAPPERS) else _COMPILED
-    return module.get_submodule(name) if name in module._modules else None
+    return dict(module.named_children()).get(name)
 
 
 def of(value: Any) -> nn.Module | None:
@@ -207,11 +207,8 @@ def _resizes(
         return False
     inside = name.rpartition(".")[0]
     owner = _owners(live).get(inside, live)
-    shapes = {
-        own: to.outlined(saved[full])
-        for own in (*owner._parameters, *owner._buffers)
-        if (full := f"{inside}.{own}".lstrip(".")) in saved
-    }
+    found = {own: f"{inside}.{own}".lstrip(".") for own in _own(owner)}
+    shapes = {own: to.outlined(saved[full]) for own, full in found.items() if full in saved}
     return _takes(owner, shapes)
 
 
@@ -274,17 +271,16 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
     Asks a stand-in, whose tensors are on the meta device and which has no modules in it. What hooks
     would do is not tried: they reach the module itself.
     """
-    kind = type(module)
-    if module._load_state_dict_pre_hooks or kind.load_state_dict is not nn.Module.load_state_dict:
+    kind, (whole, own_part, *hooks) = type(module), _ways(module)
+    if hooks or whole is not nn.Module.load_state_dict:
         return False
     errors = list[str]()
     try:
         stand_in = kind.__new__(kind)
         stand_in.__dict__.update({key: _apart(each) for key, each in vars(module).items()})
-        stand_in._modules = {}
-        apart(_load, stand_in, dict(saved), {"version": module._version}, errors)
-        kept = stand_in.named_parameters, stand_in.named_buffers
-        got = dict(chain.from_iterable(each(remove_duplicate=False) for each in kept))
+        into = partial(own_part, stand_in)
+        apart(_load, into, dict(saved), {"version": module._version}, errors)
+        got = _own(stand_in)
     except Exception:  # it needs more than shapes, so nothing is known
         return False
     return not errors and all(
@@ -294,20 +290,27 @@ def _takes(module: nn.Module, saved: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
-def _load(module: nn.Module, saved: dict[str, torch.Tensor], about: Any, errors: Any) -> None:
+def _own(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module, without those of the modules in it."""
+    kinds = module.named_parameters, module.named_buffers
+    return dict(chain.from_iterable(each(recurse=False, remove_duplicate=False) for each in kinds))
+
+
+def _load(into: Any, saved: dict[str, torch.Tensor], about: Any, errors: Any) -> None:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module._load_from_state_dict(saved, "", about, True, [], [], errors)
+        into(saved, "", about, True, [], [], errors)
 
 
 def _apart(value: Any) -> Any:
-    """An attribute of a stand-in: what a change of it would reach is another object."""
+    """An attribute of a stand-in: what a change of it would reach is another object. A module in a
+    dict is left out."""
     if isinstance(value, torch.Tensor):
         made = torch.empty_like(value, device="meta")
         is_parameter = isinstance(value, nn.Parameter)
         return nn.Parameter(made, value.requires_grad) if is_parameter else made
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _apart(each)) for key, each in value.items())
+        return type(value)((k, _apart(v)) for k, v in value.items() if not isinstance(v, nn.Module))
     return list(value) if type(value) is list else value
 
 
