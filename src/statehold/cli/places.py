@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from statehold.format.manifest import Commit, Manifest
     from statehold.steps.shelf import DirectoryShelf
 
+# The names of directories that are not committed steps, for people: by `kind` of leftovers_of().
+KINDS = {
+    "partial": "being written, or left by a crash",
+    "retired": "given up",
+    "replaced": "an earlier save of a step, to be deleted",
+    "corrupt": "set aside: did not verify",
+    "spare": "to be overwritten by the next save",
+    "shared": "names of files that the next save may link",
+}
+
 
 def tree_bytes(directory: str) -> tuple[int, int]:
     """(bytes, number) of the files below a directory."""
