@@ -12,8 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from statehold.cli.study.strategies import PAGE_BYTES, State, Strategy, spans_of
-from statehold.cli.study.sweep import SMALL_BYTES, Contrast, in_memory, pairs
+from statehold.cli.study.strategies import (
+    PAGE_BYTES,
+    SMALL_BYTES,
+    Contrast,
+    State,
+    Strategy,
+    in_memory,
+    pairs,
+    spans_of,
+)
 from statehold.units import MiB, format_bytes
 
 RANK_FILES = 4  # of several ranks on one node, and the writers of a shared file

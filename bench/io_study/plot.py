@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.io_study.alternatives import Alternative
-from statehold.cli.study.choose import StudyFigures
-from statehold.cli.study.strategies import Strategy
-from statehold.cli.study.study import Study
-from statehold.cli.study.sweep import JUDGED
+from statehold.cli.bench import Study
+from statehold.cli.study.strategies import JUDGED, Strategy, StudyFigures
 from statehold.units import MiB
 
 _OWN, _BYTES, _OTHER = "#c23b22", "#6c8ebf", "#b0b0b0"

@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from bench.io_study.alternatives import Alternative, FilePlan, files_of
-from statehold.cli.study.strategies import Operation, State
-from statehold.cli.study.sweep import MappedMemory, new
+from statehold.cli.study.strategies import MappedMemory, Operation, State, new
 
 
 class PythonSession:

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from statehold.options.keep import Keep as Keep
     from statehold.reading.copying import CopiedStep as CopiedStep
     from statehold.reading.copying import copy_step as copy_step
+    from statehold.reading.load import Run as Run
+    from statehold.reading.load import Step as Step
+    from statehold.reading.load import TensorInfo as TensorInfo
     from statehold.reading.load import load as load
-    from statehold.reading.runs import Run as Run
-    from statehold.reading.runs import Step as Step
-    from statehold.reading.runs import TensorInfo as TensorInfo
-    from statehold.reading.runs import open as open
+    from statehold.reading.load import open as open
     from statehold.subscription.subscribe import Subscription as Subscription
     from statehold.subscription.subscribe import Update as Update
     from statehold.subscription.subscribe import subscribe as subscribe
@@ -107,13 +107,13 @@ _HOMES = {
     "ObjectStore": "statehold.checkpoint.levels.specs",
     "RestoreReport": "statehold.format.selection",
     "Rng": "statehold.tensors.kinds.rng",
-    "Run": "statehold.reading.runs",
+    "Run": "statehold.reading.load",
     "Save": "statehold.checkpoint.save.handle",
     "SaveStats": "statehold.checkpoint.telemetry.watch",
     "StateholdError": "statehold.errors",
-    "Step": "statehold.reading.runs",
+    "Step": "statehold.reading.load",
     "Subscription": "statehold.subscription.subscribe",
-    "TensorInfo": "statehold.reading.runs",
+    "TensorInfo": "statehold.reading.load",
     "Update": "statehold.subscription.subscribe",
     "Volatile": "statehold.tensors.marks",
     "allow_tensor_class": "statehold.tensors.composed",
@@ -124,7 +124,7 @@ _HOMES = {
     "load": "statehold.reading.load",
     "metrics": "statehold.metrics",
     "offload": "statehold.offload",
-    "open": "statehold.reading.runs",
+    "open": "statehold.reading.load",
     "resilience": "statehold.resilience",
     "subscribe": "statehold.subscription.subscribe",
 }

@@ -12,8 +12,17 @@ from bench.io_study.__main__ import AllStrategies, main
 from bench.io_study.alternatives import Alternative, comparisons, files_of, uniform
 from bench.io_study.threads import PythonSession, in_turns
 
-from statehold.cli.study.strategies import PAGE_BYTES, Operation, State, Strategy, llama, spans_of
-from statehold.cli.study.sweep import MappedMemory, cases_of, kept
+from statehold.cli.study.strategies import (
+    PAGE_BYTES,
+    MappedMemory,
+    Operation,
+    State,
+    Strategy,
+    cases_of,
+    kept,
+    llama,
+    spans_of,
+)
 from statehold.units import KiB, MiB
 
 COMPARED = comparisons()

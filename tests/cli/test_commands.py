@@ -296,7 +296,7 @@ def test_diff_of_other_layouts(
     shared: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of four ranks and one of one rank with the same tensors, but for two elements."""
-    monkeypatch.setattr("statehold.cli.content.PART_BYTES", 40)
+    monkeypatch.setattr("statehold.cli.numbers.PART_BYTES", 40)
     sharded = np.arange(24).reshape(6, 4)
     sharded[2, 3] += 100
     sharded[5, 0] -= 1

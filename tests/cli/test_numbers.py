@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from statehold.cli.content import parts_of
-from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of
+from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of, parts_of
 from statehold.encoding.header import DTYPE_BITS
 from statehold.layout.layout import Box
 
@@ -92,7 +91,7 @@ def test_differences() -> None:
 
 
 def test_parts_make_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statehold.cli.content.PART_BYTES", 24)
+    monkeypatch.setattr("statehold.cli.numbers.PART_BYTES", 24)
     box = Box((1, 0, 2), (2, 5, 7))
     seen = np.zeros((4, 5, 9), int)
     for part in parts_of(box, 4):

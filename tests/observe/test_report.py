@@ -19,7 +19,7 @@ import pytest
 from observe.conftest import Asked, Seen
 from observe.hostile import HOSTILE, hostile_run, hostile_trace
 from statehold.cli import main
-from statehold.cli.blocks import Markup, tag
+from statehold.cli.page import Markup, tag
 from statehold.cli.report import costs_of, percentile
 from statehold.cli.traces import MARKS_MAX, read_traces
 from statehold.format.entries import About

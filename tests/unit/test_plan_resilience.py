@@ -13,7 +13,7 @@ import os
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners import redundancy, traces
+from statehold.planners import policies, traces
 from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, replicated, stacked
 from statehold.planners.resilience import Outcome, Rates, plan, settings, simulate, spares_for
 from statehold.planners.traces import DrawnTrace, Failure, Given
@@ -113,8 +113,8 @@ def test_published_tables(
     replicas: int, depth: int, time: float, availability: float, near: float
 ) -> None:
     policy = (replicated if depth == 3 else stacked)(replicas, depth)
-    uptime_s = redundancy.endured(replicas, depth) * 300
-    interval_s = redundancy.period_s(60, uptime_s, 3600) - 60
+    uptime_s = policies.endured(replicas, depth) * 300
+    interval_s = policies.period_s(60, uptime_s, 3600) - 60
     job = Job(replicas, 10_000, 64, 2, 60, 3600, replicas, detect_s=0.1)
     out = simulate(
         job, policy, DrawnTrace(replicas, 300, 1, WEIBULL, 75_000 // replicas), interval_s

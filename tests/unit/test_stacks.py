@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from statehold.errors import UsageError
-from statehold.planners.redundancy import spread
+from statehold.planners.policies import spread
 
 
 def test_two_shards_share_one_replica_at_most() -> None:

@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
         if getattr(args, "option", None) and not args.levels:
             raise UsageError("--option is only for object stores", hint="pass --levels, too")
         with output.busy(name):
-            return int(command.run(args))
+            return int(getattr(command, args.call)(args))
     except ModuleNotFoundError as error:
         if error.name != "torch":  # commands without it say so themselves
             raise
@@ -197,7 +197,7 @@ def _add_prune(commands: Any) -> None:
 def _add_families(commands: Any) -> None:
     fork = _command(
         commands, "fork", "begin a new run from a step of another, without a copy",
-        "statehold fork runs/base@1000 runs/child",
+        "statehold fork runs/base@1000 runs/child", module="transfer", call="fork",
     )  # fmt: skip
     fork.add_argument("step", metavar="BASE[@STEP]", help=_STEP_HELP)
     fork.add_argument("child", metavar="CHILD", help="the directory of the new run")
@@ -207,13 +207,14 @@ def _add_families(commands: Any) -> None:
     tree.add_argument("directory", metavar="DIR", nargs="?", default=".", help="with runs below it")
     catalog = _command(
         commands, "catalog", "list the steps below a directory for nearest relatives",
-        "statehold catalog runs",
+        "statehold catalog runs", module="tree", call="catalog",
     )  # fmt: skip
     catalog.add_argument("directory", metavar="DIR", help="the runs below it are read")
     catalog.add_argument("--file", metavar="FILE", help="the catalogue, if it is not in DIR")
     catalog.add_argument("--rebuild", action="store_true", help="make it again from nothing")
     du = _command(
         commands, "du", "show what steps take on storage and share", "statehold du runs/llama",
+        module="tree", call="du",
     )  # fmt: skip
     du.add_argument("run", metavar="RUN", help="a run directory")
 
@@ -221,7 +222,7 @@ def _add_families(commands: Any) -> None:
 def _add_copies(commands: Any) -> None:
     copy = _command(
         commands, "copy", "copy a step into another directory, verified",
-        "statehold copy runs/llama@1000 /archive/llama", module="copying",
+        "statehold copy runs/llama@1000 /archive/llama", module="transfer", call="copy",
     )  # fmt: skip
     copy.add_argument("step", metavar="RUN[@STEP]", help=_STEP_HELP)
     copy.add_argument("destination", metavar="DST", help="a run, or a directory that is to be one")
@@ -454,7 +455,7 @@ def _command(commands: Any, name: str, text: str, *examples: str, **defaults: An
     )
     command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
     _add_color(command, argparse.SUPPRESS)
-    command.set_defaults(**{"module": name, "parser": command, **defaults})
+    command.set_defaults(**{"module": name, "call": "run", "parser": command, **defaults})
     return command
 
 

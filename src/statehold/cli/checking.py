@@ -16,9 +16,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statehold import _core
+from statehold._core import Fs, ReadJob
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import Chunk, FileEntry
@@ -31,10 +32,6 @@ from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.ranges import summed_pieces, sums_between
 from statehold.reading.places import StepPlace, load_manifest
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import Fs, ReadJob
-
 
 # -- the check of a step ---------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Owns: which bytes have to be read for the answer. Chunks with the same pieces ar
 checksums, and only pieces that differ are read. All others are read part by part.
 Invariants: an element differs if its bits do. A tensor that cannot be compared is listed, never
 reported as equal.
-Not here: numbers (numbers), bytes (content).
+Not here: numbers and bytes (numbers).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from statehold._core import Fs
 from statehold.cli import codes
-from statehold.cli.content import Content, parts_of
-from statehold.cli.numbers import Difference, bits_of, numpy
+from statehold.cli.numbers import Content, Difference, bits_of, numpy, parts_of
 from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.said import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
@@ -28,9 +28,6 @@ from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
 from statehold.options.paths import step_in_run
 from statehold.reading.places import NotFoundError, StepPlace, at_rest, file_system
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 _LOST = object()
 

@@ -21,9 +21,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold._core import Fs
 from statehold.checkpoint.agent.looking import LOG_NAME, agents_of
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.cli import codes
@@ -40,10 +40,6 @@ from statehold.reading.sizes import sizes
 from statehold.steps.lock import RunLock, is_saved_into
 from statehold.steps.near_files import PREFIX
 from statehold.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- the machine and the path ----------------------------------------------------------------------
 

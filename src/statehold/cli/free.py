@@ -14,8 +14,9 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold._core import Fs
 from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
@@ -28,9 +29,6 @@ from statehold.steps.lock import RunLock, is_saved_into
 from statehold.steps.shelf import DirectoryShelf, Shelf
 from statehold.steps.whole import is_whole
 from statehold.units import format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,9 +19,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from statehold._core import Fs
 from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
@@ -45,9 +46,6 @@ from statehold.steps.objects import ObjectSteps
 from statehold.steps.owners import other_owner
 from statehold.steps.publish import directory_id, is_directory, look_beside_a_writer
 from statehold.steps.shelf import DirectoryShelf
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 FETCH_BYTES = 64 << 20
 

@@ -24,23 +24,13 @@ from statehold.cli.output import (
     told,
     weak,
 )
-from statehold.cli.places import describe, is_per_host, leftovers_of
+from statehold.cli.places import KINDS, describe, is_per_host, leftovers_of
 from statehold.cli.said import LEAST, LEGEND, MOST, columns_of
 from statehold.cli.tables import Table
 from statehold.reading.places import file_system, run_at
 from statehold.steps.directories import misnamed
 from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes
-
-# The names of directories that are not committed steps, for people.
-KINDS = {
-    "partial": "being written, or left by a crash",
-    "retired": "given up",
-    "replaced": "an earlier save of a step, to be deleted",
-    "corrupt": "set aside: did not verify",
-    "spare": "to be overwritten by the next save",
-    "shared": "names of files that the next save may link",
-}
 
 
 def run(args: argparse.Namespace) -> int:

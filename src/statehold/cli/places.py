@@ -9,33 +9,36 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold._core import Fs
 from statehold.checkpoint.levels import remembered
 from statehold.cli.said import said
 from statehold.errors import CorruptionError, FormatVersionError, StorageError
+from statehold.format.manifest import Commit, Manifest
 from statehold.reading.places import LEFTOVER, load_manifest
-from statehold.reading.sizes import sizes_of_steps
+from statehold.reading.sizes import files_below, sizes_of_steps
 from statehold.steps.directories import REPLACED
 from statehold.steps.pool import POOL_NAME
 from statehold.steps.publish import directory_id, look_beside_a_writer
+from statehold.steps.shelf import DirectoryShelf
 from statehold.steps.whole import check_files
 
-if TYPE_CHECKING:
-    from statehold._core import Fs
-    from statehold.format.manifest import Commit, Manifest
-    from statehold.steps.shelf import DirectoryShelf
+# The names of directories that are not committed steps, for people: by `kind` of leftovers_of().
+KINDS = {
+    "partial": "being written, or left by a crash",
+    "retired": "given up",
+    "replaced": "an earlier save of a step, to be deleted",
+    "corrupt": "set aside: did not verify",
+    "spare": "to be overwritten by the next save",
+    "shared": "names of files that the next save may link",
+}
 
 
 def tree_bytes(directory: str) -> tuple[int, int]:
     """(bytes, number) of the files below a directory."""
-    total = count = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # its job retired it meanwhile
-                total += os.lstat(os.path.join(parent, name)).st_size
-                count += 1
-    return total, count
+    found = [each.st_size for each in files_below([directory])]
+    return sum(found), len(found)
 
 
 def is_per_host(run: str) -> bool:

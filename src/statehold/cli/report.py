@@ -19,8 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold._core import Fs
 from statehold._version import __version__
 from statehold.cli import codes, show
 from statehold.cli.levels import FoundLevel, copies_of, far_options, levels_of, steps_of
@@ -36,10 +37,6 @@ from statehold.kv.tiers import ABOUT
 from statehold.process.whole_files import replace_file
 from statehold.reading.places import NotFoundError, StepPlace, file_system, run_at
 from statehold.units import parse_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- the command -----------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import contextlib
 import difflib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold._core import Fs
 from statehold.cli import codes, numbers
-from statehold.cli.content import Content
 from statehold.cli.output import (
     ProgressBar,
     age,
@@ -32,15 +32,12 @@ from statehold.cli.places import tree_bytes
 from statehold.cli.said import in_words, leaves_of, said
 from statehold.encoding.header import bytes_of
 from statehold.errors import StateMismatchError
+from statehold.format.saved import SavedStep
 from statehold.format.selection import matching, nearest
 from statehold.layout.layout import Layout
 from statehold.layout.share import HeldTensor
 from statehold.reading.places import NotFoundError, StepPlace, at_rest, file_system, load_manifest
 from statehold.units import format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-    from statehold.format.saved import SavedStep
 
 _VALUE_COLUMNS = 100
 _FAR = 30  # rows, after which the top of the answer is out of sight
@@ -192,7 +189,7 @@ def _shortened(value: Any) -> str:
 
 
 def _tensor(saved: SavedStep, place: StepPlace, name: str) -> dict[str, Any]:
-    content = Content(saved, place.directory)
+    content = numbers.Content(saved, place.directory)
     try:
         chunks = content.chunks(name)
     except StateMismatchError as error:
@@ -213,7 +210,7 @@ def _tensor(saved: SavedStep, place: StepPlace, name: str) -> dict[str, Any]:
     return document
 
 
-def _statistics(content: Content, name: str, nbytes: int) -> dict[str, Any] | None:
+def _statistics(content: numbers.Content, name: str, nbytes: int) -> dict[str, Any] | None:
     """None for dtypes without numbers, whose bytes are still verified."""
     dtype = content.saved.tensors[name].dtype
     known = numbers.has_numbers(dtype)

@@ -4,7 +4,7 @@ Owns: the parts of a trace that a report uses. A trace of another tool in the sa
 timeline, too.
 Invariants: a file is bounded, and nothing in it is trusted. An event that is not well-formed is
 left out and counted. A file that is not a trace is an error.
-Not here: writing traces (observe/tracing), drawing them (blocks).
+Not here: writing traces (observe/tracing), drawing them (page).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`statehold export RUN[@STEP] DST --to FORMAT` and `statehold import SRC RUN@STEP`.
+"""A step elsewhere: `statehold export`, `import`, `copy` and `fork`.
 
-Invariants: torch, which takes seconds to load, is loaded only if the step, the source and the
-destination can be what the arguments say.
-Not here: the formats (integrations/formats).
+Invariants: torch, which takes seconds to load, is loaded only by an export or an import, and only
+if the step, the source and the destination can be what the arguments say.
+Not here: the formats (integrations/formats), how a step is copied (reading/copying), and how a run
+begins from one of another (checkpoint/levels/forking).
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import contextlib
 import warnings
 from typing import Any
 
+from statehold.checkpoint.levels.forking import fork as forked_into
 from statehold.cli import codes
 from statehold.cli.output import ProgressReport, emit, note, say
+from statehold.errors import UsageError
 from statehold.integrations.formats.partial import check_free
-from statehold.options.paths import absolute
+from statehold.options.paths import absolute, check_run
+from statehold.reading.copying import copy_step
 from statehold.reading.places import check_source, file_system, find, step_in
+from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,3 +59,39 @@ def _imported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]
 
     path = import_step(args.source, args.step, name=args.name, skip=args.skip, report=drawn)
     return {"path": path}
+
+
+def copy(args: argparse.Namespace) -> int:
+    with ProgressReport("copy") as drawn:
+        copied = copy_step(args.step, args.destination, link=not args.no_links, report=drawn)
+    if args.json:
+        emit({"path": copied.path, "linked_bytes": copied.linked_bytes,
+              "copied_bytes": copied.copied_bytes, "was_there": copied.was_there})  # fmt: skip
+        return codes.YES
+    if copied.was_there:
+        note("the step was there already")
+    say(copied.path)
+    return codes.YES
+
+
+def fork(args: argparse.Namespace) -> int:
+    fs = file_system()
+    place = find(fs, args.step)
+    if place.is_part:
+        raise UsageError(
+            "other hosts have files of this step, so it cannot be forked here",
+            facts={"step": place.directory},
+            hint="fork a step at a level that all hosts see",
+        )
+    forked = forked_into(fs, place.directory, check_run(args.child))
+    if args.json:
+        parent = {"run": forked.parent.run, "step": forked.parent.step,
+                  "manifest_sha256": forked.parent.manifest_sha256}  # fmt: skip
+        emit({"path": forked.path, "parent": parent, "linked_bytes": forked.linked_bytes,
+              "copied_bytes": forked.copied_bytes})  # fmt: skip
+        return codes.YES
+    if forked.copied_bytes:
+        copied = format_bytes(forked.copied_bytes)
+        note(f"the file system gives no second name there, so {copied} were copied")
+    say(forked.path)
+    return codes.YES

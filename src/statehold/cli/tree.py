@@ -1,6 +1,8 @@
-"""`statehold tree [DIR]`: the runs below a directory, drawn below the runs that they began from.
+"""Several runs, and what they share: `statehold tree [DIR]`, `catalog DIR` and `du RUN`.
 
-Not here: who descends from whom (lineage/family).
+Own bytes are freed when the step or the run is deleted. Shared ones belong to others, too.
+Not here: who descends from whom (lineage/family), what is in a catalogue (lineage/catalog) and who
+asks it (lineage/relatives), how bytes are counted (reading/sizes).
 """
 
 from __future__ import annotations
@@ -8,20 +10,32 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from statehold.cli import codes
-from statehold.cli.output import bad, emit, plain, say, table
+from statehold.cli.output import bad, emit, note, plain, say, table
 from statehold.cli.said import in_words
+from statehold.lineage.catalog import Catalog
 from statehold.lineage.family import FamilyRun, family
-from statehold.reading.places import NotFoundError, directory_of
+from statehold.reading.places import NotFoundError, directory_of, file_system, run_at
+from statehold.reading.sizes import StepSizes, sizes, sizes_of_steps
+from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes
 
 
-def run(args: argparse.Namespace) -> int:
+def _directory(args: argparse.Namespace) -> str:
     directory = directory_of(args.directory)
     if not os.path.isdir(directory):
         raise NotFoundError("no such directory", facts={"directory": args.directory})
+    return directory
+
+
+# -- tree ------------------------------------------------------------------------------------------
+
+
+def run(args: argparse.Namespace) -> int:
+    directory = _directory(args)
     members = family(directory)
     if args.json:
         emit({"runs": [_document(each) for each in members]})
@@ -90,3 +104,48 @@ def _document(member: FamilyRun) -> dict[str, Any]:
         "shared_bytes": member.sizes.shared_bytes,
         "problem": member.problem,
     }  # fmt: skip
+
+
+# -- catalog ---------------------------------------------------------------------------------------
+
+
+def catalog(args: argparse.Namespace) -> int:
+    _directory(args)
+    found_in = Catalog(args.directory, args.file)
+    found = found_in.rebuild() if args.rebuild else found_in.scan()
+    if args.json:
+        emit({"file": found_in.file, **asdict(found)})
+    else:
+        say(
+            f"{found.steps} steps of {found.runs} runs, with {found.graphs} different graphs; "
+            f"{found.read} manifests read, {found.gone} steps gone"
+        )
+        for each in found.unreadable:
+            note(f"unreadable: {each}")
+    return codes.NO if found.unreadable else codes.YES
+
+
+# -- du --------------------------------------------------------------------------------------------
+
+
+def du(args: argparse.Namespace) -> int:
+    path = run_at(args.run)
+    store = DirectoryShelf(file_system(), path)
+    steps = {step: sizes_of_steps(path, [store.where(step)]) for step in store.steps()}
+    whole = sizes([path])
+    if args.json:
+        listed = [{"step": step, **_sizes(found)} for step, found in steps.items()]
+        emit({"run": path, "steps": listed, **_sizes(whole)})
+        return codes.YES
+    rows = [(step, *_texts(found)) for step, found in steps.items()]
+    header = ("STEP", "BYTES", "OWN", "SHARED")
+    say(table(header, [*rows, ("run", *_texts(whole))], right=" ".join(header)))
+    return codes.YES
+
+
+def _sizes(found: StepSizes) -> dict[str, int]:
+    return {"bytes": found.bytes, "own_bytes": found.own_bytes, "shared_bytes": found.shared_bytes}
+
+
+def _texts(found: StepSizes) -> tuple[str, ...]:
+    return tuple(map(format_bytes, _sizes(found).values()))

@@ -15,8 +15,9 @@ import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from statehold._core import Fs
 from statehold.cli import codes, levels
 from statehold.cli.checking import CheckReport, Finding, SpanReader, check_step
 from statehold.cli.output import (
@@ -39,9 +40,6 @@ from statehold.steps.pool import POOL_NAME
 from statehold.steps.publish import LOOKS_MAX, directory_id, where
 from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 _SHOWN = 20  # findings of a step
 

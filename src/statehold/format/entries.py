@@ -36,6 +36,7 @@ _NEW_IN_3 = frozenset({"$complex128", "$subclass"})
 _NO_TENSORS = frozenset({"$npscalar", "$torch"})
 STATE_DEPTH_MAX = 3 * values.DEPTH_MAX + 8
 _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
+_OF_A_CHUNK = ("offsets", "shape", "file", "begin", "end", "sums")
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
 _SUMS = re.compile(r"(?:[0-9a-f]{16})*")
 
@@ -125,14 +126,7 @@ def sums_to_bytes(sums: str) -> bytes:
 
 
 def chunk_document(chunk: Chunk) -> dict[str, Any]:
-    return {
-        "offsets": chunk.offsets,
-        "shape": chunk.shape,
-        "file": chunk.file,
-        "begin": chunk.begin,
-        "end": chunk.end,
-        "sums": chunk.sums,
-    }
+    return {name: getattr(chunk, name) for name in _OF_A_CHUNK}
 
 
 def seal(document: Mapping[str, Any], what: str) -> bytes:
@@ -339,7 +333,7 @@ class EntryReader:
 
     def _chunk(self, node: Any, where: str, dtype: str, box: Box) -> Chunk:
         check, files = self.check, self.files
-        found = check.members(node, where, ("offsets", "shape", "file", "begin", "end", "sums"))
+        found = check.members(node, where, _OF_A_CHUNK)
         if check.shape(found["offsets"], f"{where}.offsets") != box.offsets:
             check.fail(f"{where}.offsets", show(box.offsets), show(found["offsets"]))
         if check.shape(found["shape"], f"{where}.shape") != box.shape:

@@ -209,10 +209,7 @@ class Commit:
         document = {
             **_head(self, self.version),
             "attempt": self.attempt,
-            "records": [
-                {"name": entry.name, "bytes": entry.bytes, "sha256": entry.sha256}
-                for entry in self.records
-            ],
+            "records": [asdict(entry) for entry in self.records],
             "state": {key: [group.ranges for group in to] for key, to in self.state.items()},
             "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
             **_about_member(self.about),

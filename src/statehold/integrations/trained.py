@@ -1,6 +1,7 @@
 """Which tensors of a model go into a step: all of them, or all but the frozen base of a peft model.
 
-Owns: that choice; the names that an object of a framework has, against those of a step.
+Owns: that choice; the names that an object of a framework has, against those of a step; a step that
+stays after its run has retired it.
 Invariants: a step holds every adapter of a peft model, and any other model as a whole. The frozen
 base comes from where the script takes it, so a step does not hold it. Any other frozen parameter
 may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
@@ -8,12 +9,18 @@ may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import threading
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import StateMismatchError
 
 
@@ -81,3 +88,35 @@ def check_names(where: str, expected: Iterable[str], got: Iterable[Any]) -> None
         "only in the step": ", ".join(sorted(there - here)[:5]) or "nothing",
     }
     raise StateMismatchError("the state and the step differ; nothing was changed", facts=facts)
+
+
+# -- the end of a process --------------------------------------------------------------------------
+
+
+def leave_on_signals(ckpt: Checkpointer, within_s: float | None) -> None:
+    """Save once more and exit after SIGTERM or SIGUSR1, where a handler of signals can be set."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and within_s is not None:
+        ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=within_s)
+
+
+# -- a step that stays -----------------------------------------------------------------------------
+# Its files get second names in another folder. A file with several names is never written again
+# (docs/incremental.md), so the folder is a run of its own with one step, and takes no space while
+# the run has the step, too.
+
+
+def step_name(step: int) -> str:
+    """The name of the directory of a step in its run."""
+    return f"step-{step:012d}"
+
+
+def give_second_names(step: Path, folder: Path) -> None:
+    """Make the directory `folder`, in which the files of the committed `step` have second names."""
+    folder.mkdir()
+    for path in step.iterdir():
+        target = folder / path.name
+        try:
+            os.link(path, target)
+        except OSError:  # a file system without second names
+            shutil.copyfile(path, target)

@@ -3,7 +3,7 @@
 Owns: the search for the best settings, and the simulation of a job under a trace of failures.
 Invariants: times are in seconds. The same arguments give the same plan, and the same outcome. Pure.
 SimPy is imported when a run begins.
-Not here: the formulae (redundancy, intervals), what policies do (policies).
+Not here: the formulae (policies, intervals), what policies do (policies).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.errors import UsageError
-from statehold.planners import redundancy
+from statehold.planners import policies
 from statehold.planners.intervals import INTERVAL_S_MAX, best_s
 from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, StepLeft, stacked
 from statehold.planners.traces import Trace
@@ -105,7 +105,7 @@ def settings(job: Job, rates: Rates, policy: str) -> Settings:
     return Settings(policy, max(interval_s, job.step_s), spares)
 
 
-def spares_for(broken: float, covered: float = COVERED) -> int:
+def spares_for(broken: float) -> int:
     """The least number that a Poisson variable with the mean `broken` exceeds rarely enough."""
     if broken > 0.5 * _SPARES_MAX:
         facts = {"broken": f"{broken:.3g} at a time", "limit": _SPARES_MAX // 2}
@@ -115,17 +115,17 @@ def spares_for(broken: float, covered: float = COVERED) -> int:
         below += (
             math.exp(spares * math.log(broken) - broken - math.lgamma(spares + 1)) if broken else 1
         )
-        if below >= covered:
+        if below >= COVERED:
             return spares
         spares += 1
 
 
 def _stacked(job: Job, rates: Rates) -> Settings:
-    costs = redundancy.Costs(rates.mtbf_s, job.save_s, job.restart_s, job.compute_s, job.reduce_s)
-    depth = redundancy.best_redundancy(job.replicas, costs)
-    mu = redundancy.endured(job.replicas, depth)
+    costs = policies.Costs(rates.mtbf_s, job.save_s, job.restart_s, job.compute_s, job.reduce_s)
+    depth = policies.best_redundancy(job.replicas, costs)
+    mu = policies.endured(job.replicas, depth)
     uptime_s = 1 / (1 / rates.job_mtbf_s + 1 / (mu * rates.mtbf_s))
-    interval_s = redundancy.period_s(job.save_s, uptime_s, job.restart_s) - job.save_s
+    interval_s = policies.period_s(job.save_s, uptime_s, job.restart_s) - job.save_s
     return Settings("stacked", max(min(interval_s, INTERVAL_S_MAX), job.step_s), 0, depth)
 
 

@@ -19,9 +19,9 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold._core import Fs
 from statehold.checkpoint.levels.forking import check_standing
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import CorruptionError, StorageError, UsageError
@@ -31,18 +31,13 @@ from statehold.observe.background_log import BackgroundLog
 from statehold.observe.counters import Figures
 from statehold.options.paths import check_path, check_run
 from statehold.reading.places import StepPlace, at_rest, load_manifest
-from statehold.steps.copying import Copy, part_of
+from statehold.steps.copying import Copy, CopyPart, part_of
 from statehold.steps.owners import begin_run
 from statehold.steps.shelf import DirectoryShelf, StepShelf
 from statehold.steps.store import Store
 from statehold.steps.target import opened
 from statehold.steps.whole import whole_steps
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-    from statehold.steps.copying import CopyPart
-
 
 _BUFFER_BYTES = 16 * MiB
 

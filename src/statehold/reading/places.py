@@ -16,9 +16,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from statehold import _core
+from statehold._core import Fs
 from statehold.checkpoint.agent.looking import LOG_NAME
 from statehold.checkpoint.levels import remembered
 from statehold.checkpoint.restore.choice import Choice, chosen
@@ -35,9 +36,6 @@ from statehold.steps.pool import POOL_NAME
 from statehold.steps.publish import ask_server, directory_id, is_directory, look_beside_a_writer
 from statehold.steps.shelf import DirectoryShelf
 from statehold.steps.whole import newest_whole
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 T = TypeVar("T")
 

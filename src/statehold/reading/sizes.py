@@ -34,11 +34,11 @@ def sizes(directories: Iterable[str], beside: Iterable[str] = ()) -> StepSizes:
     """The files below these directories. beside: directories whose names do not count as others."""
     directories = list(directories)
     found, names = dict[tuple[int, int], os.stat_result](), Counter[tuple[int, int]]()
-    for status in _files(directories):
+    for status in files_below(directories):
         key = status.st_dev, status.st_ino
         found[key] = status
         names[key] += 1
-    for status in _files(set(beside).difference(directories)):
+    for status in files_below(set(beside).difference(directories)):
         names[status.st_dev, status.st_ino] += 1
     own = [each.st_size for key, each in found.items() if names[key] >= each.st_nlink]
     return StepSizes(sum(each.st_size for each in found.values()), sum(own), len(found))
@@ -49,7 +49,8 @@ def sizes_of_steps(run: str, directories: Iterable[str]) -> StepSizes:
     return sizes(directories, [f"{run}/{POOL_NAME}"])
 
 
-def _files(directories: Iterable[str]) -> Iterator[os.stat_result]:
+def files_below(directories: Iterable[str]) -> Iterator[os.stat_result]:
+    """The status of each file, once for each of its names."""
     for directory in directories:
         for parent, _, names in os.walk(directory):
             for name in names:

@@ -6,20 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from statehold.cli.study.choose import (
+from statehold.cli.study.strategies import (
+    JUDGED,
+    Contrast,
+    MovedBy,
+    Operation,
+    Strategy,
     StudyFigures,
     best_of,
+    bytes_of,
+    centre,
     choose,
     combined,
     finding,
     likely,
     margin,
     moving_of,
+    neighbours,
     rates_of,
     score,
 )
-from statehold.cli.study.strategies import MovedBy, Operation, Strategy
-from statehold.cli.study.sweep import JUDGED, Contrast, bytes_of, centre, neighbours
 from statehold.io.profile import StorageRates
 from statehold.options.io import Moving
 from statehold.units import MiB

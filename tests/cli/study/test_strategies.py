@@ -6,14 +6,19 @@ from dataclasses import fields, replace
 
 import pytest
 
-from statehold.cli.study.strategies import PAGE_BYTES, Operation, State, Strategy, llama, spans_of
-from statehold.cli.study.sweep import (
+from statehold.cli.study.strategies import (
     JUDGED,
+    PAGE_BYTES,
+    Operation,
+    State,
+    Strategy,
     cases_of,
     centre,
     comparisons,
+    llama,
     neighbours,
     ordered,
+    spans_of,
     strategies,
 )
 from statehold.units import MiB

@@ -14,10 +14,21 @@ import pytest
 
 import statehold
 from statehold.cli import main
+from statehold.cli.bench import Remeasured, Study, is_lost, study_of
 from statehold.cli.study.measure import Bench, EngineSession, Timing, open_session
-from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
-from statehold.cli.study.study import Remeasured, Study, is_lost, run
-from statehold.cli.study.sweep import MappedMemory, cases_of, centre, comparisons, kept, strategies
+from statehold.cli.study.strategies import (
+    Case,
+    MappedMemory,
+    Operation,
+    State,
+    Strategy,
+    cases_of,
+    centre,
+    comparisons,
+    kept,
+    spans_of,
+    strategies,
+)
 from statehold.io.mounts import mount_of
 from statehold.io.profile import Profile, decode, path_for, save
 from statehold.options.io import Io, Moving
@@ -88,7 +99,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_without_time_the_candidates_come_first(tmp_path: Path) -> None:
     bench = Bench(str(tmp_path), STATE)
-    study = run(bench, 2, 0.2, False, lambda name, share: None)
+    study = study_of(bench, 2, 0.2, False, lambda name, share: None)
     assert study.unmeasured
     assert MIDDLE not in study.unmeasured
     assert study.chosen.is_engine
@@ -258,7 +269,8 @@ class FakeBench:
 
 
 def studied_on(rate: Callable[[Strategy, int], float]) -> Study:
-    return run(FakeBench(rate), 2, 60.0, False, lambda name, share: None)  # type: ignore[arg-type]
+    bench: Any = FakeBench(rate)
+    return study_of(bench, 2, 60.0, False, lambda name, share: None)
 
 
 def test_the_best_is_found_and_proved() -> None:

@@ -4,7 +4,7 @@ Owns: the cases on storage, and the two kinds of sessions that move their bytes.
 Invariants: no file of a case ever stays. A write ends when the bytes are durable. Before a cold
 read the kernel is asked to drop these files from its cache. It is asked file by file, and not for
 the whole machine, which needs no privilege and leaves other jobs their cache.
-Not here: what is timed and how often (sweep, study).
+Not here: what is timed and how often (strategies, bench).
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import os
 import time
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from statehold import _core
-from statehold.cli.study.strategies import Case, Operation, State, Strategy, spans_of
-from statehold.cli.study.sweep import MappedMemory, kept, new
+from statehold._core import WriteJob
+from statehold.cli.study.strategies import (
+    Case,
+    MappedMemory,
+    Operation,
+    State,
+    Strategy,
+    kept,
+    new,
+    spans_of,
+)
 from statehold.errors import StateholdError
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import WriteJob
-
 
 # -- all of them -----------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from statehold import _core
+from statehold._core import Engine, Fs
 from statehold.checkpoint.telemetry.watch import UNWATCHED, SaveStats, Watch
 from statehold.errors import UsageError
 from statehold.io.clients import open_engine
@@ -33,9 +34,6 @@ from statehold.options import Options
 from statehold.options.io import settled
 from statehold.options.paths import absolute
 from statehold.process.host_memory import available, ranks_on_host
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
 
 TRACES_MAX = 16
 
@@ -193,11 +191,4 @@ class SaveWatch:
         self._stats = SaveStats(0, state_bytes=nbytes, written_bytes=nbytes, tensors=tensors)
 
     def _stats_at(self, step: int) -> SaveStats:
-        found = self._stats
-        return SaveStats(
-            step,
-            state_bytes=found.state_bytes,
-            written_bytes=found.written_bytes,
-            tensors=found.tensors,
-            committed_s=time.perf_counter() - self._begin_s,
-        )
+        return replace(self._stats, step=step, committed_s=time.perf_counter() - self._begin_s)

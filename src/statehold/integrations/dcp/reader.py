@@ -19,16 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -37,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from statehold._core import Engine
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.encoding import values
@@ -53,7 +52,8 @@ from statehold.format.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_s
 from statehold.format.trees import Differs, tensors_of
 from statehold.integrations.dcp.machine import Machine, StepEndpoint, rank_and_world, traced
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
-from statehold.integrations.formats.streamed import grouped
+from statehold.integrations.formats.streamed import grouped, part_of
+from statehold.integrations.formats.untrusted import tensor_metadata
 from statehold.layout.layout import Box
 from statehold.options import Options
 from statehold.options.io import Io
@@ -66,11 +66,6 @@ from statehold.tensors.devices import Devices
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.tensors.storable import is_external, is_view_of_other_values, overlaps_itself
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import Engine
-    from statehold.checkpoint.telemetry.watch import RestoreWatch
-    from statehold.format.saved import PlacedChunk, SavedStep
 
 # -- the reader ------------------------------------------------------------------------------------
 
@@ -364,19 +359,9 @@ class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return len(self._step.leaves)
 
     def _tensor(self, name: str) -> TensorStorageMetadata:
-        step = self._step
-        chunks = [
-            ChunkStorageMetadata(
-                offsets=torch.Size(step.shape(name, chunk.box.offsets)),
-                sizes=torch.Size(step.shape(name, chunk.box.shape)),
-            )
-            for chunk in step.chunks_of(name)
-        ]
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=step.dtype(name)),
-            size=torch.Size(step.shape(name, step.saved.tensors[name].shape)),
-            chunks=chunks,
-        )
+        step, dtype = self._step, self._step.dtype(name)
+        boxes = [dtypes.torch_box(dtype, chunk.box) for chunk in step.chunks_of(name)]
+        return tensor_metadata(dtype, step.shape(name, step.saved.tensors[name].shape), boxes)
 
 
 class Builder:
@@ -401,10 +386,9 @@ class Builder:
         shape = step.shape(name, step.saved.tensors[name].shape)
         made = torch.empty(shape, dtype=step.dtype(name), device="cpu")
         for chunk in step.chunks_of(name):
-            offsets = step.shape(name, chunk.box.offsets)
-            box = Box.whole(step.shape(name, chunk.box.shape))
-            target = made[tuple(slice(a, a + n) for a, n in zip(offsets, box.shape, strict=True))]
-            self.wanted.append(step.part(name, chunk, box, target))
+            inside = dtypes.torch_box(made.dtype, chunk.box)
+            target = part_of(made, inside)
+            self.wanted.append(step.part(name, chunk, Box.whole(inside.shape), target))
         return made
 
 

@@ -30,9 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -509,9 +507,7 @@ def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, Streamed):
         return BytesStorageMetadata()
     boxes = [chunk.box for chunk in _boxes(value)] or [Box.whole(value.shape)]
-    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in boxes]
-    size = torch.Size(value.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, chunks)
+    return untrusted.tensor_metadata(value.dtype, value.shape, boxes)
 
 
 def _boxes(value: Streamed) -> list[StreamedChunk]:

@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
+from statehold._core import Fs
 from statehold.checkpoint.save.writes import WRITER, now
 from statehold.errors import (
     CorruptionError,
@@ -69,9 +70,6 @@ from statehold.steps.directories import delete, make_directories, parent_of, unl
 from statehold.steps.publish import Replaced, make_durable, publish, settle
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.tensors.nodes import value_of
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 logger = logging.getLogger("statehold")
 

@@ -20,11 +20,12 @@ import io
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from statehold._core import Engine, Fs
 from statehold.checkpoint.save.writes import Ordered, Segments, start_write
 from statehold.errors import UnsupportedValueError, UsageError
 from statehold.format.entries import Chunk, FileEntry, record_file
@@ -39,9 +40,6 @@ from statehold.tensors.devices import Devices
 from statehold.tensors.devices.jobs import JobSource
 from statehold.tensors.kinds import capture
 from statehold.tensors.storable import check_storable, is_external, is_view_of_other_values
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
 
 
 @dataclass(frozen=True, slots=True)

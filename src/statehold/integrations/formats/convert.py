@@ -14,11 +14,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from statehold import _core
+from statehold._core import Engine, Fs
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save.writes import build_manifest
 from statehold.encoding import values
@@ -33,18 +34,17 @@ from statehold.errors import (
     storing,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.saved import MANIFEST_NAME, SavedStep
 from statehold.integrations.formats import hf, untrusted
 from statehold.integrations.formats.partial import (
     JOURNAL,
     Done,
     Journal,
     OutFile,
-    PartialExport,
     identity_of,
     work_on,
 )
-from statehold.integrations.formats.recognition import FORMATS, Format, check_names, recognised
+from statehold.integrations.formats.recognition import FORMATS, check_names, recognised
 from statehold.integrations.formats.streamed import (
     PART_BYTES,
     Streamed,
@@ -72,10 +72,6 @@ from statehold.steps.owners import begin_run
 from statehold.steps.store import Store
 from statehold.tensors import dtypes, nodes
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import Engine
-    from statehold.format.saved import SavedStep
 
 _SHOWN = 12
 # (bytes done, bytes in all) -> nothing.
@@ -117,8 +113,8 @@ def export_step(
     with contextlib.closing(file_system()) as fs:
         beside = {} if config is None else hf.texts_of(os.fspath(config), to)
         target = absolute(destination, "the destination")
-        call = _Export(fs, target, to, kind, kind.export, name, beside, report)
-        left_out = at_rest(fs, check_path(step, "the step"), call.run)
+        write = partial(_exported, fs, target, to, name, beside, report)
+        left_out = at_rest(fs, check_path(step, "the step"), write)
     if left_out:
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
         names = ", ".join(left_out[:_SHOWN])
@@ -126,38 +122,37 @@ def export_step(
     return tuple(left_out)
 
 
-class _Export(NamedTuple):
-    fs: Any
-    destination: str
-    to: str
-    kind: Format
-    export: Callable[[Any, PartialExport], list[str]]
-    name: str | None
-    beside: Mapping[str, bytes]
-    report: Report | None
-
-    def run(self, place: StepPlace) -> list[str]:
-        raw = self.fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
-        saved = place.open(self.fs)
-        name = self.name
-        if name is None:
-            has_it = isinstance(saved.state, dict) and self.kind.name in saved.state
-            name = self.kind.name if has_it else ""
-        with engine_for_parts() as engine:
-            found = StepTree(saved, place.directory, engine, name)
-            if not isinstance(found.root, Mapping):
-                found.root = {name.rpartition(".")[2]: found.root}
-            texts = {file: sha256(text) for file, text in self.beside.items()}
-            identity = identity_of(export=self.to, name=name, manifest=sha256(raw), beside=texts)
-            with counted(
-                f"exporting step {saved.step}", nbytes_of(found.root), self.report
-            ) as done:
-                is_file = self.kind.is_file
-                with work_on(self.destination, identity, is_file=is_file, done=done) as work:
-                    for file, text in self.beside.items():
-                        with work.file(file) as out:
-                            out.write(text, 0)
-                    return [*dict.fromkeys([*self.export(found.root, work), *found.arrays])]
+def _exported(
+    fs: Fs,
+    destination: str,
+    to: str,
+    name: str | None,
+    beside: Mapping[str, bytes],
+    report: Report | None,
+    place: StepPlace,
+) -> list[str]:
+    """Write the step at `place`; returns the names of what was left out, or is something else."""
+    kind = FORMATS[to]
+    assert kind.export is not None  # export_step() has looked
+    raw = fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
+    saved = place.open(fs)
+    if name is None:
+        has_it = isinstance(saved.state, dict) and kind.name in saved.state
+        name = kind.name if has_it else ""
+    with engine_for_parts() as engine:
+        found = StepTree(saved, place.directory, engine, name)
+        if not isinstance(found.root, Mapping):
+            found.root = {name.rpartition(".")[2]: found.root}
+        texts = {file: sha256(text) for file, text in beside.items()}
+        identity = identity_of(export=to, name=name, manifest=sha256(raw), beside=texts)
+        with (
+            counted(f"exporting step {saved.step}", nbytes_of(found.root), report) as done,
+            work_on(destination, identity, is_file=kind.is_file, done=done) as work,
+        ):
+            for file, text in beside.items():
+                with work.file(file) as out:
+                    out.write(text, 0)
+            return [*dict.fromkeys([*kind.export(found.root, work), *found.arrays])]
 
 
 def import_step(

@@ -23,11 +23,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -46,7 +44,7 @@ from statehold.integrations.formats.streamed import (
     nbytes_of,
     nested,
 )
-from statehold.integrations.formats.untrusted import dump_metadata, load_metadata
+from statehold.integrations.formats.untrusted import dump_metadata, load_metadata, tensor_metadata
 from statehold.layout.layout import Box
 
 METADATA = ".metadata"
@@ -185,9 +183,7 @@ def _index(name: str, value: Any) -> MetadataIndex:
 def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, Streamed):
         return BytesStorageMetadata()
-    size = torch.Size(value.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, [chunk])
+    return tensor_metadata(value.dtype, value.shape, [Box.whole(value.shape)])
 
 
 def _write(

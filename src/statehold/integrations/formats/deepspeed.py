@@ -29,7 +29,7 @@ from statehold.errors import CorruptionError, MissingFileError, UnsupportedValue
 from statehold.integrations.formats import archives, untrusted
 from statehold.integrations.formats.archives import plain
 from statehold.integrations.formats.partial import PartialExport
-from statehold.integrations.formats.streamed import Streamed, assembled, converted, leaves
+from statehold.integrations.formats.streamed import Streamed, assembled, converted, leaves, replaced
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 MODULE, GROUPS, STATE, FP32 = "module", "param_groups", "state", "fp32"
@@ -134,14 +134,9 @@ def named_groups(
 
 def _plain_values(value: Any) -> Any:
     """A value without objects of DeepSpeed: their attributes instead."""
-    if isinstance(value, Plain):
-        return {key: _plain_values(item) for key, item in vars(value).items()}
-    if isinstance(value, Mapping):
-        kind: Any = type(value)
-        return kind({key: _plain_values(item) for key, item in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(_plain_values(item) for item in value)
-    return value
+    return replaced(
+        value, lambda leaf: _plain_values(vars(leaf)) if isinstance(leaf, Plain) else leaf
+    )
 
 
 # -- ZeRO ------------------------------------------------------------------------------------------

@@ -93,15 +93,12 @@ def runs(dtype: torch.dtype, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class MappedFile:
-    """The bytes [begin, end) of a file of others, mapped privately. Nobody may cut the file."""
+    """A file of others, mapped privately. Nobody may cut it."""
 
-    def __init__(self, path: str, nbytes: int | None = None) -> None:
+    def __init__(self, path: str) -> None:
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if nbytes is not None and size < nbytes:
-                    facts = {"file": path, "expected": f"{nbytes} bytes", "got": f"{size} bytes"}
-                    raise CorruptionError("a file of a checkpoint is cut", facts=facts)
                 self._map = (
                     mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
                 )

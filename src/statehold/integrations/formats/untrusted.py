@@ -15,7 +15,7 @@ import pathlib
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from statehold.errors import CorruptionError, StateholdError, UnsupportedValueError
+from statehold.layout.layout import Box
 from statehold.process.worker import apart
 
 # What torch.load(weights_only=True) raises for a pickle that holds more than data.
@@ -93,6 +94,18 @@ def load_metadata(raw: bytes, path: str) -> Metadata:
         facts = {"file": path, "expected": "Metadata", "got": type(found).__name__}
         raise CorruptionError("the metadata of a checkpoint cannot be read", facts=facts)
     return found
+
+
+def tensor_metadata(
+    dtype: torch.dtype, shape: Sequence[int], boxes: Iterable[Box]
+) -> metadata.TensorStorageMetadata:
+    """What metadata say of a tensor, which lies in these boxes."""
+    chunks = [
+        metadata.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape))
+        for box in boxes
+    ]
+    properties = metadata.TensorProperties(dtype=dtype)
+    return metadata.TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
 
 def dump_metadata(metadata: Metadata) -> bytes:

@@ -13,8 +13,6 @@ Not here: what a step holds, and how it comes back (strategy).
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.integrations.lightning.strategy import KEEP, StrategyLayer
+from statehold.integrations.trained import leave_on_signals
 
 __all__ = ["StateholdCallback"]
 
@@ -95,9 +94,7 @@ class StateholdCallback(Callback):
 
     def _opened(self, run: str) -> Checkpointer:
         ckpt = self.checkpointer(run, KEEP)
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self.leave_within_s is not None:
-            ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=self.leave_within_s)
+        leave_on_signals(ckpt, self.leave_within_s)
         return ckpt
 
 

@@ -17,9 +17,7 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +35,7 @@ from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
-from statehold.integrations.second_names import step_name
-from statehold.integrations.trained import trained_part
+from statehold.integrations.trained import leave_on_signals, step_name, trained_part
 from statehold.integrations.transformers.folders import Beside, Folders, step_named
 from statehold.process.worker import Thread
 from statehold.reading.copying import copy_step
@@ -178,7 +175,7 @@ class StateholdTrainer(Trainer):
             stack.callback(self._close_run)
             if self.args.save_strategy != SaveStrategy.NO:
                 self._warn_of_readers(opened)
-            self._leave_on_signals(ckpt)
+                leave_on_signals(ckpt, self.leave_within_s)
             while True:
                 path = self._found(opened)
                 try:
@@ -213,12 +210,6 @@ class StateholdTrainer(Trainer):
         if limit is None or limit <= 0:
             return None
         return max(limit, KEEP_FOR_BEST) if self.args.metric_for_best_model else limit
-
-    def _leave_on_signals(self, ckpt: Checkpointer) -> None:
-        saves = self.args.save_strategy != SaveStrategy.NO
-        is_main = threading.current_thread() is threading.main_thread()
-        if saves and is_main and self.leave_within_s is not None:
-            ckpt.leave_on(signal.SIGTERM, signal.SIGUSR1, within_s=self.leave_within_s)
 
     def _close_run(self) -> None:
         opened, self._open_run = self._open_run, None

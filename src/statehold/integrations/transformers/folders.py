@@ -29,8 +29,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from statehold.errors import UsageError
-from statehold.integrations.second_names import give_second_names, step_name
-from statehold.integrations.trained import persistent_buffers
+from statehold.integrations.trained import give_second_names, persistent_buffers, step_name
 from statehold.options.paths import NamedStep
 from statehold.process.whole_files import replace_file
 from statehold.reading.places import file_system, find

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import InvariantError
-from statehold.planners.redundancy import spread as stacks_of
+from statehold.planners.policies import spread as stacks_of
 from statehold.resilience.protocol.messages import View
 
 Share = tuple[int, ...]
