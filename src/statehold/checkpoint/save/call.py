@@ -29,6 +29,7 @@ from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_wr
 from statehold.errors import StorageError, TornSnapshot, UsageError, shown
 from statehold.format.entries import NAMED, NAMES_MAX, About, is_name
 from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.claims import Comparison
 from statehold.layout.plan import step_of
 from statehold.tensors import updates
 from statehold.tensors.captured import begin_fingerprints
@@ -168,17 +169,20 @@ class Saver:
         save = held.save
         with save.stage("plan"):
             specs = captured.structure.specs
-            known = self.claims.resolve(specs, self.schedule.turns.settled)
-            plan = self.plans.get(known.specs, save.step, captured.frozen)
+            comparisons, version = tuple[Comparison, ...](), ""
+            if self.rank is not None:
+                known = self.claims.resolve(specs, self.schedule.turns.settled)
+                specs, comparisons, version = known.specs, known.comparisons, self.claims.version
+            plan = self.plans.get(specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors)
         save.record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,
-            written_bytes=plan.save.file_bytes + shared.fresh_bytes,
+            written_bytes=plan.save.file_bytes + (shared.fresh_bytes if shared else 0),
             tensors=len(captured.tensors),
         )
-        names = {name for each in known.comparisons for name in each.names}
-        compared = captured.named(names)
+        names = {name for each in comparisons for name in each.names}
+        compared = captured.named(names) if names else []
         self.trainer.watched.append(save)
         work = Work(
             save=save,
@@ -188,9 +192,10 @@ class Saver:
             tree=captured.tree,
             capture=captured,
             place=self.levels.near[0],
-            comparisons=known.comparisons,
-            version=self.claims.version,
+            comparisons=comparisons,
+            version=version,
             fingerprinting=begin_fingerprints(compared, self.runtime.hash_memory),
+            register=self.sharing,
             is_last=is_last,
             about=about,
             shared=shared,
@@ -229,13 +234,16 @@ class Saver:
             self._make_room(work)
             work.save.moving()
             # With new shared files, the commit thread makes all files, at a level that has room.
-            file = None if work.shared.fresh else self.ready_file(work.plan.save, work.tree)
+            has_fresh = work.shared is not None and work.shared.fresh
+            file = None if has_fresh else self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save.record(reused=work.is_attached)
-            work.shared.start_first()
+            if work.shared is not None:
+                work.shared.start_first()
             work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
-            work.shared.start()
-            sources = work.shared.sources(JobSource(work.job, ordered.tensors))
+            sources = [JobSource(work.job, ordered.tensors)]
+            if work.shared is not None:
+                sources = work.shared.start(sources[0])
             work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)
@@ -246,9 +254,10 @@ class Saver:
     def _make_room(self, work: Work) -> None:
         """Make sure that there is staging memory. A save into memory needs little."""
         if not self.levels.store.is_mapped:
-            shared = work.shared
-            compared = min(shared.compared_bytes, COMPARED_AT_ONCE)
-            nbytes = work.plan.save.file_bytes + shared.fresh_bytes + compared
+            nbytes = work.plan.save.file_bytes
+            if work.shared is not None:
+                nbytes += work.shared.fresh_bytes
+                nbytes += min(work.shared.compared_bytes, COMPARED_AT_ONCE)
             self.runtime.fit(nbytes, self.pipeline.drain)
 
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
-from statehold.checkpoint.save.shared import SharedFiles
+from statehold.checkpoint.save.shared import Register, SharedFiles
 from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage, Watch
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.format.entries import NOTHING, About
@@ -358,7 +358,7 @@ class Work:
     is_last: the process ends with this save.
     about: what the caller says about the step.
     job: copies and writes, as soon as the save has started.
-    shared: the files that it shares with other steps.
+    register: gets the outcome. shared: the files that it shares with other steps, if there are any.
     stored: the parts of the state that lie in files. taken: when the step has them, all files other
         than the rank's own.
     """
@@ -370,6 +370,7 @@ class Work:
     tree: Any
     capture: Capture | None
     place: DirectoryPlace
+    register: Register
     is_attached: bool = False
     copies: DeviceCopies | None = None
     comparisons: tuple[Comparison, ...] = ()
@@ -381,7 +382,7 @@ class Work:
     is_last: bool = False
     about: About = NOTHING
     error: StateholdError | None = None
-    shared: SharedFiles = field(default_factory=SharedFiles)
+    shared: SharedFiles | None = None
     stored: list[StoredState] = field(default_factory=list)
     taken: StoredPart = field(default_factory=StoredPart)
     job: WriteJob = field(init=False)
@@ -389,11 +390,12 @@ class Work:
     @property
     def has_more_files(self) -> bool:
         """Whether the step holds other files than the one that the rank writes."""
-        return bool(self.stored or self.shared.links or self.shared.fresh)
+        return bool(self.stored or self.shared)
 
     def release(self) -> None:
         """The save has ended: its objects may use their files as they like."""
-        self.shared.release(failed=self.error is not None)
+        if self.shared is not None:
+            self.shared.release(failed=self.error is not None)
         stored, self.stored = self.stored, []
         for each in stored:
             each.release()
@@ -402,7 +404,8 @@ class Work:
         """Stop the native jobs, if the save has started them."""
         if hasattr(self, "job"):
             self.job.cancel()
-        self.shared.cancel()
+        if self.shared is not None:
+            self.shared.cancel()
 
     def let_go(self) -> None:
         """Release the state: it is copied, or nobody needs the copy."""

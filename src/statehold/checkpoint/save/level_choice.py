@@ -124,11 +124,9 @@ class LevelChoice:
                     self.took(work, causes)
                     return opened
             except BaseException:
-                _close(opened)
-                work.shared.close_files()
+                _close(opened, work)
                 raise
-            _close(opened)
-            work.shared.close_files()
+            _close(opened, work)
             causes.append(_cause(verdict, failure))
             let_go(causes[-1])
             if at == 0 and verdict.is_refusal:
@@ -187,9 +185,10 @@ class LevelChoice:
                 self._reserve(work)
             opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
             try:
-                work.shared.open(place.store, work.attempt)
+                if work.shared is not None:
+                    work.shared.open(place.store, work.attempt)
             except BaseException:
-                _close(opened)
+                _close(opened, work)
                 raise
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             return None, named(error, f"while opening the file of step {step}")
@@ -288,10 +287,12 @@ def _no_hosts(peers: Peers) -> Hosts:
     return Hosts((), peers, WireExchange(""))
 
 
-def _close(opened: OpenFile | None) -> None:
-    """Release the blocks of a file that is not written after all."""
+def _close(opened: OpenFile | None, work: Work) -> None:
+    """Release the blocks of files that are not written after all."""
     if opened is not None:
         opened[0].close()  # no transfer has it yet
+    if work.shared is not None:
+        work.shared.close_files()
 
 
 def _is_refusal(error: StateholdError) -> bool:

@@ -97,12 +97,11 @@ class Sharing:
         with self._guard:
             self._restored, self._is_new = step, True
 
-    def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles]:
-        """The plan of the rank's own file in this save, and the shared files."""
+    def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles | None]:
+        """The plan of the rank's own file in this save, and the shared files, if there are any."""
         with self._guard:
-            shared = SharedFiles(self)
             if self._is_off:
-                return plan, shared
+                return plan, None
             if plan.share is not self._share:
                 self._look(plan)
                 self._is_new = True
@@ -111,14 +110,17 @@ class Sharing:
                 self._take_over(plan, captured)
             if plan.save.step == self._resumed_step:
                 self._resumed = []  # their names lead to the files of this save from now on
-            if not (self._files or self._history):
-                return plan, shared
-            shared.links = self._links(captured)
-            linked = {key for link in shared.links for key in link.file.keys}
-            shared.fresh = self._fresh(plan, captured, linked)
-            made = {key for each in shared.fresh for key in keys_of(each.plan)}
+            if not (self._files or self._history.same):
+                return plan, None
+            links = self._links(captured)
+            linked = {key for link in links for key in link.file.keys}
+            fresh = self._fresh(plan, captured, linked)
+            made = {key for each in fresh for key in keys_of(each.plan)}
+            if not (links or fresh):
+                return plan, None
             self._making |= made
-            return self._rest(plan, {self._parts[key].source for key in linked | made}), shared
+            own = self._rest(plan, {self._parts[key].source for key in linked | made})
+            return own, SharedFiles(self, links, fresh)
 
     def _look(self, plan: RankPlan) -> None:
         """The state has another structure, or this rank another share of it."""
@@ -198,7 +200,7 @@ class Sharing:
     def _fresh(self, plan: RankPlan, captured: Tensors, linked: Set[Key]) -> list[Fresh]:
         """New files for the parts that have stayed the same and are in no file."""
         taken = linked | self._making
-        if self._history.same <= taken:
+        if self._history.same.keys() <= taken:
             return []
         wanted = [
             part
@@ -215,8 +217,6 @@ class Sharing:
 
     def _rest(self, plan: RankPlan, away: set[int]) -> RankPlan:
         """The plan of the rank's own file, without the parts from these sources."""
-        if not away:
-            return plan
         if self._own is None or self._own[0] != away:
             parts = [part for part in plan.share.parts if part.source not in away]
             found = plan_file(parts, plan.save, plan.save.frozen)
@@ -447,42 +447,33 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._same: dict[Key, int] = {}
+        self.same: dict[Key, int] = {}  # no other part may be quiet
         self._needed: dict[Key, int] = {}
 
     def saved(self, same: Iterable[Key], changed: Iterable[Key]) -> None:
         """A save has compared these with the save before."""
         for key in same:
-            self._same[key] = self._same.get(key, 0) + 1
+            self.same[key] = self.same.get(key, 0) + 1
         for key in changed:
-            self._same.pop(key, None)
+            self.same.pop(key, None)
 
     def predict(self, keys: Iterable[Key]) -> None:
         """Nothing is known of these yet, and nobody is expected to change them."""
         for key in keys:
             if key not in self._needed:
-                self._same.setdefault(key, 1)
+                self.same.setdefault(key, 1)
 
     def broke(self, keys: Iterable[Key]) -> None:
         """These were in a shared file, and have changed."""
         for key in keys:
-            self._same.pop(key, None)
+            self.same.pop(key, None)
             self._needed[key] = min(_SAVES_MAX, 2 * self._needed.get(key, 1))
 
     def keep(self, keys: Collection[Key]) -> None:
         """The state has only these parts from now on."""
-        self._same = {key: count for key, count in self._same.items() if key in keys}
+        self.same = {key: count for key, count in self.same.items() if key in keys}
         self._needed = {key: count for key, count in self._needed.items() if key in keys}
-
-    @property
-    def same(self) -> Set[Key]:
-        """All that may be quiet. No other part is."""
-        return self._same.keys()
 
     def is_quiet(self, key: Key) -> bool:
         """Whether the part may go to a shared file."""
-        return self._same.get(key, 0) >= self._needed.get(key, 1)
-
-    def __bool__(self) -> bool:
-        """Whether any part may be quiet."""
-        return bool(self._same)
+        return self.same.get(key, 0) >= self._needed.get(key, 1)
