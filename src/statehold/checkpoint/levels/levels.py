@@ -155,10 +155,9 @@ class Levels:
 
         under_way: the newest step among the saves that have not ended.
         """
-        known = (under_way, self.promotions.newest())
-        newest = max((each for each in known if each is not None), default=None)
+        known = [under_way, *(each.status.newest for each in self.promotions.promoters)]
         # If the first level is unreachable, saves go to the next one. It is asked when it is back.
-        self.near[0].check_order(step, newest, may_be_unreachable=len(self.near) > 1)
+        self.near[0].check_order(step, known, may_be_unreachable=len(self.near) > 1)
 
     def look(self, within: Round) -> None:
         """Look which steps exist, before copies are decided."""

@@ -502,11 +502,6 @@ class Promotions:
             level = self._promoters[promoter.level] if has_level else None
             promoter.start(step, number, source, carriers, level)
 
-    def newest(self) -> int | None:
-        """The newest step that a level has."""
-        found = (promoter.status.newest for promoter in self._promoters.values())
-        return max((step for step in found if step is not None), default=None)
-
     @property
     def promoters(self) -> Sequence[Promoter]:
         return tuple(self._promoters.values())
