@@ -96,6 +96,8 @@ class LevelChoice:
         self._hosts = hosts
         self._asked = -1  # the newest save for which this rank has joined the discovery of hosts
         self._has_announced = False
+        self._meets = peers is not None and len(places) > 1
+        self._asks_late = len(levels) == 1 and hosts is None
         self._unlike: StateholdError | None = None
         self._was_logged = False  # that the first level takes no steps
         self.first_error: StateholdError | None = None  # why it takes none, until it does
@@ -119,7 +121,9 @@ class LevelChoice:
                 work.place.abandon(work.save.step, work.attempt)
                 opened, failure = self._open_here(work)
             try:
-                verdict = self._judged(work, at, failure)
+                verdict = Verdict()
+                if self._meets or failure is not None:
+                    verdict = self._judged(work, at, failure)
                 if verdict.taken and opened is not None:
                     self.took(work, causes)
                     return opened
@@ -169,10 +173,6 @@ class LevelChoice:
         if self._unlike is not None:
             raise self._unlike.with_traceback(None)
 
-    @property
-    def _asks_late(self) -> bool:
-        return len(self._levels) == 1 and self._hosts is None
-
     # -- at one level ----------------------------------------------------------------------
 
     def _open_here(self, work: Work) -> tuple[OpenFile | None, StateholdError | None]:
@@ -207,10 +207,6 @@ class LevelChoice:
         store.reserve(step, attempt, record_name(plan.save.rank, ranks), guess)
         if store.leads:
             store.reserve(step, attempt, MANIFEST_NAME, lambda: guess() + ENTRY_BYTES * ranks)
-
-    @property
-    def _meets(self) -> bool:
-        return self._peers is not None and len(self._places) > 1
 
     def _round(self, number: int, at: int) -> int:
         return number * LEVELS_MAX + at

@@ -160,7 +160,7 @@ class Pipeline:
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once everything that may change before the next update is copied, or once the
         current streams of devices wait for those copies. Raises if it did change."""
-        if not captured.eager:
+        if not captured.structure.eager:
             return
         try:
             if work.copies is not None:
@@ -261,7 +261,7 @@ class Pipeline:
 
     def _stage_without_device(self, work: Work) -> None:
         """The device keeps its staging memory. What needs more than is left is given up, too."""
-        needs_more = work.copies is not None or work.has_more_files
+        needs_more = work.copies is not None or work.stored or work.shared
         if needs_more or not work.job.wait_copied(self.device_s):
             raise DeviceError(
                 "a device does not finish its work, so a save behind that work was given up",
@@ -362,7 +362,7 @@ class Pipeline:
         save = work.save
         with self.stalls.watching(work):
             self._write(work)
-            if work.has_more_files:
+            if work.stored or work.shared:  # other files than the one that the rank writes
                 with save.stage("take in"):
                     take_in(work, self._log)
         save.moved(work.job.stats)

@@ -6,7 +6,6 @@
     committed   what this step and the one before have alike, by their checksums: parts that stay
                 the same are written to a shared file with the next save
     ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
-    goes_on     the job has restored a step: the next save links its shared files, if it can
 
 Invariants: at most one file that may be linked has a part. A part is in a shared file, or in the
 one that the rank writes, and never in both. While nothing stays the same, a save does nothing here
@@ -69,10 +68,11 @@ class Sharing:
         self.runtime = runtime
         self._place = place
         self._peers = peers
-        self._restored: int | None = None  # a step that nobody has looked at yet
+        # A step that the job has restored. The next save looks at it, and links its shared files.
+        self.restored: int | None = None
         self._resumed: list[KnownFile] = []  # its files that are not in the pool
         self._resumed_step: int | None = None
-        self._is_new = False  # the structure of the state, or what was restored
+        self._is_new = False  # the structure of the state
         self._guard = threading.Lock()
         self._is_off = not runtime.options.io.share_files
         self._history: History = History()
@@ -92,11 +92,6 @@ class Sharing:
 
     # -- the thread that trains ----------------------------------------------------------------
 
-    def goes_on(self, step: int) -> None:
-        """The job has restored this step. Asks no storage: the next save looks at the step."""
-        with self._guard:
-            self._restored, self._is_new = step, True
-
     def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles | None]:
         """The plan of the rank's own file in this save, and the shared files, if there are any."""
         with self._guard:
@@ -105,7 +100,7 @@ class Sharing:
             if plan.share is not self._share:
                 self._look(plan)
                 self._is_new = True
-            if self._is_new:
+            if self._is_new or self.restored is not None:
                 self._is_new = False
                 self._take_over(plan, captured)
             if plan.save.step == self._resumed_step:
@@ -144,7 +139,7 @@ class Sharing:
                 self._name(known, plan, captured)
 
     def _files_of_restored(self) -> list[KnownFile]:
-        step, self._restored = self._restored, None
+        step, self.restored = self.restored, None
         if step is not None and not self._place.is_apart:
             rank, world = (self._peers.rank, self._peers.world_size) if self._peers else (None, 1)
             self._resumed = known_files(self._place.store, step, rank, world)
