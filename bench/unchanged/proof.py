@@ -31,7 +31,7 @@ def measure(sizes: Sizes, where: Path, rounds: int) -> Group:
     model.frozen = torch.nn.Parameter(memory.view(torch.float64), requires_grad=False)
     with folder(where) as made, Checkpointer(made / "run", keep=1) as ckpt:
         ckpt.save(1, {"model": model}).wait("committed")
-        sharing = ckpt._opened()._saver.sharing
+        sharing = ckpt._opened().parts.sharing
         claims = _claims(sharing._files, model)
         group = _rates(claims, sharing.runtime, memory, rounds)
         group.facts["bytes"] = memory.nbytes

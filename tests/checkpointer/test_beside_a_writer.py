@@ -99,7 +99,7 @@ def test_a_single_step_that_is_retired_meanwhile_is_not_found(fs, monkeypatch) -
 
 
 def test_a_step_that_never_stays_is_an_error_in_the_end(fs, monkeypatch) -> None:
-    monkeypatch.setattr("statehold.checkpoint.restore.restoring.BEGINNINGS_MAX", 3)
+    monkeypatch.setattr("statehold.checkpoint.restore.call.BEGINNINGS_MAX", 3)
     values = iter(range(22, 30))
     meanwhile = Meanwhile(monkeypatch, lambda: saved(fs, (2, next(values))), 1000)
     with (

@@ -162,7 +162,7 @@ def test_an_error_after_the_start_of_the_job(
 
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         with monkeypatch.context() as patched:
-            patched.setattr(inside(ckpt).runtime.devices, "copies", boom)
+            patched.setattr(inside(ckpt).pipeline, "submit", boom)
             with pytest.raises(type(error)) as caught:
                 ckpt.save(1, {"a": torch.ones(STATE_BYTES, dtype=torch.uint8).numpy()})
         assert fired

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.restore.restoring import Restorer
+from statehold.checkpoint.restore.call import Restorer
 from statehold.errors import StateholdError
 from support.faults import SMALL
 from support.inside import inside

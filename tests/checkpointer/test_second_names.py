@@ -25,16 +25,6 @@ DATA, BYTES = "rank-00000-of-00001.safetensors", 8192
 LINKED = pytest.mark.parametrize("is_linked", [False, True], ids=["one name", "two names"])
 
 
-class Written:
-    """What commit() needs of a manifest."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def encode(self) -> bytes:
-        return b"%d" % self.step
-
-
 @pytest.fixture(params=["threads", "sim"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, str]]:
     fs = SimFs(seed=1) if request.param == "sim" else _core.open_fs("threads")
@@ -64,7 +54,7 @@ def test_files_of_retired_steps(disk: tuple[Any, str], is_linked: bool) -> None:
     store = opened(fs, root)
     for step in (1, 2):
         write(fs, store, step)
-        store.commit(Written(step))
+        store.commit(step, b"%d" % step)
         if step == 1 and is_linked:
             fs.link(f"{store.path(1)}/{DATA}", f"{root}/other")
     store.retain()
@@ -91,11 +81,11 @@ def test_files_of_a_step_that_is_replaced(disk: tuple[Any, str], is_linked: bool
     fs, root = disk
     store = opened(fs, root)
     write(fs, store, 1)
-    store.commit(Written(1))
+    store.commit(1, b"1")
     if is_linked:
         fs.link(f"{store.path(1)}/{DATA}", f"{root}/other")
     write(fs, store, 1)
-    store.commit(Written(1))
+    store.commit(1, b"1")
     assert write(fs, store, 2) is not is_linked
     if is_linked:
         assert fs.read_file(f"{root}/other", BYTES) == b"1" * BYTES

@@ -17,14 +17,9 @@ from support.in_memory import SimFs
 RUN, RANKS, TOKEN, OTHER = "/runs/x", 3, "5f3a09c1", "00000000"
 
 
-class Sealed:
-    """A manifest, as far as the store minds."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def encode(self) -> bytes:
-        return b"manifest of %d" % self.step
+def sealed(step: int) -> tuple[int, bytes]:
+    """A step and its manifest, as far as the store minds."""
+    return step, b"manifest of %d" % step
 
 
 def data(rank: int) -> str:
@@ -54,7 +49,7 @@ def write(store: Store, rank: int, step: int, attempt: str) -> bool:
 def save(ranks: list[Store], step: int, number: int) -> list[bool]:
     attempt = f"{TOKEN}-{number}"
     reused = [write(store, rank, step, attempt) for rank, store in enumerate(ranks)]
-    ranks[0].commit(Sealed(step), attempt)
+    ranks[0].commit(*sealed(step), attempt)
     ranks[0].retain()
     return reused
 
@@ -81,7 +76,7 @@ def test_a_rank_may_begin_before_rank_0_clears_the_run() -> None:
     ranks[0].recover(TOKEN)
     for rank in (0, 1):
         write(ranks[rank], rank, 1, f"{TOKEN}-0")
-    ranks[0].commit(Sealed(1), f"{TOKEN}-0")
+    ranks[0].commit(*sealed(1), f"{TOKEN}-0")
     check(fs, 1)
 
 
@@ -102,7 +97,7 @@ def test_ranks_may_be_ahead_of_one_that_does_not_know_the_token_yet() -> None:
     ranks[0].recover("")
     for rank in (0, 1):
         write(ranks[rank], rank, 1, f"{TOKEN}-0")
-    ranks[0].commit(Sealed(1), f"{TOKEN}-0")
+    ranks[0].commit(*sealed(1), f"{TOKEN}-0")
     check(fs, 1)
     assert names(fs, f"{RUN}/.shared") == [f"{TOKEN}-0-rank-00002-1"]
     assert names(fs) == [".shared", "step-000000000001"]
@@ -116,7 +111,7 @@ def test_ranks_fill_one_directory_in_any_order(order: tuple[int, ...]) -> None:
         write(ranks[rank], rank, 7, f"{TOKEN}-0")
     assert names(fs) == [f"step-000000000007.{TOKEN}-0.partial"]
     assert ranks[1].steps() == []
-    ranks[0].commit(Sealed(7), f"{TOKEN}-0")
+    ranks[0].commit(*sealed(7), f"{TOKEN}-0")
     assert ranks[2].steps() == [7]
     check(fs, 7)
 
@@ -203,7 +198,7 @@ def test_only_rank_0_decides() -> None:
         ranks[1].retain,
         lambda: ranks[1].rewind(0),
         lambda: ranks[1].quarantine(0),
-        lambda: ranks[1].commit(Sealed(3), f"{TOKEN}-0"),
+        lambda: ranks[1].commit(*sealed(3), f"{TOKEN}-0"),
     ):
         with pytest.raises(InvariantError):
             forbidden()

@@ -29,17 +29,6 @@ SAMPLE, WHOLE = Sample(MOST, whole=ALL, among=3), Sample(MOST, whole=True)
 Allowed = dict[int, set[int | None]]  # step -> the values that it may have; None: no step
 
 
-class Written:
-    """What commit() needs of a manifest: here a value, which the data has in every byte."""
-
-    def __init__(self, step: int, value: int) -> None:
-        self.step = step
-        self.value = value
-
-    def encode(self) -> bytes:
-        return bytes([self.value])
-
-
 class Script:
     """Actions on a recorded disk, and what may be there after each."""
 
@@ -54,7 +43,7 @@ class Script:
     def save(self, step: int, value: int) -> None:
         def act() -> None:
             write(self.fs, self.store, step, value)
-            self.store.commit(Written(step, value))
+            self.store.commit(step, bytes([value]))
 
         self._act({step: {value}}, act)
         self.store.abandon(step)
@@ -120,7 +109,7 @@ def go_on(fs: SimFs) -> None:
     store.create()
     store.recover()
     write(fs, store, 2, 99)
-    store.commit(Written(2, 99))
+    store.commit(2, bytes([99]))
 
 
 def check_all(

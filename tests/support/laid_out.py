@@ -80,7 +80,7 @@ class Disk:
         ]
         state = groups_of(said)
         commit = Commit(STEP, size, CREATED, "test", ATTEMPT, tuple(entries), state, ())
-        stores[0].commit(commit, ATTEMPT)
+        stores[0].commit(STEP, commit.encode(), ATTEMPT)
 
     def saved(self, rank: int, size: int) -> SavedStep:
         """The step as a rank of another job sees it."""

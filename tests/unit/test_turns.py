@@ -21,7 +21,7 @@ def test_each_tenth_step_and_the_first() -> None:
 
 def test_after_a_restore_the_next_multiple() -> None:
     turns = Turns(10)
-    turns.goes_on_from(17)
+    turns.last_step = 17
     assert due(turns, list(range(18, 35))) == [20, 30]
 
 

@@ -180,9 +180,9 @@ class Checkpointer:
         """
         enter("save()")
         refuse_in_capture("save()")
-        number = self._trainer.next_call()
+        self._trainer.calls += 1
         return self._opened().save(
-            number,
+            self._trainer.calls - 1,
             step,
             state,
             partial(labels, metrics, tags),
@@ -310,7 +310,7 @@ class Checkpointer:
         """
         enter("restore()")
         refuse_in_capture("restore()")
-        choice = Choice(step, best, tag, mode or self._mode_of(best))
+        choice = Choice(step, best, tag, mode or (best and self._mode_of(best)))
         request = requested(choice, source, prefix, Selection(only, skip, rename, strict, cast))
         session = self._begun_anew()
         try:
@@ -318,12 +318,10 @@ class Checkpointer:
         finally:
             self.restored = session.restored
 
-    def _mode_of(self, metric: str | None) -> Mode | None:
+    def _mode_of(self, metric: str) -> Mode | None:
         """The mode of a Keep that names this metric."""
         keeps = (kept_of(level.keep) for level in self._levels)
-        return next(
-            (keep.mode for keep in keeps if keep and metric and keep.metric == metric), None
-        )
+        return next((keep.mode for keep in keeps if keep and keep.metric == metric), None)
 
     # -- the run ---------------------------------------------------------------------------
 

@@ -13,18 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from statehold.checkpoint.agent.starting import companion_of
 from statehold.checkpoint.cadence.schedule import Schedule
-from statehold.checkpoint.levels.levels import Levels, open_levels, watch_of
+from statehold.checkpoint.levels.levels import open_levels, watch_of
 from statehold.checkpoint.levels.opening import storage_of
 from statehold.checkpoint.levels.specs import Level
+from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.handle import Callbacks
 from statehold.checkpoint.save.level_choice import LevelChoice
 from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.checkpoint.save.publishing import publisher_of
-from statehold.checkpoint.session import Parts, Session
+from statehold.checkpoint.session import Session
 from statehold.checkpoint.telemetry.watch import Watch, check_trace
 from statehold.io.runtime import Runtime
 from statehold.layout.claims import Claims
@@ -94,7 +95,7 @@ def _runtime(opening: Opening, peers: Peers | None, owned: contextlib.ExitStack)
 
 def _parts(
     opening: Opening, runtime: Runtime, peers: Peers | None, owned: contextlib.ExitStack
-) -> Parts:
+) -> Saver:
     run, specs, membership = opening.run, opening.specs, peers.membership if peers else ALONE
     log = BackgroundLog()
     watch = Watch(run, membership.rank, membership.world, opening.options.trace, log)
@@ -108,7 +109,7 @@ def _parts(
         peers,
         opening.borrowed.exchange,
         watch,
-        give_way=lambda: saving.pipeline.wait_staged(),  # no copy begins before there is one
+        give_way=lambda: pipeline.wait_staged(),  # no copy begins before there is one
         clock=opening.borrowed.clock,
         owned=owned,
     )
@@ -116,42 +117,18 @@ def _parts(
     owned.callback(companion.end)
     owned.callback(levels.promotions.close)
     clock = opening.borrowed.clock
-    saving = open_saving(specs, runtime.options, levels, watch, log, clock, callbacks)
-    owned.callback(saving.pipeline.close)
-    return Parts(run, specs, opening.trainer, runtime, peers, watch, levels, companion, *saving)
-
-
-# -- the saving side -------------------------------------------------------------------------------
-
-
-class Saving(NamedTuple):
-    """The parts that take a save from the call to the committed step."""
-
-    claims: Claims
-    schedule: Schedule
-    level_choice: LevelChoice
-    pipeline: Pipeline
-
-
-def open_saving(
-    specs: Sequence[Level],
-    options: Options,
-    levels: Levels,
-    watch: Watch,
-    log: BackgroundLog,
-    clock: Callable[[], float],
-    callbacks: Callbacks,
-) -> Saving:
-    """The saving side of a session. The caller closes its pipeline. clock: when a save is due."""
-    peers, promotions = levels.peers, levels.promotions
-    membership = peers.membership if peers else ALONE
-    claims = Claims(membership)
+    promotions, claims = levels.promotions, Claims(membership)
     watches = [watch_of(spec, watch) for spec in specs]
     saved_s = partial(last_saved_s, levels.near[0])
+    options = runtime.options
     schedule = Schedule(specs, promotions.promoters, membership, options, watches, saved_s, clock)
     publisher = publisher_of(peers, levels, claims, schedule, log)
     choice = LevelChoice(specs, levels.near, promotions, peers, levels.hosts, log)
     # A collective that waits longer than that for a rank fails the save anyway, as does its commit.
     device_s = options.peer_timeout_s
     pipeline = Pipeline(choice, publisher, promotions, log, callbacks, device_s)
-    return Saving(claims, schedule, choice, pipeline)
+    owned.callback(pipeline.close)
+    return Saver(
+        run, specs, opening.trainer, runtime, peers, watch, levels, companion, claims, schedule,
+        choice, pipeline,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """Session: the work of a Checkpointer while its ranks stay the same, and its end.
 
-    Parts      what a session has open
-    save       Saver         one call of save(); the pipeline commits in the background
+    save       Saver         what a session has open, and one call of save() with it; the pipeline
+                             commits in the background
     restore    RestoreCalls  one call of restore()
     rewind, flush, status    work of the levels, on all ranks together
 
@@ -17,34 +17,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from statehold.checkpoint.agent.starting import Companion
-from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
-from statehold.checkpoint.levels.specs import Level
 from statehold.checkpoint.restore.call import Request, RestoreCalls
 from statehold.checkpoint.save.call import Saver
-from statehold.checkpoint.save.gate import Trainer
 from statehold.checkpoint.save.handle import Save, forked
-from statehold.checkpoint.save.level_choice import LevelChoice
-from statehold.checkpoint.save.pipeline import Pipeline
-from statehold.checkpoint.save.sharing import Sharing
-from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import StateholdError, failing, no_such_step
 from statehold.format.entries import About
 from statehold.format.selection import RestoreReport
-from statehold.io.runtime import Runtime
-from statehold.layout.claims import Claims
-from statehold.layout.share import PlanCache
 from statehold.observe.background_log import logger
-from statehold.ranks.membership import ALONE, Membership
-from statehold.ranks.peers import Peers
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, called, everyone, led, together
 
@@ -102,7 +88,7 @@ def flush(
 class Session:
     """The open `parts` of one rank of a job. Not thread-safe."""
 
-    def __init__(self, parts: Parts, owned: contextlib.ExitStack) -> None:
+    def __init__(self, parts: Saver, owned: contextlib.ExitStack) -> None:
         """owned: closes the parts, in the opposite order; close() does, too."""
         self.runtime, self.levels = parts.runtime, parts.levels
         self.peers, self.rank = parts.peers, parts.rank
@@ -112,8 +98,8 @@ class Session:
         self._pid = os.getpid()
         self._is_prepared = self._has_saved = False
         self._flushes = 0
-        self._saver = parts.saver(self.prepare_saving)
-        self._restores = parts.restores(self.claim)
+        parts.prepare = self.prepare_saving
+        self._restores = RestoreCalls(parts, self.claim)
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -133,7 +119,7 @@ class Session:
         about: what the caller says about the step; raises UsageError.
         is_last: whether this process saves no step after this one; `preemption` then ends it.
         """
-        handle, work = self._saver.save(number, step, state, about, force=force, is_last=is_last)
+        handle, work = self.parts.save(number, step, state, about, force=force, is_last=is_last)
         if preemption is not None and work is not None and work.is_last:
             outcome = partial(self.levels.having, work.save.step, work.place)
             preemption.end(partial(work.save.wait, "committed"), self.wait_idle, outcome)
@@ -150,11 +136,13 @@ class Session:
         if not self._is_prepared:
             others = others_of(self.parts.run, self)
             self.levels.prepare(partial(make_way, others))
-            if self.levels.was_taken_over:
+            if self.levels.near[0].was_taken_over:
                 self._take_over()
             self._is_prepared = True
-        self.levels.notes.write()
-        self.parts.companion.keep(self.pipeline.ahead)
+        if not self.levels.notes.stay:
+            self.levels.notes.write()
+        if self.parts.companion.agent is not None:
+            self.parts.companion.keep(self.pipeline.ahead)
 
     def _take_over(self) -> None:
         """An agent could not end its work: continue it.
@@ -215,7 +203,7 @@ class Session:
             found = everyone(self.peers, failed(partial(self.levels.rewind, step)))
         discarded = sorted({each for steps in found for each in steps})
         self.levels.forget(discarded)
-        self.schedule.turns.goes_on_from(step)
+        self.schedule.turns.last_step = step
         return discarded
 
     def _check_whole(self, step: int) -> None:
@@ -280,81 +268,9 @@ class Session:
         has_saved = self._is_prepared if self.peers is None else self._has_saved
         try:
             self.pipeline.finish_staging()
-            if flush and has_saved and self.levels.has_copies:
+            if flush and has_saved and self.levels.promotions.promoters:
                 self.flush(None, None if alike else STRAGGLERS_S)
         except StateholdError as error:  # at the end no caller is left to get the error
             logger.warning("could not copy the newest step to all levels\n%s", error)
         finally:
             self._owned.close()
-
-
-# -- the parts -------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, frozen=True)
-class Parts:
-    """The result of opening.
-
-    peers: None for a process that is alone. trainer: of the Checkpointer, which may have had other
-        sessions. All parts except `runtime` and `trainer` end with the session.
-    """
-
-    run: str
-    specs: Sequence[Level]
-    trainer: Trainer
-    runtime: Runtime
-    peers: Peers | None
-    watch: Watch
-    levels: Levels
-    companion: Companion
-    claims: Claims
-    schedule: Schedule
-    level_choice: LevelChoice
-    pipeline: Pipeline
-
-    @property
-    def membership(self) -> Membership:
-        return self.peers.membership if self.peers else ALONE
-
-    @property
-    def rank(self) -> int | None:
-        """None for a process that is alone."""
-        return self.peers.rank if self.peers else None
-
-    @cached_property
-    def sharing(self) -> Sharing:
-        return Sharing(self.levels.near[0], self.runtime, self.peers)
-
-    def saver(self, prepare: Callable[[], None]) -> Saver:
-        """The parts that a call of save() uses. prepare: makes the run directory ready."""
-        return Saver(
-            rank=self.rank,
-            world=self.membership.world,
-            runtime=self.runtime,
-            levels=self.levels,
-            claims=self.claims,
-            plans=PlanCache(self.membership),
-            schedule=self.schedule,
-            pipeline=self.pipeline,
-            watch=self.watch,
-            trainer=self.trainer,
-            prepare=prepare,
-            sharing=self.sharing,
-        )
-
-    def restores(self, claim: Callable[[int], bool]) -> RestoreCalls:
-        """The parts that a call of restore() uses. claim: makes sure that nobody else changes a
-        step."""
-        return RestoreCalls(
-            specs=self.specs,
-            runtime=self.runtime,
-            levels=self.levels,
-            peers=self.peers,
-            schedule=self.schedule,
-            watch=self.watch,
-            trainer=self.trainer,
-            drain=self.pipeline.drain,
-            claim=claim,
-            parent=self.runtime.options.origin,
-            goes_on=self.sharing.goes_on,
-        )

@@ -78,7 +78,7 @@ class Manifest:
     def version(self) -> int:
         if self.about:
             return 5
-        if any(_part_of(file.name) for file in self.files):
+        if any(found[2] for file in self.files if (found := file_of(file.name))):
             return 4
         return 3 if needs_version_3(self.state) else 1
 
@@ -217,17 +217,6 @@ class Commit:
         return proven(seal(document, "manifest"), Manifest.decode, "manifest")
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The commit record of a step, as it is written."""
-
-    step: int
-    raw: bytes
-
-    def encode(self) -> bytes:
-        return self.raw
-
-
 def record_name(rank: int, world_size: int) -> str:
     """The file name of a rank's record."""
     return f"rank-{rank:05d}-of-{world_size:05d}.json"
@@ -329,11 +318,6 @@ def _is_file(name: str, world_size: int, version: int) -> bool:
     if found is None or (found[2] and version < 4):
         return False
     return found[0] < world_size == found[1]
-
-
-def _part_of(name: str) -> int:
-    found = file_of(name)
-    return found[2] if found else 0
 
 
 def _tensor(reader: EntryReader, name: str, node: Any, version: int) -> TensorEntry:

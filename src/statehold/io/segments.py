@@ -86,8 +86,8 @@ class Reading:
         reach.
         """
         try:
-            if fill is not None:
-                fill(self.job, self.external())
+            if fill is not None and (places := self.external()):
+                fill(self.job, places)
             self.job.wait(None)
         except _core.Mismatch as found:
             raise self._mismatch(found) from None

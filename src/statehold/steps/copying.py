@@ -140,17 +140,6 @@ class _Watched:
         self.source.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A manifest as it was committed elsewhere."""
-
-    step: int
-    raw: bytes
-
-    def encode(self) -> bytes:
-        return self.raw
-
-
 def part_of(source: Shelf, step: int, share: Callable[[int, bytes], Collection[int]]) -> CopyPart:
     """The part of a step to copy: the files of the ranks in `share`, which gets the number of all
     ranks that have saved, and the manifest.

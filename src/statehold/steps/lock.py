@@ -77,7 +77,7 @@ class RunLock:
         self.took_over = False
         path = os.path.join(os.path.realpath(run), LOCK_NAME)
         try:
-            self._file = LockFile(path, disk=disk)
+            self.file = LockFile(path, disk=disk)
         except OSError as error:
             raise _unopened(error, path) from error
         try:
@@ -90,7 +90,7 @@ class RunLock:
             self.release()
             raise
         who = "the agent of a dead trainer, process" if yields else "process"
-        self._file.note(f"{who} {os.getpid()} on {socket.gethostname()}\n")
+        self.file.note(f"{who} {os.getpid()} on {socket.gethostname()}\n")
 
     def __del__(self) -> None:
         self.release()  # its owner could not note it, as after Ctrl-C
@@ -98,24 +98,24 @@ class RunLock:
     def _take(self) -> bool:
         """Take the right if no process has it."""
         if self._kind is not None:
-            self._file.share(self._kind)
-        is_taken = self._file.try_take(_RIGHT)
+            self.file.share(self._kind)
+        is_taken = self.file.try_take(_RIGHT)
         if self._kind is not None and not is_taken:  # others would take it for the holder's
-            self._file.drop(self._kind)
+            self.file.drop(self._kind)
         return is_taken
 
     def _take_over(self) -> bool:
         """Ask an agent for the right, and wait for it; False at once if a trainer has it."""
-        self.took_over = self._file.is_taken(_YIELDS)  # it may be gone as soon as it is asked
-        self._file.share(_WANTED)
+        self.took_over = self.file.is_taken(_YIELDS)  # it may be gone as soon as it is asked
+        self.file.share(_WANTED)
         until = time.monotonic() + TAKE_OVER_S
         while time.monotonic() < until:
-            is_agents = self._file.is_taken(_YIELDS)
+            is_agents = self.file.is_taken(_YIELDS)
             if self._take():
-                self._file.drop(_WANTED)
+                self.file.drop(_WANTED)
                 return True
             # An agent may have come, or gone, between the first look and the try.
-            is_agents |= self._file.is_taken(_YIELDS)
+            is_agents |= self.file.is_taken(_YIELDS)
             if not is_agents:
                 return False
             self.took_over = True
@@ -130,8 +130,8 @@ class RunLock:
         a process with that number, the kernel says whether it has the right. So no other process
         with the same number is ever killed.
         """
-        noted = re.search(r"process ([0-9]+) on", self._file.noted())
-        if noted is None or not self._file.is_taken(_YIELDS):
+        noted = re.search(r"process ([0-9]+) on", self.file.noted())
+        if noted is None or not self.file.is_taken(_YIELDS):
             return False
         agent = int(noted[1])
         try:
@@ -139,11 +139,11 @@ class RunLock:
         except (OSError, AttributeError):
             return False
         try:
-            if not (self._file.is_taken_by(agent, _RIGHT) and _is_stopped(agent)):
+            if not (self.file.is_taken_by(agent, _RIGHT) and _is_stopped(agent)):
                 return False
             logger.warning(
                 "the agent of %s, process %d, was stopped and held the run for %g s; ending it",
-                os.path.dirname(self._file.path), agent, TAKE_OVER_S,
+                os.path.dirname(self.file.path), agent, TAKE_OVER_S,
             )  # fmt: skip
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             poller = select.poll()
@@ -156,37 +156,32 @@ class RunLock:
 
     def _busy(self, run: str) -> RunBusyError:
         summary, hint = "another Checkpointer is already saving into the run directory", _way_out()
-        holder, is_commands = self._file.noted(), self._file.is_taken(_PASSES)
-        if self._file.is_taken_by(os.getpid(), _RIGHT):
+        holder, is_commands = self.file.noted(), self.file.is_taken(_PASSES)
+        if self.file.is_taken_by(os.getpid(), _RIGHT):
             holder, hint = f"another Checkpointer of this process ({os.getpid()})", _OTHER_OBJECT
         elif is_commands:
             summary, hint = "a command is at work in the run", "try again when it has ended"
-        elif self._kind == _PASSES and self._file.is_taken(_YIELDS):
+        elif self._kind == _PASSES and self.file.is_taken(_YIELDS):
             summary, hint = "an agent is at work in the run", _AGENT
         facts = {"run": run, "held by": holder or "another process"}
         error = RunBusyError(summary, facts=facts, hint=hint)
-        error.passes = is_commands or not self._file.is_taken(_RIGHT)  # or it has just ended
+        error.passes = is_commands or not self.file.is_taken(_RIGHT)  # or it has just ended
         return error
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the locked file is no longer the one in the run directory."""
-        return self._file.is_lost
 
     @property
     def is_wanted(self) -> bool:
         """Whether another process waits for the right."""
-        return self._file.is_taken(_WANTED)
+        return self.file.is_taken(_WANTED)
 
     @property
     def is_of_host_only(self) -> bool:
         """Whether the file system has no locks, so jobs of other hosts are not kept away."""
-        return not self._file.has_locks
+        return not self.file.has_locks
 
     def release(self) -> None:
         """Give the lock up. Safe to call twice, and from a forked child (which never held it)."""
-        if os.getpid() == self._owner_pid and hasattr(self, "_file"):
-            self._file.close()
+        if os.getpid() == self._owner_pid and hasattr(self, "file"):
+            self.file.close()
 
 
 def is_saved_into(run: str) -> bool:

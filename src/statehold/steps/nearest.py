@@ -9,7 +9,7 @@ failing disk is no reason to set a step aside. All files of a restore belong to 
 step. A writer may save the step again, or retire it, meanwhile. A place that has changed since it
 was read is skipped, and does not count as damage.
 One loop begins again without a bad copy, for restores and subscribers.
-Not here: which parts of a step are read (read_plan), what the ranks agree on (restoring).
+Not here: which parts of a step are read (read_plan), what the ranks agree on (restore/call).
 """
 
 from __future__ import annotations

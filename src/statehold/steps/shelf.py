@@ -145,17 +145,12 @@ class DirectoryShelf(Shelf):
 
     def __init__(self, fs: Fs, root: str, name: str = "") -> None:
         self.fs = fs
-        self._root = root.rstrip("/") or "/"
-        self.name = name or self._root
-
-    @property
-    def root(self) -> str:
-        """The run directory."""
-        return self._root
+        self.root = root.rstrip("/") or "/"
+        self.name = name or self.root
 
     def path(self, step: int, suffix: str = "") -> str:
         """The directory of a step; `suffix` is "", ".partial", ".retired" or ".corrupt"."""
-        return f"{self._root}/step-{step:012d}{suffix}"
+        return f"{self.root}/step-{step:012d}{suffix}"
 
     def where(self, step: int) -> str:
         """The directory that a committed step is in now: path(step), or step-n.replaced."""
@@ -169,7 +164,7 @@ class DirectoryShelf(Shelf):
                 found.add(step)
             elif step is not None:
                 log_once(
-                    f"{self._root}/{name} is a link or a file, so it does not count as a step. "
+                    f"{self.root}/{name} is a link or a file, so it does not count as a step. "
                     "Move the directory of the step back to this name"
                 )
         return sorted(found)
@@ -194,7 +189,7 @@ class DirectoryShelf(Shelf):
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
         if not self.fs.is_dir(self.where(step)):
-            raise no_such_step(step, self._root, self.steps())
+            raise no_such_step(step, self.root, self.steps())
 
         def look(directory: str) -> SavedStep:
             return open_step(self.fs.read_file, directory, step, rank or 0, world_size)
@@ -227,9 +222,9 @@ class DirectoryShelf(Shelf):
 
     def _entries(self) -> list[tuple[str, bool]]:
         entries = look_beside_a_writer(
-            lambda: self.fs.listdir(self._root),
-            lambda: self.fs.is_dir(self._root) or is_directory(self._root, self.fs.is_dir) or None,
-            self._root,
+            lambda: self.fs.listdir(self.root),
+            lambda: self.fs.is_dir(self.root) or is_directory(self.root, self.fs.is_dir) or None,
+            self.root,
         )
         return entries or []
 
@@ -241,10 +236,10 @@ class StepShelf(DirectoryShelf):
     def step(self) -> int:
         """Its number, by its manifest. Raises as reading that does."""
         raw = self.read(0, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-        return Manifest.decode(raw, f"{self._root}/{MANIFEST_NAME}").step
+        return Manifest.decode(raw, f"{self.root}/{MANIFEST_NAME}").step
 
     def steps(self) -> list[int]:
         return [self.step]
 
     def path(self, step: int, suffix: str = "") -> str:
-        return f"{self._root}{suffix}"
+        return f"{self.root}{suffix}"

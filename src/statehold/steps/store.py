@@ -26,7 +26,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from statehold.errors import (
     CorruptionError,
@@ -36,8 +36,11 @@ from statehold.errors import (
     StepOrderError,
     StorageError,
 )
+from statehold.format.entries import DOCUMENT_BYTES_MAX, About
+from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.memory_room import open_file
+from statehold.options.keep import Keep, kept_of
 from statehold.steps.directories import (
     REPLACED,
     Attempt,
@@ -52,19 +55,14 @@ from statehold.steps.directories import (
 )
 from statehold.steps.pool import Pool, linked, sync_all
 from statehold.steps.publish import Replaced, make_durable, publish, settle
-from statehold.steps.ready import READY_NAME, Mappings, Ready
-from statehold.steps.retention import Retention
+from statehold.steps.ready import READY_NAME, Ready
 from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import File, Fs
     from statehold.format.manifest import RecordEntry
-    from statehold.options.keep import Keep
 
     Records: TypeAlias = Sequence[RecordEntry]
-
-
-# -- the store -------------------------------------------------------------------------------------
 
 
 SPARE_NAME = ".spare"
@@ -102,6 +100,60 @@ class Rooms:
         nbytes = guess() if known is None else known
         room = nbytes + nbytes // 4 + _MORE_BYTES
         fs.open_write(f"{folder}/{name}", room).close()
+
+
+# -- which steps stay ------------------------------------------------------------------------------
+# The decision follows from what is on storage, so a restart changes nothing. A manifest is read
+# once, and only if a rule asks for metrics or tags. A step whose manifest cannot be read stays.
+
+
+class Retention:
+    """keep: as the user says it. read: reads a document of a step; raises StateholdError. Not
+    synchronised: the caller holds the store's guard."""
+
+    def __init__(self, keep: int | Keep | None, read: Callable[[int, str, int], bytes]) -> None:
+        self.keep = kept_of(keep)
+        self.most = None if self.keep is None else self.keep.most  # None: any number can stay
+        self.read = read
+        self._known: dict[int, About] = {}
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Those of `steps`, oldest first, that stay."""
+        if self.keep is None:
+            return set(steps)
+        kept = self.keep.of(steps, self._said)
+        self._known = {step: about for step, about in self._known.items() if step in kept}
+        return kept
+
+    def going(
+        self, steps: Callable[[], Sequence[int]], among: Collection[int] | None = None
+    ) -> list[int]:
+        """Those of the steps here that do not stay, oldest first.
+
+        steps: lists them. among: the only steps that count, as all hosts know them; None: all.
+        """
+        if self.keep is None:
+            return []
+        here = steps()
+        counting = sorted(here if among is None else among)
+        found = sorted(set(counting).intersection(here) - self.kept(counting))
+        if found and found[-1] == here[-1]:
+            raise InvariantError("retention chose the newest committed step")
+        return found
+
+    def forget(self, step: int) -> None:
+        """The step is another save by now, or gone."""
+        self._known.pop(step, None)
+
+    def _said(self, step: int) -> About | None:
+        if step not in self._known:
+            with contextlib.suppress(StateholdError):
+                raw = self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                self._known[step] = Manifest.said(raw, f"step {step}")
+        return self._known.get(step)
+
+
+# -- the store -------------------------------------------------------------------------------------
 
 
 class Newest:
@@ -145,15 +197,6 @@ class Newest:
         """Every rank: steps may have been discarded, so the newest one is no longer known."""
         with self._guard:
             self._is_known = False
-
-
-class CommitRecord(Protocol):
-    """The content of D5: the manifest of any format version."""
-
-    @property
-    def step(self) -> int: ...
-
-    def encode(self) -> bytes: ...
 
 
 class Store(DirectoryShelf):
@@ -213,14 +256,15 @@ class Store(DirectoryShelf):
         self._protected = Counter[int]()
         self.intact: int | None = None  # the last step that this job has restored or committed
         self._is_pool_due = False  # what dead jobs have left there is not cleared yet
-        self._spare: str | None = None
+        self._spares = f"{self.root}/{SPARE_NAME}"
+        self._has_spares = False
         self._is_unsettled = False  # a replaced step's name may come back
         self._abandoned: int | None = None  # what could not be removed, of one rank
         self.is_mapped = mapped
-        self._mappings = Mappings()
-        self._newest = Newest(self.newest)
-        self.ready = Ready(fs, self._root, world_size)
-        self.pool = Pool(lambda: self.fs, self._root, rank, world_size, mapped=mapped)
+        self._mapped: dict[str, dict[str, File]] = {}  # by directory, whatever the attempt
+        self.known_newest = Newest(self.newest)
+        self.ready = Ready(fs, self.root, world_size)
+        self.pool = Pool(lambda: self.fs, self.root, rank, world_size, mapped=mapped)
         self._rooms = Rooms()
 
     # -- reading ---------------------------------------------------------------------------
@@ -239,7 +283,7 @@ class Store(DirectoryShelf):
         except (StepNotFoundError, CorruptionError):
             return False
         if is_ours:
-            make_durable(self.fs, self._root)
+            make_durable(self.fs, self.root)
         return is_ours
 
     @contextlib.contextmanager
@@ -255,22 +299,22 @@ class Store(DirectoryShelf):
 
     def check_there(self) -> None:
         """Raise if the run directory cannot be one, because a file is in its place."""
-        if not self.fs.is_dir(self._root):
+        if not self.fs.is_dir(self.root):
             with unless(errno.ENOENT):
-                self.fs.listdir(self._root)
+                self.fs.listdir(self.root)
 
     # -- opening for writing ---------------------------------------------------------------
 
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
-        make_directories(self.fs, self._root)
-        self._newest.take_over(not self.leads)  # the leading rank does when it has the lock
+        make_directories(self.fs, self.root)
+        self.known_newest.take_over(not self.leads)  # the leading rank does when it has the lock
 
     def was_removed(self) -> None:
         """Nothing is left of the directory: release everything that this process holds of it."""
         with self._guard:
-            self._mappings.close()
-            self._spare = None
+            self._unmap(*self._mapped)
+            self._has_spares = False
             self.ready.drop()
             self.look_again()
 
@@ -283,13 +327,13 @@ class Store(DirectoryShelf):
         self._lead("clear a run")
         with self._guard:
             self._settle_names()
-            self._newest.take_over()
+            self.known_newest.take_over()
             self.look_again()
             self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
-                if self.fs.is_dir(f"{self._root}/{hidden}"):
+                if self.fs.is_dir(f"{self.root}/{hidden}"):
                     with contextlib.suppress(StorageError):  # no save fails because of leftovers
-                        delete(self.fs, f"{self._root}/{hidden}")
+                        delete(self.fs, f"{self.root}/{hidden}")
             self.pool.clear(token)
             self._is_pool_due = token == ""
             for name in self._leftovers():
@@ -300,9 +344,9 @@ class Store(DirectoryShelf):
                 # reused.
                 with contextlib.suppress(StorageError):
                     if attempt:
-                        delete(self.fs, f"{self._root}/{name}")
+                        delete(self.fs, f"{self.root}/{name}")
                     else:
-                        self._discard(f"{self._root}/{name}")
+                        self._discard(f"{self.root}/{name}")
 
     def _settle_replaced(self) -> None:
         """Finish, or undo, replacements that a crash or an error has interrupted."""
@@ -310,35 +354,23 @@ class Store(DirectoryShelf):
             if is_dir and name.endswith(REPLACED) and standing_step_of(name) is not None:
                 # Until that succeeds a step is read where it is; _retire tries again.
                 with contextlib.suppress(StorageError):
-                    settle(self.fs, f"{self._root}/{name}".removesuffix(REPLACED))
+                    settle(self.fs, f"{self.root}/{name}".removesuffix(REPLACED))
 
     def _leftovers(self) -> list[str]:
         return [name for name, is_dir in self._entries() if is_dir and is_leftover(name)]
 
     # -- the commit protocol ---------------------------------------------------------------
 
-    def check_order(
-        self, step: int, under_way: int | None = None, *, may_be_unreachable: bool = False
-    ) -> None:
-        """Refuse a save that would not become the newest step, those `under_way` included."""
-        try:
-            known = [self._newest.get(), under_way]
-        except StorageError:
-            if not may_be_unreachable:
-                raise
-            known = [under_way]
-        check_newest(self._root, step, known, self.steps)
-
     def committed(self, step: int) -> None:
         """Every rank: `step` was committed here."""
-        self._newest.committed(step)
+        self.known_newest.committed(step)
         with self._guard:
             self.intact = step
             self.retention.forget(step)
 
     def look_again(self) -> None:
         """Every rank: steps may have been discarded, so the newest one is no longer known."""
-        self._newest.look_again()
+        self.known_newest.look_again()
 
     def begin(self, step: int, attempt: str | None = None) -> None:
         """D1, before the first byte: an empty directory for the step. Every rank calls this."""
@@ -368,9 +400,9 @@ class Store(DirectoryShelf):
         """D1: open a data file of a partial step; the second value says if it was reused."""
         path = f"{self.partial(step, attempt)}/{name}"
         with self._guard:
-            kept = self._mappings.spare(name)
+            kept = self._mapped.get(self._spares, {}).get(name)
             reused = self._take_spare(name, path)
-        if not reused:
+        if self.is_mapped and not reused:
             self.ready.wait()  # it is for this save
             with self._guard:
                 kept = self.ready.file(name)
@@ -381,7 +413,7 @@ class Store(DirectoryShelf):
         )  # fmt: skip
         if self.is_mapped and self._ranks == 1:
             with self._guard:
-                self._mappings.making(step, name, file)
+                self._mapped.setdefault(self.partial(step), {})[name] = file
         return file, reused
 
     def link(self, step: int, name: str, path: str, attempt: str | None = None) -> bool:
@@ -395,7 +427,8 @@ class Store(DirectoryShelf):
     def has_ready(self, name: str) -> bool:
         """Whether a file of this name is mapped, and only waits to be overwritten."""
         with self._guard:
-            return (self._mappings.spare(name) or self.ready.file(name)) is not None
+            spares = self._mapped.get(self._spares, {})
+            return name in spares or self.ready.file(name) is not None
 
     def make_ready(self, name: str, file_bytes: int) -> None:
         """After a commit, on every rank: begin to make the file of the next save. Only in memory,
@@ -403,7 +436,7 @@ class Store(DirectoryShelf):
         if not (self.is_mapped and self._reuse) or (most := self.retention.most) is None:
             return
         with self._guard, contextlib.suppress(StorageError):  # the save makes its own
-            has_spare = self.fs.stat_bytes(f"{self._root}/{SPARE_NAME}/{name}") is not None
+            has_spare = self.fs.stat_bytes(f"{self._spares}/{name}") is not None
             if not has_spare and len(self.steps()) <= most:
                 self.ready.begin(name, file_bytes)
 
@@ -415,33 +448,27 @@ class Store(DirectoryShelf):
         self.fs.sync_dir(partial)
 
     def commit(
-        self, manifest: CommitRecord, attempt: str | None = None, records: Records = ()
+        self, step: int, manifest: bytes, attempt: str | None = None, records: Records = ()
     ) -> None:
         """D3 to D7: publish a step whose data files, and ranks' records, are durable.
 
-        records: those of all ranks, by rank, if they should all be in this directory.
+        manifest: the content of D5, of any format version. records: those of all ranks, by rank, if
+            they should all be in this directory.
         """
         self._lead("commit")
-        partial = self.partial(manifest.step, attempt)
+        partial = self.partial(step, attempt)
         with self._guard:
             if records:
                 _check_here(self.fs, partial, records)
-            raw = manifest.encode()
-            replaced = publish(self.fs, partial, self.path(manifest.step), raw)
-            self._rooms.written(MANIFEST_NAME, len(raw))
-            self._mappings.committed(manifest.step)
-            self.committed(manifest.step)
+            replaced = publish(self.fs, partial, self.path(step), manifest)
+            self._rooms.written(MANIFEST_NAME, len(manifest))
+            self._exchange_mapped(self.partial(step), self.path(step))
+            self.committed(step)
+            self._is_unsettled |= replaced is Replaced.LEFT
             if replaced is Replaced.HIDDEN:
-                self._drop_replaced(partial, manifest.step)
-            else:
-                self._is_unsettled |= replaced is Replaced.LEFT
-                self._mappings.abandoned(manifest.step)
-
-    def _drop_replaced(self, partial: str, step: int) -> None:
-        try:
-            self._discard(partial, step)
-        except StateholdError:  # the step is committed; a later save or job clears that
-            self._mappings.abandoned(step)
+                with contextlib.suppress(StateholdError):  # a later save or job clears that
+                    self._discard(partial, step)
+            self._unmap(self.partial(step))
 
     def abandon(self, step: int, attempt: str | None = None) -> None:
         """Abandon a partial step. A later begin or open clears what cannot be removed now.
@@ -451,7 +478,7 @@ class Store(DirectoryShelf):
         """
         with self._guard, contextlib.suppress(StorageError):
             partial, self._abandoned = self.partial(step, attempt), step
-            self._mappings.abandoned(step)
+            self._unmap(self.partial(step))
             if self.fs.is_dir(partial):
                 if self.leads:
                     self._settle_names()
@@ -476,7 +503,7 @@ class Store(DirectoryShelf):
         with contextlib.suppress(StorageError):
             if ended:
                 self._settle_names()
-            each_of(ended, lambda name: delete(self.fs, f"{self._root}/{name}"))
+            each_of(ended, lambda name: delete(self.fs, f"{self.root}/{name}"))
 
     def _lead(self, action: str) -> None:
         if not self.leads:
@@ -522,10 +549,10 @@ class Store(DirectoryShelf):
     def drop_spare(self) -> None:
         """Delete the files held back for reuse."""
         with self._guard:
-            self._mappings.dropped()
-            if self._spare is not None:
-                delete(self.fs, self._spare)
-                self._spare = None
+            self._unmap(self._spares)
+            if self._has_spares:
+                delete(self.fs, self._spares)
+                self._has_spares = False
 
     def close(self) -> None:
         """Release everything that this process holds of the store: spare files, and mappings."""
@@ -535,7 +562,24 @@ class Store(DirectoryShelf):
             self.drop_spare()
         finally:
             with self._guard:
-                self._mappings.close()
+                self._unmap(*self._mapped)
+
+    # A mapping is worth keeping, because setting one up costs as much as filling it. It moves with
+    # its file: from a step in the making to a committed one, to a retired one, and to the save that
+    # overwrites it. If a file is deleted, its mapping is closed, too, or its memory would not come
+    # back. A store that is not in memory has no mapped files. A store of several ranks keeps none,
+    # because no rank knows which file another rank has retired.
+
+    def _exchange_mapped(self, one: str, other: str) -> None:
+        """The files of two directories change places."""
+        files, others = self._mapped.pop(one, None), self._mapped.pop(other, None)
+        self._mapped |= {at: each for at, each in ((one, others), (other, files)) if each}
+
+    def _unmap(self, *directories: str) -> None:
+        """The files there are deleted, or not used any more."""
+        for directory in directories:
+            for file in self._mapped.pop(directory, {}).values():
+                file.close()
 
     def _retire(self, step: int, suffix: str = ".retired") -> None:
         if self._is_unsettled:  # the replaced directory must not count instead of it
@@ -547,20 +591,20 @@ class Store(DirectoryShelf):
             self._settle_names()
             delete(self.fs, hidden)
         self.fs.rename(self.path(step), hidden)  # R1
-        self._newest.retired(step)
-        self.fs.sync_dir(self._root)  # R2
-        self._mappings.retired(step)
+        self.known_newest.retired(step)
+        self.fs.sync_dir(self.root)  # R2
+        self._exchange_mapped(self.path(step), self.partial(step))
         if suffix == ".retired":
             self._discard(hidden, step)  # R3
         else:
-            self._mappings.abandoned(step)
+            self._unmap(self.partial(step))
 
     def _settle_names(self) -> None:
         """Make sure that no name of a step may come back to a hidden directory, before a change.
 
         After a failure, or the death of a process, the sync for that (D7, R2) may be missing.
         """
-        self.fs.sync_dir(self._root)
+        self.fs.sync_dir(self.root)
 
     def _discard(self, directory: str, step: int | None = None) -> None:
         """Hold an invisible directory, of `step`, back for reuse, or delete it."""
@@ -568,26 +612,27 @@ class Store(DirectoryShelf):
             if self._ranks > 1:
                 self.drop_spare()  # files that no rank has taken until now
                 delete(self.fs, directory, lambda name: self._of_world not in name)
-            if self._reuse and self._spare is None:
-                self.fs.rename(directory, f"{self._root}/{SPARE_NAME}")
-                self._spare = f"{self._root}/{SPARE_NAME}"
+            if self._reuse and not self._has_spares:
+                self.fs.rename(directory, self._spares)
+                self._has_spares = True
                 if step is not None:
-                    self._mappings.spared(step)
+                    self._exchange_mapped(self.partial(step), self._spares)
                 return
         if step is not None:
-            self._mappings.abandoned(step)
+            self._unmap(self.partial(step))
         delete(self.fs, directory)
 
     def _take_spare(self, name: str, path: str) -> bool:
         """Move the spare file `name` to `path` if no other process can see it."""
         with self._guard:
             if self._ranks > 1:
-                return self._reuse and self._take(f"{self._root}/{SPARE_NAME}/{name}", path)
-            if self._spare is None:
+                return self._reuse and self._take(f"{self._spares}/{name}", path)
+            if not self._has_spares:
                 return False
-            taken = self._take(f"{self._spare}/{name}", path, self._mappings.spare(name))
+            spares = self._mapped.get(self._spares, {})
+            taken = self._take(f"{self._spares}/{name}", path, spares.get(name))
             if taken:
-                self._mappings.taken(name)
+                spares.pop(name, None)
             with contextlib.suppress(StorageError):  # deleted later if it cannot be deleted now
                 self.drop_spare()
             return taken

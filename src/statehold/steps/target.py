@@ -24,7 +24,7 @@ import secrets
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,21 +35,19 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.io.memory_room import free_bytes
 from statehold.ranks.peers import job_token
-from statehold.steps.copying import Already, Copied, Copy, DataFile, blocks, write_copy
+from statehold.steps.copying import Already, Copy, DataFile, blocks, write_copy
 from statehold.steps.directories import ATTEMPT, COPY_DIGITS, delete, unless
 from statehold.steps.lock import RunLock
 from statehold.steps.owners import OwnedSteps
 from statehold.steps.publish import look_beside_a_writer
 from statehold.steps.shelf import Shelf, Through
+from statehold.steps.store import Store, check_newest
 from statehold.steps.whole import is_whole
 from statehold.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from statehold._core import Engine, Fs
     from statehold.ranks.peers import Peers
-    from statehold.steps.store import Store
 
 logger = logging.getLogger("statehold")
 
@@ -256,6 +254,7 @@ class DirectoryPlace(Target):
     def __init__(self, site: StoreSite) -> None:
         super().__init__(site.name, site.store, site.owned)
         self.store = site.store
+        self.store.name = site.name
         self._site = site
         self._fs = site.store.fs
         self._lock: RunLock | None = None
@@ -282,10 +281,19 @@ class DirectoryPlace(Target):
             self.is_prepared = False
 
     def check_order(
-        self, step: int, newest: int | None, *, may_be_unreachable: bool = False
+        self, step: int, known: Iterable[int | None], *, may_be_unreachable: bool = False
     ) -> None:
-        """Refuse a save that would not become the newest step; `newest` is known from elsewhere."""
-        self.store.check_order(step, newest, may_be_unreachable=may_be_unreachable)
+        """Refuse a save that would not become the newest step. known: steps from elsewhere."""
+        try:
+            here = self.store.known_newest.get()
+        except StorageError:
+            if not may_be_unreachable:
+                raise
+            here = None
+        check_newest(self.store.root, step, (here, *known), self.store.steps)
+
+    def shelves(self) -> Sequence[Shelf]:
+        return [self if self.owned is not None else self.store]
 
     def source(self, step: int) -> Shelf:
         """Where a copy of a step reads it, from the begin of the copy to its end."""
@@ -340,7 +348,7 @@ class DirectoryPlace(Target):
         A directory there now is another one. Its lock has to be taken, and may be another job's.
         """
         is_there = self._fs.is_dir(self.store.root)
-        if is_there and not (self._lock is not None and self._lock.is_lost):
+        if is_there and not (self._lock is not None and self._lock.file.is_lost):
             return False
         logger.warning(
             "%s, or its lock, was removed; creating and locking it again", self._site.called
@@ -467,7 +475,7 @@ class DirectoryPlace(Target):
         attempt = self._named(attempt, manifest)
         listed = None if self.is_apart else Manifest.listed(manifest, self.store.path(step), step)
         records = listed.records if isinstance(listed, Commit) else ()
-        self.store.commit(Copied(step, manifest), attempt, records)
+        self.store.commit(step, manifest, attempt, records)
         with contextlib.suppress(StorageError):  # the next copy clears them
             self._unfinished.clear(attempt=attempt)
 

@@ -112,11 +112,6 @@ class Capture:
     def structure(self) -> Structure:
         return self.tensors.structure
 
-    @property
-    def eager(self) -> Sequence[int]:
-        """The indices of those that are copied before save() returns."""
-        return self.structure.eager
-
     def release(self) -> None:
         """Give the files of stored parts back to their objects, unless they were handed over."""
         for stored in self.handed_over():
@@ -298,6 +293,7 @@ class Capturing:
     ) -> None:
         self.rank, self.world, self.own = rank, world, own
         self.seen, self.found = seen, Found(seen)
+        self.tensors = self.found.tensors
         self.values = values.Encoder(self._leaf, self._members_of)
         self._kind_of = kind_of
         self.doubts: list[str] = []
@@ -308,10 +304,6 @@ class Capturing:
         self._optimizers, self._stepping = optimizers, stepping
         self._parameters: list[TensorSpec] = []  # plain tensors that are those of an optimizer
         self._mark: type[Mark[Any]] | None = None
-
-    @property
-    def tensors(self) -> Tensors:
-        return self.found.tensors
 
     def result(self, state: Mapping[str, Any]) -> Capture:
         """Go through the state. Raises UnsupportedValueError."""

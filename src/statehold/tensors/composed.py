@@ -49,7 +49,7 @@ _CACHED_MAX = 1 << 16
 
 # The inner tensor that is the memory of the tensor itself, and has its name.
 ITSELF = ""
-_BITSANDBYTES = "bitsandbytes.nn.modules"
+BITSANDBYTES = "bitsandbytes.nn.modules"
 _IS_QUANTIZED = "quantized"
 _OPTIONS = ("quant_type", "blocksize", "compress_statistics", "quant_storage")
 
@@ -172,7 +172,7 @@ def _remark(tensor: Any) -> str:
     return ", which is not quantized yet (moving the model to its device quantizes it)"
 
 
-ADAPTERS = {f"{_BITSANDBYTES}.Params4bit": Adapter(_bits_apart, _together, _remark)}
+ADAPTERS = {f"{BITSANDBYTES}.Params4bit": Adapter(_bits_apart, _together, _remark)}
 
 
 def refuse_packed(module: nn.Module, path: str) -> None:
@@ -194,9 +194,7 @@ def refuse_stateless(module: nn.Module, path: str) -> None:
 
 def _quantized_layers(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """The 4-bit layers of a module, with the paths of their weights."""
-    library = sys.modules.get(_BITSANDBYTES)
-    if library is None:
-        return
+    library = sys.modules[BITSANDBYTES]
     for name, each in module.named_modules():
         if isinstance(each, library.Linear4bit) and each.quant_state is not None:
             yield ".".join(filter(None, (path, name, "weight"))), each

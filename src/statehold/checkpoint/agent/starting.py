@@ -51,29 +51,27 @@ class Companion:
     """`agent`: None if the run has none."""
 
     def __init__(self, agent: Agent | None, levels: Levels) -> None:
-        self._agent = agent
+        self.agent = agent
         self._levels = levels
 
     def keep(self, ahead: Callable[[Callable[[], None]], None]) -> None:
         """See that the agent is there. `ahead` runs an action in the background, before the next
         commit."""
-        if self._agent is None:
-            return
         hosts = self._levels.hosts
-        if hosts is not None and hosts.are_apart:
-            ahead(self._agent.goodbye)
-            self._agent = None
-        elif self._agent.is_missing:
-            ahead(self._agent.start)
+        if self.agent is not None and hosts is not None and hosts.are_apart:
+            ahead(self.agent.goodbye)
+            self.agent = None
+        elif self.agent is not None and self.agent.is_missing:
+            ahead(self.agent.start)
 
     def end(self) -> None:
         """The agent is no longer needed, unless a level lacks the newest step."""
-        if self._agent is None:
+        if self.agent is None:
             return
         if self._levels.lacks_newest():
-            self._agent.leave()
+            self.agent.leave()
         else:
-            self._agent.goodbye()
+            self.agent.goodbye()
 
 
 # -- one agent -------------------------------------------------------------------------------------

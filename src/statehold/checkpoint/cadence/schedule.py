@@ -65,7 +65,8 @@ class Turns:
     """The turns of one rank. Pure; learn and adopt may be called from another thread.
 
     steps: the fixed interval; None: rank 0 announces it. lag: the number of saves after which a
-        rule holds; LAG among several ranks.
+        rule holds; LAG among several ranks. last_step: of the last call; or, on all ranks alike,
+        the step that the run was restored to, or rewound to.
     """
 
     def __init__(self, steps: int | None, lag: int = LAG) -> None:
@@ -75,26 +76,22 @@ class Turns:
         self._pending: SaveRule | None = None
         self._pending_last = -1
         self._found: SaveRule | None = None
-        self._last_step: int | None = None
+        self.last_step: int | None = None
         self._due = deque([-1] * _RECENT, maxlen=_RECENT)
 
     def call(self, number: int, step: int | None, *, wanted: bool = False) -> bool:
         """Whether the call of save() with this number saves `step`. wanted: it saves in any case,
         on all ranks. step: None, if only this rank got no number, counts as the next one."""
         if step is None:
-            step = 0 if self._last_step is None else self._last_step + 1
+            step = 0 if self.last_step is None else self.last_step + 1
         found = self._found
         if found is not None and self._rule.since < found.since < number:
             self._hold(found)
-        is_due = wanted or is_past_next(self._last_step, step, self._rule.steps)
-        self._last_step = step
+        is_due = wanted or is_past_next(self.last_step, step, self._rule.steps)
+        self.last_step = step
         if is_due:
             self._saving(number)
         return is_due
-
-    def goes_on_from(self, step: int) -> None:
-        """All ranks: the run was restored to this step, or rewound to it."""
-        self._last_step = step
 
     @property
     def settled(self) -> int:

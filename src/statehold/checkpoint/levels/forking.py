@@ -73,7 +73,7 @@ def fork(fs: Fs, directory: str, child: str, run: str | None = None) -> Forked:
         copied = _take(place, part, manifest.step, where)
         check_standing(fs, where, part.manifest)
         about = replace(manifest.about, parent=origin)
-        place.store.commit(replace(manifest, about=about))
+        place.store.commit(manifest.step, replace(manifest, about=about).encode())
         path = place.store.path(manifest.step)
     total, copied_bytes = part.nbytes, sum(file.bytes for file in copied)
     return Forked(path, origin, total - copied_bytes, copied_bytes)

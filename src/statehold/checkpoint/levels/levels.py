@@ -61,10 +61,8 @@ class Levels:
     peers: Peers | None
     began_from: Origin | None = None
 
-    @property
-    def store(self) -> Store:
-        """The steps of the first level."""
-        return self.near[0].store
+    def __post_init__(self) -> None:
+        self.store: Store = self.near[0].store  # the steps of the first level
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -79,7 +77,8 @@ class Levels:
             if self.hosts.are_apart:
                 drain()  # a step that only some hosts have published does not count
             self.hosts.census()
-        self.promotions.look()
+        for each in self.promotions.promoters:
+            each.look()
         shelves = [shelf for place in self.places for shelf in place.shelves()]
         return Nearest(shelves, os.path.realpath(self.run))
 
@@ -138,33 +137,25 @@ class Levels:
             # Saves go to the next level, and log why.
         self.notes.write()
         if self.notes.has_id and not had_id:
-            self.promotions.look()  # with an id, the run has no part in the levels of others
-
-    @property
-    def was_taken_over(self) -> bool:
-        """Whether an agent held the run and could not end its work."""
-        return self.near[0].was_taken_over
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether steps are copied on from the first level."""
-        return bool(self.promotions.status())
+            # With an id, the run has no part in the levels of others.
+            for each in self.promotions.promoters:
+                each.look()
 
     def check_order(self, step: int, under_way: int | None) -> None:
         """Refuse a save that would not become the newest step of all levels.
 
         under_way: the newest step among the saves that have not ended.
         """
-        known = (under_way, self.promotions.newest())
-        newest = max((each for each in known if each is not None), default=None)
+        known = [under_way, *(each.status.newest for each in self.promotions.promoters)]
         # If the first level is unreachable, saves go to the next one. It is asked when it is back.
-        self.near[0].check_order(step, newest, may_be_unreachable=len(self.near) > 1)
+        self.near[0].check_order(step, known, may_be_unreachable=len(self.near) > 1)
 
     def look(self, within: Round) -> None:
         """Look which steps exist, before copies are decided."""
         if self.hosts is not None:
             self.hosts.census(within)
-        self.promotions.look()
+        for each in self.promotions.promoters:
+            each.look()
 
     # -- steps that go ---------------------------------------------------------------------
 
@@ -353,7 +344,8 @@ class RunNotes:
     Only rank 0 writes them, and only if the run is on a real file system. No save and no restore
     depends on a note, and none fails because of one.
 
-    is_alone: no level can be on several hosts. writes: whether this rank writes the notes.
+    is_alone: no level can be on several hosts. writes: whether this rank writes the notes. stay:
+    nothing of them changes once they are written.
     """
 
     def __init__(
@@ -369,6 +361,7 @@ class RunNotes:
         self._run, self._specs, self._places, self._identity = run, specs, places, identity
         self._is_alone = is_alone
         self._writes = writes
+        self.stay = not writes or (is_alone and all(place.owned is None for place in places))
         self._noted: list[str] | None = None
 
     @property

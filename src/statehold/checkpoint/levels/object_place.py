@@ -23,7 +23,7 @@ from statehold.steps.copying import Copy, DataFile, blocks, content_of, is_share
 from statehold.steps.directories import each_of
 from statehold.steps.objects import ObjectSteps, shared_name
 from statehold.steps.owners import OwnedSteps
-from statehold.steps.retention import Retention
+from statehold.steps.store import Retention
 from statehold.steps.target import Target
 
 

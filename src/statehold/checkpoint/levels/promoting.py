@@ -451,6 +451,7 @@ class Promotions:
     ) -> None:
         self._first = first
         self._watch = watch  # of the first
+        self.promoters = tuple(promoters)
         self._promoters = {promoter.place.name: promoter for promoter in promoters}
         self._peers = peers
         self._last = 0  # number of a copy
@@ -462,10 +463,12 @@ class Promotions:
 
     def decide(self, step: int, at: DirectoryPlace, tags: Sequence[str] = ()) -> Copies:
         """Rank 0: the levels that get a step that was just committed at the level `at`."""
-        others = [promoter for promoter in self._promoters.values() if promoter.place is not at]
         if at is self._first:
             self._watch.landed(step)
-        for promoter in self._promoters.values():
+        if not self.promoters:
+            return NO_COPIES
+        others = [promoter for promoter in self.promoters if promoter.place is not at]
+        for promoter in self.promoters:
             if promoter.place is at:
                 promoter.landed(step)
         is_last = step == self._last_step
@@ -486,13 +489,11 @@ class Promotions:
         """Without copies of levels that do not get a step, and are not among those `having` it."""
         return [name for name in names if self._promoters[name].level in (*names, *having)]
 
-    def look(self) -> None:
-        for promoter in self._promoters.values():
-            promoter.look()
-
     def start(self, step: int, copies: Copies, source: DirectoryPlace) -> None:
         """Every rank, with the decision of rank 0."""
         number, names = copies
+        if not names:
+            return
         carriers = source.carriers(step, self._peers.world_size if self._peers else 1)
         for name in names:
             if name not in self._promoters:
@@ -502,17 +503,8 @@ class Promotions:
             level = self._promoters[promoter.level] if has_level else None
             promoter.start(step, number, source, carriers, level)
 
-    def newest(self) -> int | None:
-        """The newest step that a level has."""
-        found = (promoter.status.newest for promoter in self._promoters.values())
-        return max((step for step in found if step is not None), default=None)
-
-    @property
-    def promoters(self) -> Sequence[Promoter]:
-        return tuple(self._promoters.values())
-
     def status(self) -> list[LevelStatus]:
-        return [promoter.status for promoter in self._promoters.values()]
+        return [promoter.status for promoter in self.promoters]
 
     def is_copying(self, step: int, place: DirectoryPlace) -> bool:
         """Whether a copy of this step to this level is under way."""
@@ -529,32 +521,32 @@ class Promotions:
     def wait(self, timeout_s: float | None) -> None:
         """Return once nothing is under way. Raises WaitTimeout."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        for promoter in self._promoters.values():
+        for promoter in self.promoters:
             promoter.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def hurry(self) -> None:
         """Rank 0: the next step goes to every level."""
-        for promoter in self._promoters.values():
+        for promoter in self.promoters:
             promoter.hurry()
 
     def have(self, step: int) -> bool:
         """Rank 0, with nothing under way: whether every level got this step."""
-        taking = [each for each in self._promoters.values() if each.place.takes_steps]
+        taking = [each for each in self.promoters if each.place.takes_steps]
         found = [promoter.status for promoter in taking]
         return all(each.newest == step and each.error is None for each in found)
 
     def forget(self, steps: Collection[int]) -> None:
         """Every rank, with nothing under way: these steps are at no level any more."""
-        for promoter in self._promoters.values():
+        for promoter in self.promoters:
             promoter.forget(steps)
 
     def stop(self) -> None:
         """Let all copies end unfinished. Returns at once."""
-        for promoter in self._promoters.values():
+        for promoter in self.promoters:
             promoter.stop()
 
     def close(self) -> None:
-        for promoter in self._promoters.values():
+        for promoter in self.promoters:
             promoter.close()
 
     def _next(self) -> int:
@@ -567,14 +559,14 @@ class Promotions:
         if newest is None:
             return 0, NO_COPIES, self._first.name
         source = self._nearest(newest)
-        others = [each for each in self._promoters.values() if each.place is not source]
+        others = [each for each in self.promoters if each.place is not source]
         names = [each.place.name for each in others if each.lacks(newest, source)]
         having = [source.name, *(name for name in self._promoters if name not in names)]
         return newest, (self._next(), self._with_their_level(names, having)), source.name
 
     def _sources(self) -> list[DirectoryPlace]:
         """The sources of a step: the first level, and directories that all ranks see."""
-        places = [promoter.place for promoter in self._promoters.values()]
+        places = [promoter.place for promoter in self.promoters]
         directories = [place for place in places if isinstance(place, DirectoryPlace)]
         return [self._first, *(place for place in directories if not place.is_apart)]
 

@@ -2,7 +2,7 @@
 
 Invariants: a choice orders steps and names one only if it has a number. So if the first one is
 damaged, the next one in the order is as good an answer, but for a number.
-Not here: what steps say (format/entries), reading them (restoring).
+Not here: what steps say (format/entries), reading them (call).
 """
 
 from __future__ import annotations

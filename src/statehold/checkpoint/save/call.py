@@ -25,11 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.save.gate import HeldSave
 from statehold.checkpoint.save.handle import Passage, Save, Work
+from statehold.checkpoint.save.sharing import Sharing
 from statehold.checkpoint.save.writes import FileOrder, manifest_bytes, start_write
 from statehold.errors import StorageError, TornSnapshot, UsageError, shown
 from statehold.format.entries import NAMED, NAMES_MAX, About, is_name
 from statehold.format.saved import MANIFEST_NAME
+from statehold.layout.claims import Comparison
 from statehold.layout.plan import step_of
+from statehold.layout.share import PlanCache
+from statehold.ranks.membership import ALONE
 from statehold.tensors import updates
 from statehold.tensors.captured import begin_fingerprints
 from statehold.tensors.devices.jobs import JobSource
@@ -37,17 +41,19 @@ from statehold.units import GiB
 
 if TYPE_CHECKING:
     from statehold._core import File
+    from statehold.checkpoint.agent.starting import Companion
     from statehold.checkpoint.cadence.schedule import Schedule
     from statehold.checkpoint.levels.levels import Levels
+    from statehold.checkpoint.levels.specs import Level
     from statehold.checkpoint.save.gate import Trainer
+    from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.pipeline import Pipeline
-    from statehold.checkpoint.save.sharing import Sharing
     from statehold.checkpoint.telemetry.watch import Watch
     from statehold.format.entries import About
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
     from statehold.layout.plan import SavePlan
-    from statehold.layout.share import PlanCache
+    from statehold.ranks.peers import Peers
     from statehold.tensors.captured import Capture, CapturedTensor
 
 
@@ -61,25 +67,32 @@ COMPARED_AT_ONCE = 1 * GiB
 
 @dataclass(eq=False)
 class Saver:
-    """The parts that a call of save() uses.
+    """The open parts of a session, and a call of save() with them.
 
-    rank, world: of this process and of its job; rank None for a process that is alone. prepare:
+    peers, rank: None for a process that is alone. trainer: of the Checkpointer, which may have had
+        other sessions. All parts except `runtime` and `trainer` end with the session. prepare:
         creates and locks the run directory before the first save.
     """
 
-    rank: int | None
-    world: int
-    runtime: Runtime
-    levels: Levels
-    claims: Claims
-    plans: PlanCache
-    schedule: Schedule
-    pipeline: Pipeline
-    watch: Watch
+    run: str
+    specs: Sequence[Level]
     trainer: Trainer
-    prepare: Callable[[], None]
-    sharing: Sharing
-    order: FileOrder = field(default_factory=FileOrder)
+    runtime: Runtime
+    peers: Peers | None
+    watch: Watch
+    levels: Levels
+    companion: Companion
+    claims: Claims
+    schedule: Schedule
+    level_choice: LevelChoice
+    pipeline: Pipeline
+    prepare: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank = self.peers.rank if self.peers else None
+        self.membership = self.peers.membership if self.peers else ALONE
+        self.sharing = Sharing(self.levels.near[0], self.runtime, self.peers)
+        self._plans, self._order = PlanCache(self.membership), FileOrder()
 
     def save(
         self,
@@ -114,7 +127,7 @@ class Saver:
             return Save(Passage(step, 0.0, is_skipped=True)), None
         work, captured = begun
         self.pipeline.wait_eager(work, captured)
-        gate.streams_follow()
+        gate.streams.follow()
         gate.wait_if_unseen(work.save)
         work.save.returned()
         self.schedule.saved(work.save.stats.blocked_s, gate.waited_s)
@@ -151,10 +164,10 @@ class Saver:
         self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
     ) -> tuple[Work, Capture]:
         with updates.noted() as moved:
-            captured = self.trainer.capture(save, state, self.rank, self.world)
+            captured = self.trainer.capture(save, state, self.rank, self.membership.world)
             try:
                 held = self.trainer.gate.hold_for(save, captured.tensors.storages)
-                if held.copies_from(moved):
+                if moved and held.copies_from(moved):
                     raise _moved()
                 return self._begin_with(captured, held, number, about, is_last=ends), captured
             except BaseException:
@@ -168,17 +181,21 @@ class Saver:
         save = held.save
         with save.stage("plan"):
             specs = captured.structure.specs
-            known = self.claims.resolve(specs, self.schedule.turns.settled)
-            plan = self.plans.get(known.specs, save.step, captured.frozen)
+            comparisons, version = tuple[Comparison, ...](), ""
+            if self.rank is not None:
+                known = self.claims.resolve(specs, self.schedule.turns.settled)
+                specs, comparisons, version = known.specs, known.comparisons, self.claims.version
+            plan = self._plans.get(specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors)
         save.record(
             state_bytes=captured.structure.state_bytes,
             eager_bytes=captured.structure.eager_bytes,
-            written_bytes=plan.save.file_bytes + shared.fresh_bytes,
+            written_bytes=plan.save.file_bytes + (shared.fresh_bytes if shared else 0),
             tensors=len(captured.tensors),
         )
-        names = {name for each in known.comparisons for name in each.names}
-        compared = captured.named(names)
+        names = {name for each in comparisons for name in each.names}
+        compared = captured.named(names) if names else []
+        hash_memory = self.runtime.hash_memory
         self.trainer.watched.append(save)
         work = Work(
             save=save,
@@ -188,9 +205,10 @@ class Saver:
             tree=captured.tree,
             capture=captured,
             place=self.levels.near[0],
-            comparisons=known.comparisons,
-            version=self.claims.version,
-            fingerprinting=begin_fingerprints(compared, self.runtime.hash_memory),
+            comparisons=comparisons,
+            version=version,
+            fingerprinting=begin_fingerprints(compared, hash_memory) if compared else {},
+            register=self.sharing,
             is_last=is_last,
             about=about,
             shared=shared,
@@ -202,7 +220,7 @@ class Saver:
     def _wait(self, save: Passage, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save: whether the process ends with this one."""
         self.trainer.raise_failures()
-        save.watched_by(self.watch)
+        save.watch = self.watch
         self.prepare()
         with save.stage("wait"):
             self.pipeline.wait_for_room(self.schedule.turns.settled)
@@ -225,18 +243,23 @@ class Saver:
         """
         self.watch.save_began()
         try:
-            ordered = self.order.ordered(work.plan, captured.tensors)
+            ordered = self._order.ordered(work.plan, captured.tensors)
             self._make_room(work)
-            work.save.moving()
+            work.save.moving_from = time.perf_counter()
+            file = None
             # With new shared files, the commit thread makes all files, at a level that has room.
-            file = None if work.shared.fresh else self.ready_file(work.plan.save, work.tree)
+            if self.levels.store.is_mapped and not (work.shared and work.shared.fresh):
+                file = self.ready_file(work.plan.save, work.tree)
             work.is_attached = file is not None
             work.save.record(reused=work.is_attached)
-            work.shared.start_first()
+            if work.shared is not None:
+                work.shared.start_first()
             work.job = start_write(self.runtime.engine, work.plan.save, ordered, file)
-            work.shared.start()
-            sources = work.shared.sources(JobSource(work.job, ordered.tensors))
-            work.copies = self.runtime.devices.copies(sources, captured, compared)
+            sources = [JobSource(work.job, ordered.tensors)]
+            if work.shared is not None:
+                sources = work.shared.start(sources[0])
+            if captured.numbers or any(captured.structure.external):
+                work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)
         except BaseException as error:
@@ -246,9 +269,10 @@ class Saver:
     def _make_room(self, work: Work) -> None:
         """Make sure that there is staging memory. A save into memory needs little."""
         if not self.levels.store.is_mapped:
-            shared = work.shared
-            compared = min(shared.compared_bytes, COMPARED_AT_ONCE)
-            nbytes = work.plan.save.file_bytes + shared.fresh_bytes + compared
+            nbytes = work.plan.save.file_bytes
+            if work.shared is not None:
+                nbytes += work.shared.fresh_bytes
+                nbytes += min(work.shared.compared_bytes, COMPARED_AT_ONCE)
             self.runtime.fit(nbytes, self.pipeline.drain)
 
     def ready_file(self, plan: SavePlan, tree: Any) -> File | None:

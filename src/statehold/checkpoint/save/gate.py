@@ -83,7 +83,7 @@ class HeldSave:
         return not self.save.is_of_this_process or self.save.done("staged")
 
     def copies_from(self, storages: Sequence[int]) -> bool:
-        return bool(storages) and not self._numbers.isdisjoint(storages)
+        return not self._numbers.isdisjoint(storages)
 
     @cached_property
     def _numbers(self) -> frozenset[int]:
@@ -101,7 +101,7 @@ class Gate:
         # gate, too, and a lock could be taken twice by a signal handler that saves.
         self.held: dict[Passage, HeldSave] = {}
         self._stepping = Stepping()
-        self._streams = UpdateStreams()
+        self.streams = UpdateStreams()
         self._gradients = Gradients()
         self._has_warned = False
         self.waited_s = 0.0  # in all
@@ -114,7 +114,7 @@ class Gate:
         """These optimizers are about to step."""
         enter("the step of an optimizer")
         self.wait()
-        self._streams.saw()
+        self.streams.saw()
         for optimizer in optimizers:
             self._stepping.saw(optimizer)
             self._gradients.saw(optimizer)
@@ -142,7 +142,7 @@ class Gate:
         self._forget_staged()
         held = HeldSave(save, list(map(impl_of, storages)))
         self.held[save] = held
-        self.stand()
+        updates.watch(self)
         return held
 
     def wait(self, timeout: float | None = None) -> None:
@@ -193,19 +193,11 @@ class Gate:
                 hint="do not change the state yet: its bytes are still being copied",
             )
 
-    def join_streams(self) -> None:
-        """Order the next work of the current streams after the updates on other streams."""
-        self._streams.join()
-
-    def streams_follow(self) -> None:
-        """Order the next work of the streams of updates after the work of the current streams."""
-        self._streams.follow()
-
     def wait_or_note(self, timeout: float | None = None) -> None:
         """Before an update by hand: wait. If a CUDA graph is captured, note that it holds the
         update."""
         if not updates.capture([]):
-            self._streams.saw()
+            self.streams.saw()
             self.wait(timeout)
 
     def wait_if_unseen(self, save: Passage) -> None:
@@ -250,17 +242,12 @@ class Trainer:
     watched: list[Passage] = field(default_factory=list)
     calls: int = 0
 
-    def next_call(self) -> int:
-        """The number of a call of save()."""
-        self.calls += 1
-        return self.calls - 1
-
     def capture(
         self, save: Passage, state: Mapping[str, Any], rank: int | None, world: int
     ) -> Capture:
         """The parts of `state` to save, as one of `world` ranks. rank: None for a process that is
         alone."""
-        self.gate.join_streams()
+        self.gate.streams.join()
         with save.stage("capture"), named_failures(memory=False):
             captured = capture(state, rank, self.gate.passed(), self.seen, world=world)
         log_once(captured.note, logging.INFO)

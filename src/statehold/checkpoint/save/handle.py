@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
-from statehold.checkpoint.save.shared import SharedFiles
-from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage, Watch
+from statehold.checkpoint.save.shared import Register, SharedFiles
+from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.format.entries import NOTHING, About
 from statehold.layout.stored import StoredPart
@@ -104,7 +104,8 @@ class Save:
 class Passage:
     """A save on its way through the events, for those who take it there. Thread-safe.
 
-    step, stats, error, is_skipped: as Save has them. is_raised: a caller has got the error.
+    step, stats, error, is_skipped: as Save has them. is_raised: a caller has got the error. watch:
+    sees what happens. moving_from: when the engine begins.
     """
 
     def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
@@ -114,9 +115,9 @@ class Passage:
         self.error: StateholdError | None = None
         self.is_raised = False
         self._started = started
-        self._watch = UNWATCHED
+        self.watch = UNWATCHED
         self._is_reported = False
-        self._moving_from = started
+        self.moving_from = started
         self._guard = threading.RLock()
         self._latches: list[threading.Lock] = []  # each is released once, at the next event
         self._pid = os.getpid()
@@ -178,12 +179,9 @@ class Passage:
             with contextlib.suppress(IndexError):  # the last one has stopped waiting
                 self._latches.pop().release()
 
-    def watched_by(self, watch: Watch) -> None:
-        self._watch = watch
-
     def stage(self, name: str) -> Stage:
         """A stage of this save, for the trace."""
-        return self._watch.stage(name, step=self.step)
+        return self.watch.stage(name, step=self.step)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -196,18 +194,14 @@ class Passage:
         with self._guard:
             self.stats = replace(self.stats, **figures)  # type: ignore[arg-type]
 
-    def moving(self) -> None:
-        """The engine begins now."""
-        self._moving_from = time.perf_counter()
-
     def moved(self, engine: Mapping[str, int]) -> None:
         """The engine has written everything; its own figures count from its beginning."""
-        self._watch.save_moved(self.step, self._moving_from, engine)
+        self.watch.save_moved(self.step, self.moving_from, engine)
 
     def returned(self) -> None:
         """save() ends now."""
         self.record(blocked_s=self.elapsed())
-        self._watch.save_returned(self._started, self.stats)
+        self.watch.save_returned(self._started, self.stats)
         self._report_once()
 
     def _report_once(self) -> None:
@@ -222,12 +216,12 @@ class Passage:
                 self._is_reported or is_known,
             )
         if is_due:
-            self._watch.save_committed(self._started, self.stats)
+            self.watch.save_committed(self._started, self.stats)
 
     def add_gate(self, seconds: float) -> None:
         with self._guard:
             self.stats = replace(self.stats, gate_s=self.stats.gate_s + seconds)
-        self._watch.gate_waited(seconds)
+        self.watch.gate_waited(seconds)
 
     def reach(self, event: Event) -> None:
         with self._guard:
@@ -240,7 +234,7 @@ class Passage:
         with self._guard:
             self.error = error
         self._wake()
-        self._watch.save_failed(self._started, self.stats)
+        self.watch.save_failed(self._started, self.stats)
 
     def unraised_error(self) -> StateholdError | None:
         """The error, if nothing has raised it yet. The caller raises it.
@@ -358,7 +352,7 @@ class Work:
     is_last: the process ends with this save.
     about: what the caller says about the step.
     job: copies and writes, as soon as the save has started.
-    shared: the files that it shares with other steps.
+    register: gets the outcome. shared: the files that it shares with other steps, if there are any.
     stored: the parts of the state that lie in files. taken: when the step has them, all files other
         than the rank's own.
     """
@@ -370,6 +364,7 @@ class Work:
     tree: Any
     capture: Capture | None
     place: DirectoryPlace
+    register: Register
     is_attached: bool = False
     copies: DeviceCopies | None = None
     comparisons: tuple[Comparison, ...] = ()
@@ -381,19 +376,15 @@ class Work:
     is_last: bool = False
     about: About = NOTHING
     error: StateholdError | None = None
-    shared: SharedFiles = field(default_factory=SharedFiles)
+    shared: SharedFiles | None = None
     stored: list[StoredState] = field(default_factory=list)
     taken: StoredPart = field(default_factory=StoredPart)
     job: WriteJob = field(init=False)
 
-    @property
-    def has_more_files(self) -> bool:
-        """Whether the step holds other files than the one that the rank writes."""
-        return bool(self.stored or self.shared.links or self.shared.fresh)
-
     def release(self) -> None:
         """The save has ended: its objects may use their files as they like."""
-        self.shared.release(failed=self.error is not None)
+        if self.shared is not None:
+            self.shared.release(failed=self.error is not None)
         stored, self.stored = self.stored, []
         for each in stored:
             each.release()
@@ -402,7 +393,8 @@ class Work:
         """Stop the native jobs, if the save has started them."""
         if hasattr(self, "job"):
             self.job.cancel()
-        self.shared.cancel()
+        if self.shared is not None:
+            self.shared.cancel()
 
     def let_go(self) -> None:
         """Release the state: it is copied, or nobody needs the copy."""

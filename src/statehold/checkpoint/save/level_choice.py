@@ -96,6 +96,8 @@ class LevelChoice:
         self._hosts = hosts
         self._asked = -1  # the newest save for which this rank has joined the discovery of hosts
         self._has_announced = False
+        self._meets = peers is not None and len(places) > 1
+        self._asks_late = len(levels) == 1 and hosts is None
         self._unlike: StateholdError | None = None
         self._was_logged = False  # that the first level takes no steps
         self.first_error: StateholdError | None = None  # why it takes none, until it does
@@ -119,16 +121,16 @@ class LevelChoice:
                 work.place.abandon(work.save.step, work.attempt)
                 opened, failure = self._open_here(work)
             try:
-                verdict = self._judged(work, at, failure)
+                verdict = Verdict()
+                if self._meets or failure is not None:
+                    verdict = self._judged(work, at, failure)
                 if verdict.taken and opened is not None:
                     self.took(work, causes)
                     return opened
             except BaseException:
-                _close(opened)
-                work.shared.close_files()
+                _close(opened, work)
                 raise
-            _close(opened)
-            work.shared.close_files()
+            _close(opened, work)
             causes.append(_cause(verdict, failure))
             let_go(causes[-1])
             if at == 0 and verdict.is_refusal:
@@ -171,10 +173,6 @@ class LevelChoice:
         if self._unlike is not None:
             raise self._unlike.with_traceback(None)
 
-    @property
-    def _asks_late(self) -> bool:
-        return len(self._levels) == 1 and self._hosts is None
-
     # -- at one level ----------------------------------------------------------------------
 
     def _open_here(self, work: Work) -> tuple[OpenFile | None, StateholdError | None]:
@@ -187,9 +185,10 @@ class LevelChoice:
                 self._reserve(work)
             opened = place.store.data_file(step, plan.file_name, plan.file_bytes, work.attempt)
             try:
-                work.shared.open(place.store, work.attempt)
+                if work.shared is not None:
+                    work.shared.open(place.store, work.attempt)
             except BaseException:
-                _close(opened)
+                _close(opened, work)
                 raise
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             return None, named(error, f"while opening the file of step {step}")
@@ -208,10 +207,6 @@ class LevelChoice:
         store.reserve(step, attempt, record_name(plan.save.rank, ranks), guess)
         if store.leads:
             store.reserve(step, attempt, MANIFEST_NAME, lambda: guess() + ENTRY_BYTES * ranks)
-
-    @property
-    def _meets(self) -> bool:
-        return self._peers is not None and len(self._places) > 1
 
     def _round(self, number: int, at: int) -> int:
         return number * LEVELS_MAX + at
@@ -288,10 +283,12 @@ def _no_hosts(peers: Peers) -> Hosts:
     return Hosts((), peers, WireExchange(""))
 
 
-def _close(opened: OpenFile | None) -> None:
-    """Release the blocks of a file that is not written after all."""
+def _close(opened: OpenFile | None, work: Work) -> None:
+    """Release the blocks of files that are not written after all."""
     if opened is not None:
         opened[0].close()  # no transfer has it yet
+    if work.shared is not None:
+        work.shared.close_files()
 
 
 def _is_refusal(error: StateholdError) -> bool:

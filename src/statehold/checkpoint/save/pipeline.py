@@ -160,12 +160,13 @@ class Pipeline:
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once everything that may change before the next update is copied, or once the
         current streams of devices wait for those copies. Raises if it did change."""
-        if not captured.eager:
+        if not captured.structure.eager:
             return
         try:
             if work.copies is not None:
                 work.copies.wait_eager()
-            work.shared.wait_eager()
+            if work.shared is not None:
+                work.shared.wait_eager()
             work.job.wait_eager(None)
             _check_unmoved(captured.settle(eager=True))
         except StateholdError as error:
@@ -260,7 +261,7 @@ class Pipeline:
 
     def _stage_without_device(self, work: Work) -> None:
         """The device keeps its staging memory. What needs more than is left is given up, too."""
-        needs_more = work.copies is not None or work.has_more_files
+        needs_more = work.copies is not None or work.stored or work.shared
         if needs_more or not work.job.wait_copied(self.device_s):
             raise DeviceError(
                 "a device does not finish its work, so a save behind that work was given up",
@@ -291,9 +292,11 @@ class Pipeline:
             with work.save.stage("stage"):
                 if work.copies is not None:
                     work.copies.run()
-                work.shared.prove()
+                if work.shared is not None:
+                    work.shared.prove()
                 work.job.wait_copied(None)
-                work.shared.wait_copied()
+                if work.shared is not None:
+                    work.shared.wait_copied()
                 work.fingerprints = {name: read() for name, read in work.fingerprinting.items()}
                 if work.copies is not None:
                     work.fingerprints |= work.copies.fingerprints
@@ -350,7 +353,7 @@ class Pipeline:
         with after_commit(self._log, step, "announce it to the other ranks"):
             self.publisher.announce(work)
         with after_commit(self._log, step, "learn what has not changed"):
-            work.shared.committed(work.plan, work.job.checksums())
+            work.register.committed(work.plan, work.job.checksums())
         with after_commit(self._log, step, "make a file for the next save"):
             place.store.make_ready(plan.file_name, plan.file_bytes)
         self._callbacks.committed(work.handle)
@@ -359,7 +362,7 @@ class Pipeline:
         save = work.save
         with self.stalls.watching(work):
             self._write(work)
-            if work.has_more_files:
+            if work.stored or work.shared:  # other files than the one that the rank writes
                 with save.stage("take in"):
                     take_in(work, self._log)
         save.moved(work.job.stats)
@@ -376,7 +379,8 @@ class Pipeline:
     def _write(self, work: Work) -> None:
         if work.is_attached:
             self._level_choice.took(work)
-            work.shared.open(work.place.store, work.attempt)  # for links that are not proven
+            if work.shared is not None:
+                work.shared.open(work.place.store, work.attempt)  # for links that are not proven
             self._write_out(work)
             return
         with work.save.stage("open"):
@@ -385,7 +389,8 @@ class Pipeline:
         try:
             work.save.record(reused=reused)
             work.job.attach(file)
-            work.shared.attach()
+            if work.shared is not None:
+                work.shared.attach()
             self._write_out(work)
         except BaseException:
             work.job.cancel()
@@ -395,10 +400,12 @@ class Pipeline:
     def _write_out(self, work: Work) -> None:
         work.save.record(files=1)
         with work.save.stage("write"):
-            work.shared.finish_first()
+            if work.shared is not None:
+                work.shared.finish_first()
             work.job.wait_written(None)
             work.job.finish()  # D2
-            work.shared.finish()
+            if work.shared is not None:
+                work.shared.finish()
 
     def _give_up_for_all(self, number: int, error: StateholdError) -> None:
         """Announce that a save has failed here, so that no other rank waits for it."""
@@ -492,7 +499,7 @@ def take_in(work: Work, log: BackgroundLog) -> None:
     """
     plan = work.plan.save
     files = [file for stored in work.stored for file in stored.files()]
-    shared = work.shared.files()
+    shared = work.shared.files() if work.shared else []
     names = {spec.name for spec in work.plan.share.specs}
     elsewhere = [held for stored in work.stored for held in stored.elsewhere]
     check(files, plan.rank, names)
@@ -507,7 +514,8 @@ def take_in(work: Work, log: BackgroundLog) -> None:
     work.taken = StoredPart([*shared, *files], [*held_in(files), *elsewhere])
     _account(work, [*shared, *files], copied)
     of_pool = copied.intersection(file.path for file in shared)
-    work.shared.refused(of_pool)
+    if of_pool:
+        work.register.refused(of_pool)
     for folder in sorted({os.path.dirname(path) for path in copied - of_pool}):
         log.warn_once(
             "saves copy the files of an optimizer in %s, because the file system of level %s does "
@@ -525,10 +533,12 @@ def _check_named(work: Work, names: set[str]) -> None:
 
 
 def _account(work: Work, files: Sequence[StoredFile], copied: set[str]) -> None:
-    copied_bytes = sum(file.file_bytes for file in files if file.path in copied)
-    new = copied.union(file.path for file in work.shared.written)
+    written = {file.path for file in work.shared.written} if work.shared else set()
+    nbytes = {file.path: file.file_bytes for file in files}
+    # A new file that could not be linked was written twice.
+    twice = [*map(nbytes.__getitem__, written), *map(nbytes.__getitem__, copied)]
     work.save.record(
         files=1 + len(files),
-        linked_bytes=sum(file.file_bytes for file in files if file.path not in new),
-        written_bytes=work.plan.save.file_bytes + work.shared.written_bytes + copied_bytes,
+        linked_bytes=sum(nbytes[path] for path in nbytes.keys() - written - copied),
+        written_bytes=work.plan.save.file_bytes + sum(twice),
     )

@@ -42,7 +42,6 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
 from statehold.format.manifest import (
     Commit,
-    Encoded,
     Manifest,
     RecordEntry,
     Shared,
@@ -125,10 +124,10 @@ class Alone:
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
         manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
-        manifest = replace(manifest, about=_about(work, self._descent))
+        manifest = replace(manifest, about=replace(work.about, parent=self._descent.parent))
         raw = self._sealing.encode(manifest, work.plan, work.taken)
         del manifest
-        work.place.store.commit(Encoded(step, raw))
+        work.place.store.commit(step, raw)
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save.elapsed(), hosts=1)
         with after_commit(self._log, step, _CHOOSE_LEVELS):
@@ -278,7 +277,7 @@ class Together:
             ),
             state=groups_of([each["digests"] for each in messages]),
             shared=_shared(lesson),
-            about=_about(work, self._descent),
+            about=replace(work.about, parent=self._descent.parent),
         )
         spread = balance([each["bytes"] for each in messages], [each["host"] for each in messages])
         outcome: dict[str, Any] = {
@@ -309,7 +308,8 @@ class Together:
 
     def _land(self, work: Work, commit: Commit) -> None:
         with work.save.stage("publish"):
-            work.place.store.commit(commit, work.attempt, commit.records)
+            raw = commit.encode()
+            work.place.store.commit(work.save.step, raw, work.attempt, commit.records)
 
     def _keep_outcome(self, work: Work, commit: Commit, outcome: dict[str, Any]) -> None:
         """Keep the outcome, which announce() sends when older steps are retired."""
@@ -381,11 +381,6 @@ class Together:
         with after_commit(self._log, step, "record how evenly the ranks write"):
             spreads = (Spread(**outcome["balance"][which]) for which in ("ranks", "nodes"))
             work.save.record(balance=Balance(*spreads))
-
-
-def _about(work: Work, descent: Descent) -> About:
-    """What the manifest says about the step."""
-    return replace(work.about, parent=descent.parent)
 
 
 def _is_missing(error: BaseException) -> bool:
@@ -473,17 +468,17 @@ class Across(Together):
         rounds = CommitRounds(self.peers, "save", work.number, f"while publishing step {step}")
         with work.save.stage("publish"):
             rounds.publish(
-                place, lambda: place.store.commit(self._posted(step, save), work.attempt)
+                place, lambda: place.store.commit(step, self._posted(step, save), work.attempt)
             )
         with after_commit(self._log, step, "note where its files are"):
             place.landed(step, save, range(self.peers.world_size))
 
-    def _posted(self, step: int, save: str) -> Encoded:
+    def _posted(self, step: int, save: str) -> bytes:
         """The manifest of this save. Rank 0 posts no other one before all have published it."""
         raw = self.peers.peek(MANIFEST_NAME)
         if raw is None or sha256(raw) != save:
             raise lost_leader(f"post the manifest of step {step}")
-        return Encoded(step, raw)
+        return raw
 
 
 # -- work after a commit ---------------------------------------------------------------------------

@@ -132,11 +132,11 @@ class Fresh:
 
 @dataclass(eq=False, slots=True)
 class SharedFiles:
-    """The shared files of one save. `register` is None if there are none."""
+    """The shared files of one save."""
 
-    register: Register | None = None
-    links: list[FileLink] = field(default_factory=list)
-    fresh: list[Fresh] = field(default_factory=list)
+    register: Register
+    links: list[FileLink]
+    fresh: list[Fresh]
     written: list[SharedFile] = field(default_factory=list)
     _proven: SimpleQueue[None] = field(default_factory=lambda: SimpleQueue())  # a simulated one
     _replacing: list[Fresh] = field(default_factory=list)
@@ -159,11 +159,6 @@ class SharedFiles:
         return sum(link.file.plan.save.file_bytes for link in links)
 
     @property
-    def written_bytes(self) -> int:
-        """What the save has written to shared files."""
-        return sum(file.plan.save.file_bytes for file in self.written)
-
-    @property
     def _planned(self) -> list[Fresh | FileLink]:
         return [*self.fresh, *self.links]
 
@@ -173,20 +168,18 @@ class SharedFiles:
         """Begin to copy what is copied before save() returns. Before the rank's own file."""
         self._start_all(self._first, are_eager=True)
 
-    def start(self) -> None:
-        """Begin to copy the rest. After the rank's own file."""
+    def start(self, own: JobSource) -> list[JobSource]:
+        """Begin to copy the rest. After the rank's own file. Returns all jobs of the save, in the
+        order in which they were started."""
         self._start_all(self._later, are_eager=False)
+        return [*map(_source, self._first), own, *map(_source, self._later)]
 
     def _start_all(self, started: list[Fresh | FileLink], *, are_eager: bool) -> None:
         for each in self._planned:
             if _ordered(each).segments.are_eager is are_eager:
-                self._start(each, self._register.runtime.engine)
+                self._start(each, self.register.runtime.engine)
                 if each.job is not None:
                     started.append(each)
-
-    def sources(self, own: JobSource) -> list[JobSource]:
-        """All jobs of the save, in the order in which they were started."""
-        return [*map(_source, self._first), own, *map(_source, self._later)]
 
     def wait_eager(self) -> None:
         """Return once the engine has copied what it copies before save() returns."""
@@ -203,13 +196,13 @@ class SharedFiles:
             self._proven.put(None)
 
     def _compare(self, links: Sequence[FileLink]) -> None:
-        found = refuted([_claim(link) for link in links], self._register.runtime)
+        found = refuted([_claim(link) for link in links], self.register.runtime)
         for link, changed in zip(links, found, strict=True):
             link.changed = changed
             if changed:
                 self._replacing.append(_replacement(link))
                 # The next save may have taken all buffers for saves, and it waits for this one.
-                self._start(self._replacing[-1], self._register.spare_engine)
+                self._start(self._replacing[-1], self.register.spare_engine)
 
     def wait_copied(self) -> None:
         """Return once all bytes have been copied, or compared."""
@@ -291,16 +284,6 @@ class SharedFiles:
         links = [link.file for link in self.links if not link.is_replaced]
         return [_stored(file) for file in (*links, *self.written)]
 
-    def refused(self, paths: Collection[str]) -> None:
-        """The store has copied these files of its pool, because it could not link them."""
-        if self.register is not None and paths:
-            self.register.refused(paths)
-
-    def committed(self, plan: RankPlan, sums: bytes) -> None:
-        """The step is committed. plan, sums: of the rank's own file."""
-        if self.register is not None:
-            self.register.committed(plan, sums)
-
     def cancel(self) -> None:
         """Stop the jobs."""
         self._proven.put(None)
@@ -312,8 +295,7 @@ class SharedFiles:
     def release(self, *, failed: bool) -> None:
         """The save has ended."""
         self.close_files()
-        if self.register is not None:
-            self.register.ended(self, failed=failed)
+        self.register.ended(self, failed=failed)
         self.links, self.fresh, self._replacing, self.written = [], [], [], []
         self._first, self._later = [], []
 
@@ -326,11 +308,6 @@ class SharedFiles:
         elif not ordered.segments.can_be_read_in_place:
             file = each.file
             each.job = start_write(engine, file.plan.save, ordered, expected=file.sums)
-
-    @property
-    def _register(self) -> Register:
-        assert self.register is not None
-        return self.register
 
     def _open(self, fresh: Fresh) -> None:
         assert self._store is not None
@@ -359,7 +336,7 @@ class SharedFiles:
             link.is_replaced = True
         file = SharedFile(self._store, fresh.path, fresh.plan, sums, fresh.seen)
         self.written.append(file)
-        self._register.made(file, link)
+        self.register.made(file, link)
 
 
 def _ordered(each: Fresh | FileLink) -> Ordered:

@@ -6,7 +6,6 @@
     committed   what this step and the one before have alike, by their checksums: parts that stay
                 the same are written to a shared file with the next save
     ended       nobody links a file any more that was given up meanwhile: its name in the pool goes
-    goes_on     the job has restored a step: the next save links its shared files, if it can
 
 Invariants: at most one file that may be linked has a part. A part is in a shared file, or in the
 one that the rank writes, and never in both. While nothing stays the same, a save does nothing here
@@ -69,10 +68,11 @@ class Sharing:
         self.runtime = runtime
         self._place = place
         self._peers = peers
-        self._restored: int | None = None  # a step that nobody has looked at yet
+        # A step that the job has restored. The next save looks at it, and links its shared files.
+        self.restored: int | None = None
         self._resumed: list[KnownFile] = []  # its files that are not in the pool
         self._resumed_step: int | None = None
-        self._is_new = False  # the structure of the state, or what was restored
+        self._is_new = False  # the structure of the state
         self._guard = threading.Lock()
         self._is_off = not runtime.options.io.share_files
         self._history: History = History()
@@ -92,33 +92,30 @@ class Sharing:
 
     # -- the thread that trains ----------------------------------------------------------------
 
-    def goes_on(self, step: int) -> None:
-        """The job has restored this step. Asks no storage: the next save looks at the step."""
+    def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles | None]:
+        """The plan of the rank's own file in this save, and the shared files, if there are any."""
         with self._guard:
-            self._restored, self._is_new = step, True
-
-    def split(self, plan: RankPlan, captured: Tensors) -> tuple[RankPlan, SharedFiles]:
-        """The plan of the rank's own file in this save, and the shared files."""
-        with self._guard:
-            shared = SharedFiles(self)
             if self._is_off:
-                return plan, shared
+                return plan, None
             if plan.share is not self._share:
                 self._look(plan)
                 self._is_new = True
-            if self._is_new:
+            if self._is_new or self.restored is not None:
                 self._is_new = False
                 self._take_over(plan, captured)
             if plan.save.step == self._resumed_step:
                 self._resumed = []  # their names lead to the files of this save from now on
-            if not (self._files or self._history):
-                return plan, shared
-            shared.links = self._links(captured)
-            linked = {key for link in shared.links for key in link.file.keys}
-            shared.fresh = self._fresh(plan, captured, linked)
-            made = {key for each in shared.fresh for key in keys_of(each.plan)}
+            if not (self._files or self._history.same):
+                return plan, None
+            links = self._links(captured)
+            linked = {key for link in links for key in link.file.keys}
+            fresh = self._fresh(plan, captured, linked)
+            made = {key for each in fresh for key in keys_of(each.plan)}
+            if not (links or fresh):
+                return plan, None
             self._making |= made
-            return self._rest(plan, {self._parts[key].source for key in linked | made}), shared
+            own = self._rest(plan, {self._parts[key].source for key in linked | made})
+            return own, SharedFiles(self, links, fresh)
 
     def _look(self, plan: RankPlan) -> None:
         """The state has another structure, or this rank another share of it."""
@@ -142,7 +139,7 @@ class Sharing:
                 self._name(known, plan, captured)
 
     def _files_of_restored(self) -> list[KnownFile]:
-        step, self._restored = self._restored, None
+        step, self.restored = self.restored, None
         if step is not None and not self._place.is_apart:
             rank, world = (self._peers.rank, self._peers.world_size) if self._peers else (None, 1)
             self._resumed = known_files(self._place.store, step, rank, world)
@@ -198,7 +195,7 @@ class Sharing:
     def _fresh(self, plan: RankPlan, captured: Tensors, linked: Set[Key]) -> list[Fresh]:
         """New files for the parts that have stayed the same and are in no file."""
         taken = linked | self._making
-        if self._history.same <= taken:
+        if self._history.same.keys() <= taken:
             return []
         wanted = [
             part
@@ -215,8 +212,6 @@ class Sharing:
 
     def _rest(self, plan: RankPlan, away: set[int]) -> RankPlan:
         """The plan of the rank's own file, without the parts from these sources."""
-        if not away:
-            return plan
         if self._own is None or self._own[0] != away:
             parts = [part for part in plan.share.parts if part.source not in away]
             found = plan_file(parts, plan.save, plan.save.frozen)
@@ -447,42 +442,33 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._same: dict[Key, int] = {}
+        self.same: dict[Key, int] = {}  # no other part may be quiet
         self._needed: dict[Key, int] = {}
 
     def saved(self, same: Iterable[Key], changed: Iterable[Key]) -> None:
         """A save has compared these with the save before."""
         for key in same:
-            self._same[key] = self._same.get(key, 0) + 1
+            self.same[key] = self.same.get(key, 0) + 1
         for key in changed:
-            self._same.pop(key, None)
+            self.same.pop(key, None)
 
     def predict(self, keys: Iterable[Key]) -> None:
         """Nothing is known of these yet, and nobody is expected to change them."""
         for key in keys:
             if key not in self._needed:
-                self._same.setdefault(key, 1)
+                self.same.setdefault(key, 1)
 
     def broke(self, keys: Iterable[Key]) -> None:
         """These were in a shared file, and have changed."""
         for key in keys:
-            self._same.pop(key, None)
+            self.same.pop(key, None)
             self._needed[key] = min(_SAVES_MAX, 2 * self._needed.get(key, 1))
 
     def keep(self, keys: Collection[Key]) -> None:
         """The state has only these parts from now on."""
-        self._same = {key: count for key, count in self._same.items() if key in keys}
+        self.same = {key: count for key, count in self.same.items() if key in keys}
         self._needed = {key: count for key, count in self._needed.items() if key in keys}
-
-    @property
-    def same(self) -> Set[Key]:
-        """All that may be quiet. No other part is."""
-        return self._same.keys()
 
     def is_quiet(self, key: Key) -> bool:
         """Whether the part may go to a shared file."""
-        return self._same.get(key, 0) >= self._needed.get(key, 1)
-
-    def __bool__(self) -> bool:
-        """Whether any part may be quiet."""
-        return bool(self._same)
+        return self.same.get(key, 0) >= self._needed.get(key, 1)

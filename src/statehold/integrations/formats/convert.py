@@ -368,7 +368,7 @@ def write_step(
                     sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
                 check()
             fs.unlink(f"{partial}/{JOURNAL}")
-            store.commit(build_manifest(plan, node, sums))
+            store.commit(step, build_manifest(plan, node, sums).encode())
         except NoSpaceError:  # others need the room; after other errors the work is resumed
             store.abandon(step)
             raise

@@ -32,7 +32,7 @@ from statehold.tensors import nodes
 from statehold.tensors.captured import Capture, Capturing
 from statehold.tensors.destinations import apart
 from statehold.tensors.found import Seen
-from statehold.tensors.kinds import modules, objects, optimizers, rng, scalers
+from statehold.tensors.kinds import modules, objects, optimizers, rng
 from statehold.tensors.kinds.rng import unchanged
 from statehold.tensors.marks import Mark, bare
 from statehold.tensors.matching import (
@@ -65,7 +65,7 @@ class Kind(Protocol):
         """Say what a restore does to it, and change nothing yet."""
 
 
-KINDS: tuple[Kind, ...] = (modules, optimizers, rng, scalers, objects)
+KINDS: tuple[Kind, ...] = (modules, optimizers, rng, objects)
 
 
 def kind_of(value: Any) -> tuple[Kind, Any] | None:
@@ -131,7 +131,7 @@ def capture(
         )
     found = list(parts(state))
     entries, names = modules.look_into(found)
-    replicas = modules.replicas_in(found, rank)
+    replicas = {} if rank is None else modules.replicas_in(found)
     held = [part for _, part in found if isinstance(part, torch.optim.Optimizer)]
     to = Capturing(kind_of, rank, world, own, held, stepping, seen or Seen())
     to.entries, to.names, to.replicas = entries, names, replicas
@@ -157,7 +157,7 @@ def prepare(
     with unchanged():  # state_dict() of live objects may draw
         found = [(path, part) for path, part in parts(state) if isinstance(part, nn.Module)]
         entries, names = modules.look_into(found)
-        replicas = modules.replicas_in(found, rank)
+        replicas = {} if rank is None else modules.replicas_in(found)
         paths = [path for path, _ in found]
         to = Matching(saved, selection, kind_of, paths, names, replicas, rank, alone, world)
         _match(to, state, saved.state, selection, entries)

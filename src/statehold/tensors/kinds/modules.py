@@ -60,10 +60,10 @@ def of(value: Any) -> nn.Module | None:
     return value if isinstance(value, nn.Module) else None
 
 
-def replicas_in(parts: Iterable[tuple[str, Any]], rank: int | None) -> dict[int, Layout]:
+def replicas_in(parts: Iterable[tuple[str, Any]]) -> dict[int, Layout]:
     """The layouts of the tensors that DistributedDataParallel replicates, by their ids."""
     layouts: dict[int, Layout] = {}
-    for _, part in parts if rank is not None else ():
+    for _, part in parts:
         found = _replicas(part) if isinstance(part, nn.Module) else None
         if found is not None and (layout := of_group(found[0])) is not None:
             layouts |= dict.fromkeys(map(id, found[1]), layout)
@@ -332,9 +332,12 @@ def look_into(parts: Iterable[tuple[str, Any]]) -> tuple[dict[int, dict[str, Any
     for path, part in parts:
         if isinstance(part, nn.Module) and id(part) not in found:
             _refuse_flat(part, path)
-            composed.refuse_packed(part, path)
+            has_quantized = composed.BITSANDBYTES in sys.modules
+            if has_quantized:
+                composed.refuse_packed(part, path)
             found[id(part)] = entries(part)
-            composed.refuse_stateless(part, path)
+            if has_quantized:
+                composed.refuse_stateless(part, path)
             names = names_in(found[id(part)], path) | names
     return found, names
 

@@ -1,7 +1,8 @@
 """Objects that give and take their state themselves: schedulers, data loaders, and whatever has
 state_dict() and load_state_dict(). What they accept they decide.
 
-Owns: also objects whose state lies in files (stored), or has pieces (placements).
+Owns: also objects whose state lies in files (stored), or has pieces (placements), and gradient
+scalers, whose state is taken without a wait for the device.
 Invariants: an object is one name, and is restored as a whole.
 Not here: what the loaders in an object leave out of its state (loaders).
 """
@@ -12,12 +13,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+from torch.amp.grad_scaler import GradScaler
+
 from statehold.errors import noting
-from statehold.tensors.captured import Capturing
+from statehold.tensors.captured import Capturing, Number
 from statehold.tensors.kinds import loaders
 from statehold.tensors.matching import ABSENT, Matching, Walk
 from statehold.tensors.placements import Pieced
-from statehold.tensors.storable import is_stateful
+from statehold.tensors.storable import is_external, is_stateful
 from statehold.tensors.stored import StoredObject
 
 
@@ -35,6 +39,8 @@ def capture(to: Capturing, value: Any, path: str) -> Any | None:
         raise refusal
     if not is_stateful(value):
         return None
+    if isinstance(value, GradScaler) and _waits(value):
+        return _captured_scaler(to, value, path)
     return to.inside(value, lambda: loaders.state_of(value, partial(to.tell, path)), path)
 
 
@@ -81,3 +87,39 @@ def load(take: Callable[[Any, Any], None], live: Any, value: Any, path: str) -> 
         f'skip=["{path}"] leaves it out'
     ):
         take(live, value)
+
+
+# -- gradient scalers ------------------------------------------------------------------------------
+# state_dict() of a torch.amp.GradScaler gives numbers that lie on a device, and waits for the
+# device twice. So the numbers are cloned there, in the order of the device's work, and read on the
+# stage thread. What a step has is what state_dict() gives. The nodes of such numbers hold what the
+# scaler began with until they are filled in, before the save is staged. A scaler that is disabled
+# or was not used yet has no numbers on a device, and a subclass may give its state in its own way:
+# both are asked for state_dict().
+
+
+_ON_DEVICE = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
+_OF_THE_STATE = ("state_dict", "get_scale", "_get_scale_async", "_get_growth_tracker")
+
+
+def _waits(scaler: GradScaler) -> bool:
+    """Whether its state_dict() waits for a device."""
+    kind = type(scaler)
+    if any(getattr(kind, name) is not getattr(GradScaler, name, None) for name in _OF_THE_STATE):
+        return False
+    held = [getattr(scaler, name, None) for name in _ON_DEVICE.values()]
+    on_device = all(isinstance(each, torch.Tensor) and is_external(each) for each in held)
+    return on_device and scaler.is_enabled()
+
+
+def _captured_scaler(to: Capturing, scaler: GradScaler, path: str) -> Any:
+    to.values.check_depth(scaler, path, 2)  # an infinity that is filled in is a node
+    alike = object.__new__(type(scaler))
+    vars(alike).update(vars(scaler), **dict.fromkeys(_ON_DEVICE.values()))
+    node = to.encoded(alike.state_dict(), path)
+    to.numbers += [
+        Number(getattr(scaler, name).clone(), node, key)
+        for key, name in _ON_DEVICE.items()
+        if key in node
+    ]
+    return node

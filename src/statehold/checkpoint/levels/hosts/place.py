@@ -24,7 +24,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -241,12 +241,12 @@ class HostPlace(DirectoryPlace):
         return sorted(self.known())
 
     def check_order(
-        self, step: int, newest: int | None, *, may_be_unreachable: bool = False
+        self, step: int, known: Iterable[int | None], *, may_be_unreachable: bool = False
     ) -> None:
         if not self.is_apart:
-            super().check_order(step, newest, may_be_unreachable=may_be_unreachable)
+            super().check_order(step, known, may_be_unreachable=may_be_unreachable)
             return
-        check_newest(self.store.root, step, (newest, *self.known()), self.known)
+        check_newest(self.store.root, step, (*known, *self.known()), self.known)
 
     def shelves(self) -> Sequence[Shelf]:
         """The files of this host, and those of others; as of the last census."""
