@@ -24,7 +24,7 @@ warnings := 'error,ignore:FSDP2-wrapped module:UserWarning,ignore:`torch.jit:Dep
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test thorough campaigns integrations serving infra sim replicas powerloss modes sanitize fuzz soak check bench gpu docs release clean
+.PHONY: help setup build demo test thorough campaigns integrations serving infra sim replicas powerloss modes sanitize arm fuzz soak check bench gpu docs release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -117,6 +117,9 @@ fuzz: setup  ## hostile steps, guided by coverage, for SECONDS=600
 
 soak: setup  ## saves and restores in a loop for MINUTES=120: nothing may grow
 	@PYTHONPATH=tests $(bin)/python -m soak --minutes $(MINUTES) $(ARGS)
+
+arm:  ## the C++ tests, built for arm64, in an emulator
+	@tools/aarch64.sh
 
 check: setup  ## formatting, lint, types, the figures that may only fall, accesses without their mutex
 	$(bin)/ruff format --check .

@@ -354,8 +354,9 @@ bool PosixFile::cached(uint64_t offset, uint64_t bytes) {
     uint64_t cached, dirty, writeback, evicted, recently_evicted;
   } pages{};
   if (::syscall(cachestat_number, fd_, &range, &pages, 0) != 0) return false;
-  const uint64_t first = align_down(offset, kPageBytes);
-  return pages.cached >= (align_up(offset + bytes, kPageBytes) - first) / kPageBytes;
+  const uint64_t page = system_page_bytes();
+  const uint64_t first = align_down(offset, page);
+  return pages.cached >= (align_up(offset + bytes, page) - first) / page;
 }
 
 void PosixFile::read_ahead(uint64_t offset, uint64_t bytes) {

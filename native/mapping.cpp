@@ -11,6 +11,12 @@
 #include "fs.h"
 
 namespace statehold {
+
+uint64_t system_page_bytes() {
+  static const auto bytes = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 namespace {
 
 // One call holds the lock of the address space, and every thread of the process that maps memory
@@ -31,7 +37,7 @@ int touch(std::byte* begin, uint64_t bytes) {
 // Whether a page has an entry in the page table, by the kernel's list of all (/proc/PID/pagemap).
 bool is_present(int pagemap, const std::byte* page) {
   uint64_t entry = 0;
-  const auto number = reinterpret_cast<uint64_t>(page) / kPageBytes;
+  const auto number = reinterpret_cast<uint64_t>(page) / system_page_bytes();
   const auto offset = static_cast<off_t>(number * sizeof entry);
   return ::pread(pagemap, &entry, sizeof entry, offset) == sizeof entry && (entry >> 63) == 1;
 }
@@ -40,7 +46,7 @@ bool is_present(int pagemap, const std::byte* page) {
 // there are not that many addresses. It is reserved: the mapping replaces it.
 std::byte* aligned(uint64_t bytes) {
   if (bytes < kHugePageBytes) return nullptr;
-  const uint64_t whole = align_up(bytes, kPageBytes);
+  const uint64_t whole = align_up(bytes, system_page_bytes());
   const uint64_t reserved = whole + kHugePageBytes;
   void* found = ::mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (found == MAP_FAILED) return nullptr;
@@ -82,7 +88,7 @@ Mapping::~Mapping() {
 
 Status Mapping::populate(uint64_t begin, uint64_t bytes, const std::string& path) const {
   const uint64_t end = std::min(bytes_, begin + bytes);
-  for (uint64_t at = align_down(begin, kPageBytes); at < end; at += kPopulateBytes) {
+  for (uint64_t at = align_down(begin, system_page_bytes()); at < end; at += kPopulateBytes) {
     const int error = touch(data_ + at, std::min(kPopulateBytes, end - at));
     if (error == EINVAL) return {};  // before Linux 5.14
     if (error != 0) return Status::io(error, "populate", path, static_cast<int64_t>(at));

@@ -21,6 +21,9 @@ namespace statehold {
 // refuse to collapse.
 inline constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 
+// The unit in which this kernel maps and counts memory: 4 KiB, or up to 64 KiB on arm64.
+uint64_t system_page_bytes();
+
 class Mapping {
  public:
   enum class Access : uint8_t { read, write };

@@ -90,7 +90,10 @@ int64_t PageTable::find(uint64_t index) const {
   return -1;
 }
 
-uint32_t PageTable::generation(uint64_t slot) const { return fetch(generation_[checked(slot)]); }
+uint32_t PageTable::generation(uint64_t slot) const {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);  // after the last byte that the caller has read
+  return fetch(generation_[checked(slot)]);
+}
 
 uint64_t PageTable::index(uint64_t slot) const { return fetch(index_[checked(slot)]); }
 
@@ -140,6 +143,7 @@ int64_t PageTable::take(uint32_t seat, uint64_t below) {
     ++words_[kEvicted];
   }
   put(generation_[slot], generation_[slot] + 1);
+  __atomic_thread_fence(__ATOMIC_RELEASE);  // before the caller's first byte of another page
   state_[slot] = uint32_t{kFilling} | seat << kSeatShift;
   return slot;
 }

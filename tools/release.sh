@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes what is released, out of HEAD and nothing else, in dist/: an sdist, wheels, their SHA-256.
-# `make release` calls it. All is built twice, in two folders, and has to have the same bytes.
+# `make release` calls it. All is built twice, in two folders, and has to have the same bytes. Then
+# tools/try_wheel.sh tries them on each Python here, with the tutorial where that Python has torch.
 #
 #   tools/release.sh                  wheels for the Pythons here; they need the C library from here
 #   tools/release.sh --manylinux      wheels for any Linux since 2018, by cibuildwheel; needs docker
@@ -13,6 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly root=$PWD work=$PWD/build/release
+readonly candidates=${PYTHONS:-python3.10 python3.11 python3.12 python3.13 python3.14}
 say() { printf '%-10s %s\n' "$1" "$2"; }
 fail() { echo "release failed: $*" >&2; exit 1; }
 
@@ -37,7 +39,7 @@ tools_for() {
 # One per kind of wheel: the first Python of 3.12 or later makes the one for all of them.
 pythons() {
   local candidate version has_stable=
-  for candidate in ${PYTHONS:-python3.10 python3.11 python3.12 python3.13 python3.14}; do
+  for candidate in $candidates; do
     version=$("$candidate" -c 'import sys; print(sys.version_info[1])' 2>/dev/null) || continue
     [ "$version" -lt 12 ] || [ -z "$has_stable" ] || continue
     [ "$version" -lt 12 ] || has_stable=1
@@ -86,3 +88,10 @@ rm -f dist/*
 cp "$work"/first/dist/* dist/
 (cd dist && sha256sum -- *.tar.gz *.whl >SHA256SUMS)
 cat dist/SHA256SUMS
+
+# The stable wheel is tried on each Python that may install it.
+for candidate in $candidates; do
+  "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
+  say try "the wheel for $("$candidate" --version), alone"
+  PYTHON=$candidate tools/try_wheel.sh dist
+done

@@ -1,7 +1,10 @@
 // Tables of pages and headers: what they say comes back, and damage ends no call badly.
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "page_header.h"
@@ -138,6 +141,36 @@ TEST(what_was_counted_stays_when_its_identity_goes) {
   const auto found = table.counted();
   EXPECT(found.back().identity.empty() && found.back().counts[0] == 7);
   EXPECT_THROWS(std::invalid_argument, table.count(PageTable::kSeats, {1}));
+}
+
+// As caches do it. A processor that stores, or loads, in another order than the program's shows one
+// page's bytes under the generation of another.
+TEST(a_slot_that_was_read_under_one_generation_had_one_page) {
+  constexpr uint64_t rounds = 20'000;
+  auto memory = memory_of(1);
+  PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), 1);
+  table.create();
+  const int64_t space = table.space(identity);
+  std::array<std::atomic<uint64_t>, 64> page{};
+  constexpr auto any_order = std::memory_order_relaxed;
+  std::thread writer([&] {
+    for (uint64_t index = 1; index <= rounds; ++index) {
+      table.take(kSeat, 1);
+      for (auto& word : page) word.store(index, any_order);
+      table.publish(0, index, 0, space, 0);
+    }
+  });
+  uint64_t torn = 0;
+  for (uint64_t index = 0; index < rounds;) {
+    const uint32_t generation = table.generation(0);
+    index = table.index(0);
+    if (table.find(index) != 0) continue;
+    uint64_t others = 0;
+    for (const auto& word : page) others += word.load(any_order) != index ? 1 : 0;
+    if (table.generation(0) == generation && others > 0) ++torn;
+  }
+  writer.join();
+  EXPECT(torn == 0);
 }
 
 TEST(damage_ends_no_call_badly) {

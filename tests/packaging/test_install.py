@@ -241,3 +241,16 @@ def test_without_a_compiler_a_build_says_so_in_one_sentence(source: Path, tmp_pa
     said = " ".join(done.stderr.split())
     assert "To build statehold from source, install a C++20 compiler (apt install g++" in said
     assert done.stderr.count("CMake Error") == 1
+
+
+def test_a_build_for_free_threaded_python_is_refused(source: Path, tmp_path: Path) -> None:
+    """No wheel fits such a Python, so pip builds one."""
+    claim = "import sysconfig\nsysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1\n"
+    (tmp_path / "sitecustomize.py").write_text(claim)
+    settings = ["-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    cmake = ["env", f"PYTHONPATH={tmp_path}", "cmake", "-S", source / "native", *settings]
+    done = bare(*cmake, cwd=tmp_path)
+    assert done.returncode != 0
+    said = " ".join(done.stderr.split())
+    assert "statehold does not run on the free-threaded build of Python." in said
+    assert done.stderr.count("CMake Error") == 1

@@ -42,6 +42,7 @@ class Interrupts:
     @contextmanager
     def armed(self) -> Iterator[None]:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # 3.12: where no frame had it yet, none reports
         sys.settrace(self._entered)
         try:
             yield
@@ -51,7 +52,6 @@ class Interrupts:
     def _entered(self, frame: FrameType, _event: str, _arg: Any) -> Any:
         if self.fired is not None or frame.f_code not in self._codes:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         before = ""
 
         # No frame is kept: it would keep the job that it holds from being dropped.
@@ -65,6 +65,8 @@ class Interrupts:
                 self._count(frame)
             return passed
 
+        frame.f_trace = passed  # first: 3.13 takes no f_trace_opcodes of a frame without it
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return passed
 
     def _count(self, frame: FrameType) -> None:
