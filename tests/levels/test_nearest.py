@@ -18,7 +18,7 @@ from statehold.errors import (
     PeerLostError,
     StorageError,
 )
-from statehold.steps.target import DirectoryPlace
+from statehold.steps.store import Store
 from support.faults import DEADLINE_S, must
 from support.in_memory import SimFs
 from support.inside import inside, promoter
@@ -170,14 +170,14 @@ def test_a_newer_format_is_not_passed_over(fs, size) -> None:
 @pytest.fixture
 def unlistable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of levels that cannot be listed."""
-    steps, names = DirectoryPlace.steps, set()
+    steps, names = Store.steps, set()
 
-    def listed(place: DirectoryPlace) -> list[int]:
-        if place.name in names:
-            raise StorageError("away", errno=errno.EIO, path=place.name)
-        return steps(place)
+    def listed(store: Store) -> list[int]:
+        if store.name in names:
+            raise StorageError("away", errno=errno.EIO, path=store.name)
+        return steps(store)
 
-    monkeypatch.setattr(DirectoryPlace, "steps", listed)
+    monkeypatch.setattr(Store, "steps", listed)
     return names
 
 
@@ -229,14 +229,14 @@ def test_a_bad_copy_on_one_ranks_disk_alone(size) -> None:
         ranks.save(1, lambda rank: state(rank, 1))
         ranks.each(lambda rank: ranks.ckpts[rank].flush(DEADLINE_S))
         fired = threading.Event()
-        place = inside(ranks.ckpts[size - 1]).levels.places[0]
-        find = place.find
+        [shelf] = inside(ranks.ckpts[size - 1]).levels.places[0].shelves()
+        find = shelf.find
 
         def elsewhere(step: int, name: str, *needed: object) -> str:
             fired.set()
             return find(step + 7, name, *needed)  # where nothing is
 
-        place.find = elsewhere  # type: ignore[method-assign]
+        shelf.find = elsewhere  # type: ignore[method-assign]
         found = [blank() for _ in range(size)]
         got = ranks.each(lambda rank: ranks.ckpts[rank].restore(found[rank]))
         assert got == [1] * size
@@ -256,7 +256,7 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> 
     fired = threading.Event()
     with job(fs, size) as ranks:
         for ckpt in ranks.ckpts:
-            place = inside(ckpt).levels.places[0]
+            [shelf] = inside(ckpt).levels.places[0].shelves()
             left = iter(range(times))
 
             def fail(step: int, each: str, *more: Any, do: Any, left: Any = left) -> Any:
@@ -265,8 +265,8 @@ def test_a_step_is_not_given_up_for_a_disk_that_fails(fs, size, kind, times) -> 
                     raise StorageError("the disk fails", errno=errno.EIO, path=each)
                 return do(step, each, *more)
 
-            place.read = functools.partial(fail, do=place.read)  # type: ignore[method-assign]
-            place.find = functools.partial(fail, do=place.find)  # type: ignore[method-assign]
+            shelf.read = functools.partial(fail, do=shelf.read)  # type: ignore[method-assign]
+            shelf.find = functools.partial(fail, do=shelf.find)  # type: ignore[method-assign]
         outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(blank()))
         assert {type(each) for each in outcomes} <= {StorageError, PeerFailedError}
         assert any(isinstance(each, StorageError) for each in outcomes)

@@ -14,12 +14,12 @@ import pytest
 import statehold
 from statehold.checkpoint.save.handle import Passage
 from statehold.checkpoint.telemetry.watch import UNWATCHED
+from statehold.io.segments import Reading
 from statehold.observe import background_log
 from statehold.observe.background_log import Progress, pause_after, progress_text
 from statehold.units import GiB, MiB
-from support.faults import DEADLINE_S, SMALL, Holdup
+from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.in_memory import SimFs, checkpointer_on
-from support.inside import inside
 from support.training import Training
 
 
@@ -144,8 +144,13 @@ def test_a_long_restore_says_how_far_it_is(
         ) as ckpt:
             training = Training()
             ckpt.save(1, training.state).wait("committed", DEADLINE_S)
-            devices = inside(ckpt).runtime.devices
-            monkeypatch.setattr(devices, "load", lambda *_: twice.wait(DEADLINE_S))
+            finish = Reading.finish
+
+            def held(reading: Reading, fill: Any) -> None:
+                must(twice.wait(DEADLINE_S))
+                finish(reading, fill)
+
+            monkeypatch.setattr(Reading, "finish", held)
             ckpt.restore(training.state)
     finally:
         logging.getLogger("statehold").removeHandler(counting)

@@ -38,9 +38,9 @@ def test_a_file_has_a_size_that_is_worth_a_name() -> None:
 
 def test_what_is_frozen_may_be_shared_at_once() -> None:
     history: History[str] = History()
-    assert not history
+    assert not history.same
     history.predict(["base"])
-    assert history
+    assert history.same
     assert history.is_quiet("base")
     assert not history.is_quiet("head")
 

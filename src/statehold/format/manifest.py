@@ -209,7 +209,9 @@ class Commit:
         document = {
             **_head(self, self.version),
             "attempt": self.attempt,
-            "records": [asdict(entry) for entry in self.records],
+            "records": [
+                {"name": e.name, "bytes": e.bytes, "sha256": e.sha256} for e in self.records
+            ],
             "state": {key: [group.ranges for group in to] for key, to in self.state.items()},
             "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
             **_about_member(self.about),
