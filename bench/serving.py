@@ -30,7 +30,7 @@ from statehold.kv.planning.costs import (
     is_load_faster,
     layouts,
 )
-from statehold.kv.planning.shapes import ModelShape, shape_in
+from statehold.planners.shapes import ModelShape, shape_in
 
 _LLAMA = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
           "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256}  # fmt: skip
@@ -128,7 +128,7 @@ def _findings(args: argparse.Namespace) -> int:
         for each in planning.plan(shape, GPUS["h200"], layouts(shape, 8), requests):
             out = each.swept[each.chosen]
             print(f"{name} {each.costs.layout}: {args.requests} requests, {out.end_s:.0f} s at "
-                  f"{each.chosen}, {out.tokens_per_s:.0f} tokens/s")  # fmt: skip
+                  f"{each.chosen}, {out.answered / out.end_s:.0f} tokens/s")  # fmt: skip
     return 0
 
 

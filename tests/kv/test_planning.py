@@ -22,6 +22,7 @@ from bench.serving import (
     throughputs,
 )
 
+from statehold.cli.plan import read_config
 from statehold.errors import UsageError
 from statehold.kv import planning
 from statehold.kv.planning import ServingRequest, drawn, parse, simulate
@@ -35,7 +36,7 @@ from statehold.kv.planning.costs import (
     is_load_faster,
     layouts,
 )
-from statehold.kv.planning.shapes import read_config, shape_in
+from statehold.planners.shapes import shape_in
 
 H200 = GPUS["h200"]
 SMALL = {

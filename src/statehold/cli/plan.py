@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
 from statehold.cli.tables import Table
+from statehold.encoding import strictjson
 from statehold.errors import UsageError, refused
 from statehold.io import profile
 from statehold.planners.interleaving import (
@@ -62,6 +64,20 @@ def check_limits(args: argparse.Namespace, limits: Mapping[str, tuple[float, flo
 def out_of_range(name: str, expected: str, got: object) -> UsageError:
     """The error for an option."""
     return refused(f"--{name.replace('_', '-')} is out of range", expected, got)
+
+
+def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
+    """A config.json, or the config.json of a directory. Raises UsageError if it is not one."""
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        document = strictjson.message(path.read_bytes())
+    except (OSError, ValueError) as error:
+        facts = {"file": os.fspath(path), "error": str(error)}
+        raise UsageError("the configuration of the model cannot be read", facts=facts) from error
+    if not isinstance(document, dict):
+        raise refused("the configuration of the model is no object", "a JSON object", document)
+    return document
 
 
 def read_trace(path: str, parse: Callable[[str], T]) -> T:

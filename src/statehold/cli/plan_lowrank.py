@@ -13,11 +13,11 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
-from statehold.cli.plan import check_limits, out_of_range
+from statehold.cli.plan import check_limits, out_of_range, read_config
 from statehold.cli.tables import Table
 from statehold.errors import refused
-from statehold.kv.planning.shapes import EXPERTS, ConfigFields, read_config
 from statehold.planners.lowrank import WAYS, DeviceRates, LlamaShape, LowRankCosts, TrainingJob
+from statehold.planners.shapes import EXPERTS, ConfigFields
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 _ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -2,7 +2,7 @@
 
 Invariants: it measures nothing. The same arguments print the same plan. The bandwidth of a store
 comes from its argument, or from the profile of its storage (`statehold bench io`).
-Not here: the model (kv/planning).
+Not here: what a configuration means (planners/shapes), the plan (kv/planning).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from statehold.cli import codes
 from statehold.cli.output import emit, sections, table
-from statehold.cli.plan import check_limits, out_of_range, read_trace
+from statehold.cli.plan import check_limits, out_of_range, read_config, read_trace
 from statehold.cli.tables import Table
 from statehold.errors import refused
 from statehold.io import profile
 from statehold.kv import planning
 from statehold.kv.planning.costs import GPUS, DeviceLayout, Gpu, LoadTimes, layouts
-from statehold.kv.planning.shapes import ModelShape, read_config, shape_in
+from statehold.planners.shapes import ModelShape, shape_in
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 _LIMITS = {

@@ -14,7 +14,7 @@ The time of a step is a sum. A backward has twice the arithmetic of its forward.
 
 Invariants: counts are exact. A time has no constant of its own: a device reaches what the caller
 says. The same device is as good at each of the three.
-Not here: pairs themselves (the package lowrank), config.json (kv/planning/shapes).
+Not here: pairs themselves (the package lowrank), config.json (planners/shapes).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from operator import attrgetter
 
 from statehold.errors import UsageError, refused
 from statehold.kv.planning.costs import DeviceLayout, Gpu, LoadTimes, ServingCosts, is_load_faster
-from statehold.kv.planning.shapes import ModelShape
+from statehold.planners.shapes import ModelShape
 from statehold.planners.traces import csv_rows
 
 _COLUMNS = ("arrival_s", "prompt", "answer")
@@ -91,10 +91,6 @@ class ServingOutcome:
     preemptions: int = 0
     recomputed: int = 0
     loaded: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.answered / self.end_s
 
 
 def simulate(

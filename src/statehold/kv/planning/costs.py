@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from statehold.errors import refused
-from statehold.kv.planning.shapes import ModelShape
+from statehold.planners.shapes import ModelShape
 from statehold.units import format_bytes
 
 # What devices reach of their data sheets, the latency of a hop, and what a step costs beside its

@@ -3,20 +3,17 @@
 Owns: the fields of Llama, Qwen, Mixtral and DeepSeek (MLA) configurations, and their names.
 Invariants: what the formulas cannot count is refused by name, and never guessed. Counts are of
 matrices: norms and biases are left out, which is below a thousandth of any model.
-Not here: time, and memory of devices (costs).
+Not here: reading the file (cli/plan); time, and memory of devices (kv/planning/costs).
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from statehold.encoding import strictjson
-from statehold.errors import UsageError, refused, shown
+from statehold.errors import refused, shown
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 _WHOLE_MAX = 10**9
@@ -72,20 +69,6 @@ class ModelShape:
     def kv_of_rank(self, tp: int) -> int:
         """The same on one of `tp` ranks: they share heads, and hold a head at least once."""
         return self.layers * -(-self.kv_heads // tp) * self.kv_values * self.kv_bytes
-
-
-def read_config(config: str | os.PathLike[str]) -> dict[str, Any]:
-    """A config.json, or the config.json of a directory. Raises UsageError if it is not one."""
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        document = strictjson.message(path.read_bytes())
-    except (OSError, ValueError) as error:
-        facts = {"file": os.fspath(path), "error": str(error)}
-        raise UsageError("the configuration of the model cannot be read", facts=facts) from error
-    if not isinstance(document, dict):
-        raise refused("the configuration of the model is no object", "a JSON object", document)
-    return document
 
 
 def shape_in(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
