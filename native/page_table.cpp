@@ -14,7 +14,7 @@
 namespace statehold {
 namespace {
 
-constexpr uint64_t kTableMagic = 0x3342'4154'564B'4853;  // "SHKVTAB3"
+constexpr uint64_t kTableMagic = 0x3442'4154'564B'4853;  // "SHKVTAB4"
 constexpr uint64_t kWords = 16;
 constexpr uint64_t kLongColumns = 2;
 constexpr uint64_t kColumns = 7;

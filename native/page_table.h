@@ -42,7 +42,7 @@ class PageTable {
   static constexpr uint64_t kSpaces = 64;
   static constexpr uint64_t kSeats = 256;
   // What processes count, by identity. The table does not know what it means.
-  static constexpr uint64_t kCounts = 9;
+  static constexpr uint64_t kCounts = 13;
   // Among how many pages a score decides. More would keep pages that nobody has used for long.
   static constexpr int kRanked = 16;
 

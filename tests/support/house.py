@@ -26,9 +26,9 @@ _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where a statement has statements in it.
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
-# What came after the house was measured, and its commands, has lines of its own.
+# What came after the house was measured has lines of its own.
 _LATER = {
-    "kv": ("statehold/kv/", "statehold/cli/kv.py", "statehold/cli/plan_serving.py"),
+    "kv": ("statehold/kv/",),
     "lowrank": (
         "statehold/lowrank/",
         "statehold/planners/lowrank.py",

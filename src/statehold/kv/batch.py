@@ -1,4 +1,4 @@
-"""A call to a store of pages that is under way: one verdict for each page, within a time.
+"""A call to a store of pages that is under way, and its pages: one verdict for each, within a time.
 
 Invariants: wait() returns at its time, whatever the storage does. After it has returned, nothing
 touches the caller's memory any more, and no verdict changes.
@@ -10,7 +10,9 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+from statehold.kv.page import Header
 from statehold.process.worker import Flag
 
 
@@ -28,7 +30,8 @@ class PageVerdict(enum.Enum):
 
 VERDICTS = tuple(each.value for each in PageVerdict)
 # What all processes count together: pages by verdict, and the bytes of some.
-COUNTED = (*VERDICTS, "hit_bytes", "stored_bytes")
+BEHIND = ("behind_hit", "behind_sent", "behind_bad", "behind_failed")
+COUNTED = (*VERDICTS, "hit_bytes", "stored_bytes", *BEHIND)
 
 
 class PageBatch:
@@ -87,3 +90,24 @@ class PageBatch:
                 self._told(self._verdicts)
             if not self._left:
                 self._done.set()
+
+
+@dataclass(slots=True)
+class MovingPage:
+    """A page of a call. view: the caller's memory. index: of the page; before: of the one before
+    it. slot: in memory; is_filled: it has the page. there, generation: of its slot in a file.
+    header, verdict: once it was read."""
+
+    batch: PageBatch
+    place: int
+    key: bytes
+    view: memoryview
+    index: int
+    before: int = 0
+    score: float = 0.0
+    slot: int = -1
+    is_filled: bool = False
+    there: int = -1
+    generation: int = 0
+    header: Header | None = None
+    verdict: PageVerdict = PageVerdict.BAD

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from statehold import _core
 from statehold._core import PageTable
 from statehold.errors import refused
 from statehold.kv.batch import COUNTED
 from statehold.kv.opened import LOCK_S, held, name_of, refuse_other_host
-from statehold.kv.page import HEADER_BYTES, Header, whole_blocks
+from statehold.kv.page import HEADER_BYTES, Header
 from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
 from statehold.process.file_locks import LockFile
 
@@ -114,13 +113,11 @@ def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify:
     begin, size = int(segment.name[-6:]) * seen.geometry.segment_slots, seen.geometry.slot_bytes
     with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
         for slot, at in enumerate(range(0, len(raw) - HEADER_BYTES + 1, size), begin):
-            generation = _findable(table, slot)
-            first, payload = raw[at : at + HEADER_BYTES], at + HEADER_BYTES
+            generation, first = _findable(table, slot), raw[at : at + HEADER_BYTES]
             header = Header.decode(first)
             is_bad = header is None and first != bytes(HEADER_BYTES)
             if header is not None and verify:
-                end = payload + whole_blocks(header.nbytes)
-                is_bad = _core.xxh3_64(raw[payload:end]) != header.checksum
+                is_bad = Header.proven(raw[at : at + size]) is None
             if is_bad:
                 if generation is not None and generation == _findable(table, slot):
                     seen.bad.append(f"{segment.name} at {at}")

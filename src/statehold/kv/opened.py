@@ -32,7 +32,7 @@ from statehold import _core
 from statehold._core import SEATS_MAX, SPACES_MAX
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
-from statehold.kv.page import HEADER_BYTES, slot_bytes, whole_blocks
+from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
 from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_store
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
@@ -131,14 +131,40 @@ class OpenStore:
         with storing("flush pages", self.path):
             self.files.flush()
 
-    def warn(self, action: str, error: Exception) -> None:
+    def warn(self, action: str, error: object, what: str = "a page") -> None:
         """Log what the storage refuses, once for each kind of action."""
         if action not in self._warned:
             self._warned.add(action)
             logger.warning(
-                "the store of pages %s could not %s a page; it goes on with those that it can\n%s",
-                self.path, action, error,
+                "the store of pages %s could not %s %s; it goes on with those that it can\n%s",
+                self.path, action, what, error,
             )  # fmt: skip
+
+    def pages_in(self, slots: Sequence[int]) -> list[tuple[Header, memoryview]]:
+        """What these slots of files hold, as far as it is right: of each its header and bytes."""
+        size, found = self.files.slot_bytes, list[tuple[Header, memoryview]]()
+        memory = memoryview(mmap.mmap(-1, size * len(slots)))
+        at = address_of(memory)
+        parts = [(slot, 0, size, at + n * size) for n, slot in enumerate(slots)]
+        try:
+            self._begin(parts, memory).wait(None)
+        except StateholdError as error:
+            self.warn("read", error)
+            return found
+        for begin in range(0, len(memory), size):
+            raw = memory[begin : begin + size].toreadonly()
+            if header := Header.proven(raw):
+                found.append((header, raw[: HEADER_BYTES + whole_blocks(header.nbytes)]))
+        return found
+
+    def left_behind(self) -> list[tuple[int, int]]:
+        """The slot and the index of each page in files, unless another process sends them."""
+        if not self._lock.try_take(1 + SEATS_MAX):
+            return []
+        table = self.files.table
+        indices = list(map(table.index, range(table.slots)))
+        found = enumerate(zip(indices, table.find_all(indices), strict=True))
+        return [(slot, index) for slot, (index, there) in found if slot == there]
 
     def job(self, moves: Sequence[Move], *, is_write: bool = False) -> RangesJob:
         """Begin to move pages between their slots in memory and in files. Raises StorageError."""

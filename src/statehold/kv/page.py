@@ -76,6 +76,13 @@ class Header:
         found = _core.read_page_header(raw)
         return found and cls(*found)
 
+    @classmethod
+    def proven(cls, raw: bytes | memoryview) -> Header | None:
+        """The header of the page in a slot; None if one of its bytes is wrong."""
+        found = cls.decode(raw[:HEADER_BYTES])
+        payload = bytes(raw[HEADER_BYTES:][: whole_blocks(found.nbytes)]) if found else b""
+        return found if found and _core.xxh3_64(payload) == found.checksum else None
+
     @property
     def index(self) -> int:
         """By which the page is found."""

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from statehold import _core
 from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
-from statehold.kv.batch import VERDICTS, PageBatch, PageVerdict
+from statehold.kv.batch import BEHIND, COUNTED, VERDICTS, MovingPage, PageBatch, PageVerdict
+from statehold.kv.behind import Behind, client_of
 from statehold.kv.opened import Move, OpenStore, address_of
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of
 from statehold.observe.counters import figures_of
@@ -58,27 +59,6 @@ FLUSH_S = 1.0
 
 # Stores that were closed while their storage hung: their memory stays.
 hanging: list[PageStore] = []
-
-
-@dataclass(slots=True)
-class MovingPage:
-    """A page of a call. view: the caller's memory. index: of the page; before: of the one before
-    it. slot: in memory; is_filled: it has the page. there, generation: of its slot in a file.
-    header, verdict: once it was read."""
-
-    batch: PageBatch
-    place: int
-    key: bytes
-    view: memoryview
-    index: int
-    before: int = 0
-    score: float = 0.0
-    slot: int = -1
-    is_filled: bool = False
-    there: int = -1
-    generation: int = 0
-    header: Header | None = None
-    verdict: PageVerdict = PageVerdict.BAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +92,9 @@ class PageStore:
         identity: what the pages depend on, 16 bytes (see statehold.kv.identity). Pages of another
             identity are not found, and go first.
         deadline_s: how long a call waits for its pages unless it says otherwise.
+        behind: the URL of an object store, such as s3://bucket/prefix, that gets all pages, and
+            is asked for those that are not here. Nothing is deleted there.
+        behind_options: its options, as for an ObjectStore; not for secrets.
 
     Raises:
         UsageError: an argument makes no sense; the error says which.
@@ -126,13 +109,15 @@ class PageStore:
     def __init__(
         self, path: str | os.PathLike[str], *, page_bytes: int | str, capacity: int | str = "16GiB",
         memory: int | str = "1GiB", identity: bytes = bytes(IDENTITY_BYTES),
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = DEADLINE_S, behind: str | None = None,
+        behind_options: Mapping[str, Any] = {},
     ) -> None:  # fmt: skip
         self.page_bytes = parse_bytes(page_bytes)
         if not self.page_bytes:
             raise refused("a page needs bytes", "at least 1", page_bytes)
         self._group_pages = max(1, min(GROUP_PAGES, GROUP_BYTES // self.page_bytes))
         self._deadline_s = check_timeout(deadline_s)
+        client = None if behind is None else client_of(behind, behind_options)
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -152,6 +137,12 @@ class PageStore:
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
         )
+        self._behind: Behind | None = None
+        if client is not None:
+            self._behind = Behind(
+                client, self._open, self._identity,
+                count=lambda name, count: self._add({name: count}), deliver=self._came,
+            )  # fmt: skip
         self._write.submit(partial(self._store, self._open.unwritten))
 
     @property
@@ -166,7 +157,8 @@ class PageStore:
         self._check_open()
         indices = indices_of(self._identity, keys)
         here, there = (each.table.find_all(indices) for each in (self._memory, self._files))
-        return [max(slots) >= 0 for slots in zip(here, there, strict=True)]
+        behind = self._behind.has(indices) if self._behind else [False] * len(indices)
+        return [max(a, b) >= 0 or c for a, b, c in zip(here, there, behind, strict=True)]
 
     def get(
         self, keys: Sequence[bytes], into: Sequence[memoryview | bytearray], *,
@@ -236,6 +228,8 @@ class PageStore:
         # First: from now on no page of the old one is a HIT, not even of a call under way.
         self._identity = _check_identity(identity)
         self._open.use(identity)
+        if self._behind is not None:
+            self._behind.use(identity)
 
     def stats(self) -> Mapping[str, int]:
         """The verdicts of this process, by name; unwritten: pages that are in memory alone, because
@@ -243,7 +237,7 @@ class PageStore:
         memory_pages: how many there are. pages_max: those that the files have room for."""
         self._check_open()
         return {
-            **{name: self._counts[name] for name in (*VERDICTS, "unwritten")},
+            **{name: self._counts[name] for name in (*VERDICTS, *BEHIND, "unwritten")},
             "evicted": self._files.table.evicted,
             "pages": self._files.table.pages(),
             "pages_max": self._files.table.slots,
@@ -261,6 +255,8 @@ class PageStore:
         self._is_closed = True
         workers, until = (self._take_in, self._write, self._read), time.monotonic() + CLOSE_S
         has_ended = all(worker.passed(until) for worker in workers)
+        if self._behind is not None:
+            has_ended = self._behind.close(until) and has_ended
         jobs = [group.job for group in self._leftover if group.job is not None]
         for job in jobs:
             job.cancel()
@@ -331,7 +327,7 @@ class PageStore:
             return False
         if not header.is_of(batch.identity, page.key, page.view.nbytes):
             return False
-        if not self._copy_out(page, slot):
+        if not self._copy_out(page, self._memory.address(slot) + HEADER_BYTES):
             return True  # it is late, and has its verdict
         if table.generation(slot) != generation:
             return False
@@ -341,9 +337,9 @@ class PageStore:
     def _header(self, slot: int) -> Header | None:
         return Header.decode(self._memory.slot(slot))
 
-    def _copy_out(self, page: MovingPage, slot: int) -> bool:
+    def _copy_out(self, page: MovingPage, source: int) -> bool:
         """Copy a page to the caller's memory, unless it is late."""
-        to, source = page.view, self._memory.address(slot) + HEADER_BYTES
+        to = page.view
         return page.batch.move(
             page.place, partial(ctypes.memmove, address_of(to), source, to.nbytes)
         )
@@ -355,20 +351,23 @@ class PageStore:
     def _next(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
         """The next pages that are in files, each with a slot in memory."""
         memory, files, chosen = self._memory.table, self._files.table, list[MovingPage]()
-        missing = list[int]()
+        missing = list[MovingPage]()
         with self._open.changing(batch.seconds_left):
             while waiting and len(chosen) < self._group_pages:
                 page = waiting[0]
                 page.there = files.find(page.index)
                 if page.there < 0:
-                    missing.append(page.place)
+                    missing.append(page)
                 elif (slot := memory.take(self._open.seat)) >= 0:
                     page.slot, page.generation = slot, files.generation(page.there)
                     chosen.append(page)
                 else:
                     break
                 waiting.popleft()
-        batch.settle(missing, PageVerdict.MISS)
+        if self._behind is None:
+            batch.settle([page.place for page in missing], PageVerdict.MISS)
+        elif missing:
+            self._behind.ask(batch, missing)
         return chosen
 
     def _group(self, batch: PageBatch, pages: list[MovingPage]) -> LoadGroup:
@@ -395,7 +394,7 @@ class PageStore:
                 page.header = self._header(page.slot)
                 page.verdict = _judged(page, checksum)
                 if page.verdict is PageVerdict.HIT:
-                    self._copy_out(page, page.slot)
+                    self._copy_out(page, self._memory.address(page.slot) + HEADER_BYTES)
         with self._open.changing(None):
             for page in group.pages:
                 is_hit = page.verdict is PageVerdict.HIT
@@ -410,6 +409,25 @@ class PageStore:
             places = [page.place for page in group.pages if page.verdict is verdict]
             is_hit = verdict is PageVerdict.HIT
             group.batch.settle(places, self._hit(group.batch) if is_hit else verdict)
+
+    def _came(self, batch: PageBatch, pages: list[MovingPage], raws: list[memoryview]) -> bool:
+        """Deliver pages from behind, and keep them as if they were put. False if one is wrong."""
+        kept = PageBatch(len(pages), _until(self._deadline_s), batch.identity, lambda _: None)
+        right = deque[MovingPage]()
+        for page, raw in zip(pages, raws, strict=True):
+            header = Header.proven(raw)
+            if header is not None and header.is_of(batch.identity, page.key, page.view.nbytes):
+                payload = raw[HEADER_BYTES:][: header.nbytes]
+                about = (page.key, payload, page.index, header.before, header.score)
+                right.append(MovingPage(kept, len(right), *about))
+                self._copy_out(page, address_of(payload))
+                batch.settle([page.place], self._hit(batch))
+        self._add({"behind_hit": len(right), "behind_bad": len(pages) - len(right)})
+        with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+            self._submit(self._take_in, kept, lambda: self._accept(kept, right))
+        if len(right) < len(pages):
+            self._open.warn("use", "its bytes are wrong", "an object behind it")
+        return len(right) == len(pages)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -514,6 +532,9 @@ class PageStore:
                 memory.release(slot)
             if self._files.below < group.below:  # a write has found the disk full
                 files.cut(self._files.below)
+        if self._behind is not None:
+            slots = {slot: there for slot, there, _ in group.moves if slot in done}
+            self._behind.send((there, memory.index(slot)) for slot, there in slots.items())
         self._counts["unwritten"] += len(group.headers) - len(done)
         self._figures.add("pages_unwritten_total", len(group.headers) - len(done))
 
@@ -588,14 +609,19 @@ class PageStore:
     def _count(self, sizes: list[int], verdicts: list[PageVerdict | None]) -> None:
         """A call has ended: count it in this process, and once where all processes count."""
         counts = {each.value: verdicts.count(each) for each in PageVerdict}
-        moved = [
-            sum(size for size, found in zip(sizes, verdicts, strict=True) if found is kind)
+        moved = {
+            f"{kind.value}_bytes": sum(
+                size for size, found in zip(sizes, verdicts, strict=True) if found is kind
+            )
             for kind in (PageVerdict.HIT, PageVerdict.STORED)
-        ]
+        }
+        self._add({**counts, **moved})
+
+    def _add(self, counts: Mapping[str, int]) -> None:
         with self._counting:
             self._counts.update(counts)
             if self._counted is not None:
-                self._counted.count(self._open.seat, [*counts.values(), *moved])
+                self._counted.count(self._open.seat, [counts.get(name, 0) for name in COUNTED])
         for name, count in counts.items():
             self._figures.add(f"pages_{name}_total", count)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from statehold.errors import UsageError, refused
@@ -57,11 +57,13 @@ class PagesOptions:
     identity: str | None = None
     staging: int | str = "512MiB"
     buffers: int | str = "256MiB"
+    behind: str | None = None
+    behind_options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> PagesOptions:
         """Raises UsageError for names that mean nothing, and without a path."""
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
             summary = "the pages of vLLM have no such option"
             raise refused(summary, ", ".join(known), ", ".join(unknown))
@@ -74,7 +76,8 @@ class PagesOptions:
         """The store of pages. Raises as PageStore does."""
         return PageStore(
             self.path, page_bytes=page_bytes, capacity=self.capacity, memory=self.memory,
-            identity=identity, deadline_s=self.deadline_s,
+            identity=identity, deadline_s=self.deadline_s, behind=self.behind,
+            behind_options=self.behind_options,
         )  # fmt: skip
 
     def identity_of(

@@ -29,17 +29,6 @@ _GOOD = frozenset({PageVerdict.HIT, PageVerdict.STORED, PageVerdict.THERE})
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """What became of a job: the fields of vLLM's JobResult."""
-
-    job_id: int
-    success: bool
-    successful_keys: tuple[bytes, ...] | None
-    transfer_time: float
-    transfer_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     job_id: int
     request: str
@@ -61,7 +50,7 @@ class Tier:
 
     HIT: ClassVar[Any] = True
     MISS: ClassVar[Any] = False
-    Result: ClassVar[Any] = Finished
+    Result: ClassVar[Any]
     Wish: ClassVar[Any] = dict
 
     def begin(self, store: PageStore, view: memoryview) -> None:
