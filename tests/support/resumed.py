@@ -21,7 +21,7 @@ FRAMEWORKS = Path(__file__).parents[1] / "frameworks"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KILL = 4
 # What a framework counts itself, or a loader; each step has one of these.
-HOLDERS = {"trainer", "accelerator", "deepspeed", "lightning", "train_state", "data"}
+HOLDERS = {"trainer", "accelerator", "deepspeed", "lightning", "train_state", "data", "losses"}
 
 
 def ran(jobs: list[dict[str, Any]]) -> list[int]:
