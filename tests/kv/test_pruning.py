@@ -233,8 +233,8 @@ def test_processes_that_put_and_get_beside_prunes_find_no_wrong_page(
     assert gone
     for each in workers:
         assert each.stdout is not None
-        assert each.stdout.read().strip() == "0"
-        assert each.wait() == 0
+        said, code = each.stdout.read().strip(), each.wait()
+        assert (said, code) == ("0", 0)
         each.stdout.close()
     assert not look(path, verify=True).bad
 

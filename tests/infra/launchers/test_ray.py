@@ -52,7 +52,8 @@ class Job(Told):
 
     def check(self, starts: list[int], losses: list[str]) -> None:
         """It ends well. Workers have started at these steps."""
-        assert self.process.wait(DEADLINE_S) == 0, self.log()
+        code = self.process.wait(DEADLINE_S)
+        assert code == 0, self.log()
         assert self.starts() == [(step, WORKERS) for step in starts for _ in range(WORKERS)]
         assert self.losses() == losses
 
@@ -90,7 +91,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     with contextlib.closing(Job(tmp_path_factory.mktemp("undisturbed"))) as job:
         job.go()
         job.start()
-        assert job.process.wait(DEADLINE_S) == 0, job.log()
+        code = job.process.wait(DEADLINE_S)
+        assert code == 0, job.log()
         assert job.starts() == [(0, WORKERS)] * WORKERS
         return job.losses()
 
