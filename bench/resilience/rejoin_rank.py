@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from typing import Any
 
 import torch
 
 from bench.resilience import burden
+from statehold.process.worker import Flag
 from statehold.resilience.likeness import Likeness
 from statehold.resilience.meeting import MeetingPlace, meet
 from statehold.resilience.transfer import StateTransfer
@@ -37,7 +37,7 @@ class Rank:
 
     def turn(self, epoch: int, *, with_joiner: bool) -> dict[str, float]:
         where = MeetingPlace(
-            self._desk, epoch, (self._rank, 0), (self._size, 1), "127.0.0.1", threading.Event()
+            self._desk, epoch, (self._rank, 0), (self._size, 1), "127.0.0.1", Flag()
         )
         self._meet()
         begin, cpu = time.perf_counter(), time.process_time()
@@ -67,7 +67,7 @@ class Rank:
         """All ranks, as in a reduction."""
         self._meetings += 1
         name = f"turn {self._meetings}"
-        meet(self._desk, name, self._rank, self._size, "", threading.Event())
+        meet(self._desk, name, self._rank, self._size, "", Flag())
 
 
 def main() -> None:
