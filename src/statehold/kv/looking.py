@@ -112,7 +112,8 @@ def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify:
         return
     begin, size = int(segment.name[-6:]) * seen.geometry.segment_slots, seen.geometry.slot_bytes
     with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        for slot, at in enumerate(range(0, len(raw) - HEADER_BYTES + 1, size), begin):
+        end = min(len(raw), seen.geometry.entries_at) - HEADER_BYTES + 1
+        for slot, at in enumerate(range(0, end, size), begin):
             generation, first = _findable(table, slot), raw[at : at + HEADER_BYTES]
             header = Header.decode(first)
             is_bad = header is None and first != bytes(HEADER_BYTES)
@@ -167,6 +168,7 @@ def prune(
                     gone = table.drop([*identities], seconds, min(DROP_PAGES, left), keep)
                     if table is index:
                         _punch(root, geometry, [slot for slot, _ in gone])
+                        geometry.note(os.fspath(root), index, (slot for slot, _ in gone))
                         dropped.update(name.hex() for _, name in gone)
                     table.end_change()
                 left = left - len(gone) if gone else 0
