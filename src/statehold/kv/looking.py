@@ -24,7 +24,7 @@ from pathlib import Path
 from statehold._core import PageTable
 from statehold.errors import refused
 from statehold.kv.batch import COUNTED
-from statehold.kv.opened import LOCK_S, held, name_of, refuse_other_host
+from statehold.kv.opened import LOCK_S, held, refuse_other_host
 from statehold.kv.page import HEADER_BYTES, Header
 from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
 from statehold.process.file_locks import LockFile
@@ -152,7 +152,7 @@ def prune(
         copy.mend()  # others may have changed it while it was read
         gone = copy.drop([*identities], seconds, geometry.slots, keep)
         return Counter(name.hex() for _, name in gone), len(gone) * size
-    in_memory = memory_path(name_of(os.fspath(root)), size)
+    in_memory = memory_path(os.fspath(root), size)
     if to is None and (memory := _table(in_memory, slots_there(in_memory), mmap.ACCESS_WRITE)):
         tables.append(memory)
     with contextlib.closing(LockFile(f"{root}/{LOCK}")) as lock:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import logging
 import mmap
 import os
@@ -80,7 +79,7 @@ class OpenStore:
                 self.seat = self._sit()
                 self.files = FileTier(fs, path, _geometry(path, capacity, size))
                 self._tiers.callback(lambda: self.files.leave(is_last=is_unused(self._lock)))
-                self.memory = MemoryTier(name_of(path), memory, size)
+                self.memory = MemoryTier(path, memory, size)
                 self._tiers.callback(lambda: self.memory.leave(is_last=is_unused(self._lock)))
                 self._recover()
             self.use(identity)
@@ -303,12 +302,6 @@ def refuse_other_host(table: PageTable, lock: LockFile) -> None:
 def address_of(view: memoryview) -> int:
     """Of the first byte of memory that may be written; 0 if there is none."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
-
-
-def name_of(path: str) -> str:
-    """Of the memory of the store in a directory, by whatever name the directory is known."""
-    made = os.stat(f"{path}/store.json")  # a later one may have the number of a deleted one
-    return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
 
 
 def _geometry(path: str, capacity: int, size: int) -> Geometry:

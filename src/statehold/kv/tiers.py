@@ -1,6 +1,6 @@
 """The two tiers of a store: slots in memory that a host shares, and slots in files.
 
-    HOME/kv-<name>            in /dev/shm: the table of the memory, then its slots
+    HOME/kv-<name>            in /dev/shm: the table of the memory, its slots, and the name of STORE
     STORE/store.json          the format, and the slots that the first process has made
     STORE/index               the table of the files
     STORE/segment-000000      slots, then an entry for each, which says what it holds; a segment is
@@ -10,7 +10,8 @@ Invariants: a slot has the same bytes in memory and in a file, so a page moves b
 is. Memory and segments have their storage before they are used: a write cannot find that there is
 none. The files never take more than the budget, which counts the index, too. Entries serve only to
 make a lost table again: one that is damaged tells nothing, and one that is older than its slot
-costs the page.
+costs the page. Who has the memory shares a lock of it. The next store of this user gives back
+memory that nobody has, and whose directory is gone.
 Not here: which slot is whose (native/page_table.h), when pages move (store).
 """
 
@@ -34,6 +35,7 @@ from statehold._core import PAGE_ENTRY_BYTES, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
+from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import home
 from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
@@ -45,6 +47,8 @@ FORMAT = 1
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
 ABOUT, INDEX, LOCK = "store.json", "index", ".lock"
+# How the memory ends: it says where the store is.
+_ROOT, _ROOT_BYTES = b"store of pages: ", 4096 + 16
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -91,22 +95,26 @@ def _reserve(fd: int, nbytes: int, path: str) -> None:
 
 
 class MemoryTier(MappedTable):
-    """Slots in memory for the store `name`. nbytes: how much to take.
+    """Slots in memory for the store in the directory `root`. nbytes: how much to take.
 
     The first process on the host decides how many slots there are.
     """
 
-    def __init__(self, name: str, nbytes: int, slot_bytes: int) -> None:
+    def __init__(self, root: str, nbytes: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        path = memory_path(name, slot_bytes)
+        _free_lost()
+        path = memory_path(root, slot_bytes)
         slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
-        room, more = spare_memory(), slots * slot_bytes
+        room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
         if more > room.nbytes and not os.path.exists(path):
             raise refused(
                 "the memory of a store of pages has no room", format_bytes(more),
                 f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
             )  # fmt: skip
         super().__init__(path, slots, more)
+        self._lock = LockFile(path)
+        self._lock.share(0)
+        self.view[-_ROOT_BYTES:] = (_ROOT + os.fsencode(root)).ljust(_ROOT_BYTES, b"\0")
         if self.table.is_new:
             self.table.create()
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.begin
@@ -126,6 +134,7 @@ class MemoryTier(MappedTable):
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         self.close()
+        self._lock.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +325,29 @@ def no_store(path: str, damage: Exception | None = None) -> Exception:
     return refused("the directory is no store of pages", ABOUT, got, hint, **safe)
 
 
-def memory_path(name: str, slot_bytes: int) -> str:
-    """Of the memory for the store `name`."""
-    return f"{home()}/kv-{name}-{slot_bytes}"
+def memory_path(root: str, slot_bytes: int) -> str:
+    """Of the memory for the store in the directory `root`, by whatever name that is known."""
+    return f"{home()}/kv-{_name_of(root)}-{slot_bytes}"
+
+
+def _name_of(root: str) -> str:
+    made = os.stat(f"{root}/{ABOUT}")  # a later one may have the number of a deleted one
+    return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
+
+
+def _free_lost() -> None:
+    """Give back the memory of stores whose directory is gone, and that no process has."""
+    for each in Path(home()).glob("kv-*"):
+        with contextlib.suppress(OSError), open(each, "rb") as file:
+            file.seek(-_ROOT_BYTES, os.SEEK_END)
+            mark, root = file.read(len(_ROOT)), os.fsdecode(file.read().rstrip(b"\0"))
+            with contextlib.closing(LockFile(os.fspath(each), is_made=False)) as lock:
+                if mark != _ROOT or lock.is_taken(0):
+                    continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if _name_of(root) in each.name:
+                    continue
+            each.unlink()
 
 
 def slots_there(path: str) -> int:
