@@ -31,8 +31,9 @@ import numpy as np
 
 from bench.harness import GB, drop_caches
 from bench.limit import native
-from statehold._core import PageTable
+from statehold._core import PAGE_ENTRY_BYTES, PageTable
 from statehold.kv import PageStore, PageVerdict
+from statehold.kv.tiers import Geometry
 from statehold.units import format_bytes, format_seconds, parse_bytes
 
 PAGE_BYTES = ("128KiB", "360KiB", "1MiB", "8MiB")
@@ -271,18 +272,34 @@ def _kill_in_a_change(path: Path) -> None:
         del table
 
 
+def _cut_entries(path: Path) -> None:
+    """Leave files without a table and without entries, as an earlier build has made them."""
+    (path / "index").unlink()
+    at = Geometry.read(str(path)).entries_at
+    for segment in path.glob("segment-*"):
+        os.truncate(segment, at)
+
+
 def very_many(root: Path, count: int, repeat: int) -> None:
     """How long a store of so many pages opens: with its table, after a kill, and without it."""
     pages, path = Pages(512, count), root / "store"
     shutil.rmtree(path, ignore_errors=True)
     stored = pages.store(path)
     print(f"{count} pages stored in {format_seconds(stored)}, {1e6 * stored / count:.1f} us each")
-    print(f"lookup of 1000 keys: {1000 * pages.look_up(path, 1000):.2f} ms")
-    print(f"index: {PageTable.nbytes(count) / count:.0f} bytes a page")
+    for keys in (1000, KEYS):
+        print(f"lookup of {keys} keys: {1000 * pages.look_up(path, keys):.2f} ms")
+    of_table = PageTable.nbytes(count) / count
+    print(f"index: {of_table:.0f} bytes a page, and {PAGE_ENTRY_BYTES} of its entry")
+    limit = native(root, 1 << 30, gently=True)
+    if limit is not None:
+        files = sum(each.stat().st_size for each in path.iterdir()) / GB
+        rate = f"{limit['read']:.2f} GB/s in whole blocks (limit.native)"
+        print(f"the files have {files:.2f} GB; the disk reads {rate}")
     for name, before in {
         "with its table": lambda: None,
         "after a kill in a change of its table": lambda: _kill_in_a_change(path),
         "without its table": (path / "index").unlink,
+        "without its table and its entries": lambda: _cut_entries(path),
     }.items():
         taken = []
         for _ in range(repeat):

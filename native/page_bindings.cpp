@@ -2,12 +2,15 @@
 #include "page_bindings.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "checksum.h"
@@ -73,6 +76,19 @@ void adopt(PyPageTable& table, uint64_t first, nb::handle headers, uint64_t stri
       memory.bytes() < kPageHeaderBytes ? 0 : (memory.bytes() - kPageHeaderBytes) / stride + 1;
   const GilReleased gil_released;
   table.adopt(first, memory.data(), stride, count);
+}
+
+nb::bytes entries(const PyPageTable& table, uint64_t first, uint64_t count) {
+  std::vector<std::byte> found(std::min(count, table.slots()) * PageTable::kEntryBytes);
+  table.write_entries(first, count, found.data());
+  return nb::bytes(reinterpret_cast<const char*>(found.data()), found.size());
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> adopt_entries(PyPageTable& table, uint64_t first,
+                                                         nb::handle entries) {
+  const View memory(entries);
+  const GilReleased gil_released;
+  return table.adopt_entries(first, memory.data(), memory.bytes() / PageTable::kEntryBytes);
 }
 
 nb::list drop(PyPageTable& table, const std::vector<nb::bytes>& identities, uint32_t before_s,
@@ -182,9 +198,12 @@ void declare_pages(nb::module_& m) {
           "seat"_a, "space"_a.none())
       .def("clear_seats", &clear_seats, "dead"_a)
       .def("mend", &PyPageTable::mend, gil_released)
-      .def("adopt", &adopt, "first"_a, "headers"_a, "stride"_a);
+      .def("adopt", &adopt, "first"_a, "headers"_a, "stride"_a)
+      .def("entries", &entries, "first"_a, "count"_a)
+      .def("adopt_entries", &adopt_entries, "first"_a, "entries"_a);
   m.attr("SEATS_MAX") = PageTable::kSeats;
   m.attr("SPACES_MAX") = PageTable::kSpaces;
+  m.attr("PAGE_ENTRY_BYTES") = PageTable::kEntryBytes;
   m.attr("RANKED") = PageTable::kRanked;
   m.def("page_indices", &page_indices, "identity"_a, "keys"_a);
   m.def("read_page_header", &read_page_header, "memory"_a);

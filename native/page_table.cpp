@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <unordered_set>
 #include <utility>
 
+#include "checksum.h"
 #include "page_header.h"
 
 namespace statehold {
@@ -43,6 +45,24 @@ uint32_t ranked(double score) {
   const auto bits = std::bit_cast<uint32_t>(static_cast<float>(std::clamp(score, -most, most)));
   return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFF : 0x80000000);
 }
+
+double score_of(uint32_t rank) {
+  return std::bit_cast<float>(rank ^ (rank >> 31 != 0 ? 0x80000000 : 0xFFFFFFFF));
+}
+
+struct Entry {
+  uint64_t index = 0;
+  uint64_t before = 0;
+  char identity[kPageIdentityBytes] = {};
+  uint32_t rank = 0;
+  uint32_t sum = 0;
+
+  uint32_t right_sum() const {
+    return static_cast<uint32_t>(
+        xxh3_64(reinterpret_cast<const std::byte*>(this), offsetof(Entry, sum)));
+  }
+};
+static_assert(sizeof(Entry) == PageTable::kEntryBytes);
 
 }  // namespace
 
@@ -305,7 +325,7 @@ void PageTable::rebuild() {
 }
 
 void PageTable::adopt(uint64_t first, const std::byte* memory, uint64_t stride, uint64_t count) {
-  if (first > slots_ || count > slots_ - first) throw std::invalid_argument("no such slots");
+  check_slots(first, count);
   for (uint64_t slot = first; slot < first + count; ++slot, memory += stride) {
     const std::optional<PageHeader> header = PageHeader::read(memory);
     if (!header) continue;
@@ -313,6 +333,53 @@ void PageTable::adopt(uint64_t first, const std::byte* memory, uint64_t stride, 
     publish(slot, page_index(header->identity, header->key), header->before,
             space(header->identity), header->score);
   }
+}
+
+void PageTable::write_entries(uint64_t first, uint64_t count, std::byte* memory) const {
+  check_slots(first, count);
+  for (uint64_t slot = first; slot < first + count; ++slot, memory += kEntryBytes) {
+    Entry entry;
+    const State state = state_of(slot);
+    const uint32_t space = state_[slot] >> kSpaceShift;
+    if ((state == kWhole || state == kDirty) && space < kSpaces) {
+      entry.index = index_[slot];
+      entry.before = before_[slot];
+      std::memcpy(entry.identity, spaces_[space].identity, sizeof entry.identity);
+      entry.rank = rank_[slot];
+    }
+    entry.sum = entry.right_sum();
+    std::memcpy(memory, &entry, sizeof entry);
+  }
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> PageTable::adopt_entries(uint64_t first,
+                                                                    const std::byte* memory,
+                                                                    uint64_t count) {
+  check_slots(first, count);
+  std::vector<std::pair<uint64_t, uint64_t>> unknown;
+  Entry last;  // most pages have the identity of the one before
+  int64_t of_last = -1;
+  for (uint64_t slot = first; slot < first + count; ++slot, memory += kEntryBytes) {
+    Entry entry;
+    std::memcpy(&entry, memory, sizeof entry);
+    if (entry.sum != entry.right_sum()) {
+      const bool goes_on = !unknown.empty() && unknown.back().first + unknown.back().second == slot;
+      if (!goes_on) unknown.emplace_back(slot, 0);
+      ++unknown.back().second;
+    } else if (entry.rank != 0) {
+      if (of_last < 0 || std::memcmp(last.identity, entry.identity, sizeof last.identity) != 0) {
+        of_last = space({entry.identity, sizeof entry.identity});
+      }
+      last = entry;
+      words_[kFresh] = std::max(words_[kFresh], slot + 1);
+      publish(slot, entry.index, entry.before, of_last, score_of(entry.rank));
+    }
+  }
+  return unknown;
+}
+
+void PageTable::check_slots(uint64_t first, uint64_t count) const {
+  if (first > slots_ || count > slots_ - first) throw std::invalid_argument("no such slots");
 }
 
 uint64_t PageTable::checked(uint64_t slot) const {

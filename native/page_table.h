@@ -11,6 +11,9 @@
 //               second of the last use (Unix time)
 //     buckets   open addressing: 1 + slot, or 0
 //
+// What a slot holds is also said by an entry beside the slots, so that a lost table is made again
+// without the headers of all pages.
+//
 // A space is the pages of one identity, in the order of their use. A slot that is needed is taken
 // from the space that nobody has used for longest. If all are in use, it is the slot that was used
 // least recently. Using a page uses those before it, too, so a page never goes before one that
@@ -33,6 +36,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace statehold {
@@ -45,6 +49,9 @@ class PageTable {
   static constexpr uint64_t kCounts = 13;
   // Among how many pages a score decides. More would keep pages that nobody has used for long.
   static constexpr int kRanked = 16;
+  // Of an entry: index of the page, index of the page before it, identity, rank (0: there is no
+  // page), and the lower half of XXH3-64 of all that.
+  static constexpr uint64_t kEntryBytes = 40;
 
   // Of a table in `memory`, which is zeros if it is new. Throws std::invalid_argument if it is
   // smaller than bytes(slots).
@@ -112,6 +119,12 @@ class PageTable {
   void mend();
   // Take up the pages whose headers are in `memory`, one for each slot from `first` on.
   void adopt(uint64_t first, const std::byte* memory, uint64_t stride, uint64_t count);
+  // The entries of slots from `first` on, to `memory`.
+  void write_entries(uint64_t first, uint64_t count, std::byte* memory) const;
+  // Take up the pages that entries name. Returns the slots that they tell nothing of, because no
+  // entry was written, or it is damaged: of each row of them the first, and their number.
+  std::vector<std::pair<uint64_t, uint64_t>> adopt_entries(uint64_t first, const std::byte* memory,
+                                                           uint64_t count);
 
  private:
   enum Word : uint8_t {
@@ -140,6 +153,7 @@ class PageTable {
   };
 
   uint64_t checked(uint64_t slot) const;
+  void check_slots(uint64_t first, uint64_t count) const;
   Space& space_of(uint64_t slot);
   State state_of(uint64_t slot) const;
   void fill(uint64_t slot, uint64_t index, uint64_t before, uint32_t space, double score);

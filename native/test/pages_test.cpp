@@ -5,6 +5,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "page_header.h"
@@ -31,7 +32,7 @@ std::byte* bytes_of(std::vector<uint64_t>& memory) {
 void call(PageTable& table, std::mt19937_64& dice) {
   const uint64_t slot = dice() % (kSlots + 2);
   try {
-    switch (dice() % 11) {
+    switch (dice() % 12) {
       case 0:
         return void(table.find(dice() % 40));
       case 1:
@@ -52,6 +53,11 @@ void call(PageTable& table, std::mt19937_64& dice) {
         return table.count(kSeat, {1, dice()});
       case 9:
         return void(table.drop({}, dice() % 3, 1 + dice() % 4, dice() % 3));
+      case 10: {
+        std::array<std::byte, 3 * PageTable::kEntryBytes> entries;
+        table.write_entries(slot % (kSlots - 2), 3, entries.data());
+        return void(table.adopt_entries(dice() % kSlots, entries.data(), 3));
+      }
       default:
         return void(table.clear_seats({false, false, false, true}));
     }
@@ -141,6 +147,37 @@ TEST(what_was_counted_stays_when_its_identity_goes) {
   const auto found = table.counted();
   EXPECT(found.back().identity.empty() && found.back().counts[0] == 7);
   EXPECT_THROWS(std::invalid_argument, table.count(PageTable::kSeats, {1}));
+}
+
+TEST(entries_make_a_table_again_and_those_that_are_damaged_name_nothing) {
+  auto memory = memory_of(kSlots);
+  PageTable table(bytes_of(memory), memory.size() * sizeof(uint64_t), kSlots);
+  table.create();
+  for (uint64_t index = 1; index <= 6; ++index) {
+    const auto slot = static_cast<uint64_t>(table.take(kSeat, kSlots));
+    table.publish(slot, index, index - 1, table.space(identity), -2.5 * double(index % 3));
+  }
+  table.free(2);
+  std::vector<std::byte> entries(kSlots * PageTable::kEntryBytes);
+  table.write_entries(0, 10, entries.data());
+  entries[4 * PageTable::kEntryBytes + 39] ^= std::byte{1};
+  auto other = memory_of(kSlots);
+  PageTable made(bytes_of(other), other.size() * sizeof(uint64_t), kSlots);
+  made.create();
+  using Rows = std::vector<std::pair<uint64_t, uint64_t>>;
+  EXPECT((made.adopt_entries(0, entries.data(), kSlots) == Rows{{4, 1}, {10, 7}}));
+  for (uint64_t index = 1; index <= 6; ++index) {
+    const bool is_lost = index == 3 || index == 5;
+    EXPECT(made.find(index) == (is_lost ? -1 : static_cast<int64_t>(index) - 1));
+  }
+  std::vector<std::byte> again(entries.size());
+  made.write_entries(0, 10, again.data());
+  for (uint64_t slot : {0, 1, 2, 3, 5, 6}) {
+    const uint64_t at = slot * PageTable::kEntryBytes;
+    EXPECT(std::memcmp(&entries[at], &again[at], PageTable::kEntryBytes) == 0);
+  }
+  EXPECT_THROWS(std::invalid_argument, made.adopt_entries(1, entries.data(), kSlots));
+  EXPECT_THROWS(std::invalid_argument, made.write_entries(kSlots, 1, again.data()));
 }
 
 // As caches do it. A processor that stores, or loads, in another order than the program's shows one

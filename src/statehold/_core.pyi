@@ -363,6 +363,7 @@ def hash_memory(address: int, nbytes: int) -> int:
 SEATS_MAX: Final[int]
 SPACES_MAX: Final[int]
 RANKED: Final[int]
+PAGE_ENTRY_BYTES: Final[int]
 
 class PageTable:
     """Which slots of a tier hold which pages, in `memory` of nbytes(slots); new memory is zeros.
@@ -425,6 +426,13 @@ class PageTable:
     def mend(self) -> None: ...
     def adopt(self, first: int, headers: memoryview, stride: int) -> None:
         """Take up the pages of the slots from `first` on, whose headers are `stride` apart."""
+
+    def entries(self, first: int, count: int) -> bytes:
+        """What slots hold, in PAGE_ENTRY_BYTES each."""
+
+    def adopt_entries(self, first: int, entries: bytes) -> list[tuple[int, int]]:
+        """Take up the pages that entries name, of the slots from `first` on. Returns the rows of
+        slots of which they tell nothing: the first one, and their number."""
 
 def page_indices(identity: bytes, keys: Sequence[bytes]) -> list[int]:
     """By which each page is found. Raises ValueError for anything but a key."""

@@ -9,6 +9,7 @@ A seed draws a store, puts and gets, and one fault:
     torn slot      a slot whose blocks are partly of another page, or zeros
     truncated      a segment is cut anywhere
     lost           a segment is gone, or the index
+    entries        the index is gone, and entries are damaged, older than their slots, or of others
     ENOSPC         the disk has room for some segments
     EIO            reads and writes fail now and then
     beside         a reader beside a writer that evicts, in one store that both have open
@@ -39,11 +40,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from statehold._core import PAGE_ENTRY_BYTES
 from statehold.errors import NoSpaceError, StorageError
 from statehold.kv import PageStore, PageVerdict, opened
 from statehold.kv.opened import OpenStore
 from statehold.kv.page import slot_bytes
-from statehold.kv.tiers import FileTier
+from statehold.kv.tiers import FileTier, Geometry
 from support.pages import key, page
 
 HANG_S = 30.0
@@ -163,12 +165,28 @@ def _lose(world: World) -> None:
     world.dice.choice([*world.segments(), world.path / "index"]).unlink()
 
 
+def _entries(world: World) -> None:
+    """Of a store whose table is made again from them."""
+    geometry = Geometry.read(os.fspath(world.path))
+    for segment in world.segments():
+        rows = geometry.segment_slots
+        for _ in range(world.dice.randrange(4)):
+            one, two = (geometry.entries_at + PAGE_ENTRY_BYTES * world.dice.randrange(rows)
+                        for _ in range(2))  # fmt: skip
+            other = world.dice.choice(world.segments()).read_bytes()
+            raw = bytearray(other[two : two + PAGE_ENTRY_BYTES])
+            raw[world.dice.randrange(len(raw))] ^= world.dice.choice([0, 0, 1 << 5])
+            _write(segment, one, raw)
+    (world.path / "index").unlink()
+
+
 DAMAGE: dict[str, Callable[[World], None]] = {
     "flipped bit": _flip,
     "swapped": _swap,
     "torn slot": _tear,
     "truncated": _truncate,
     "lost": _lose,
+    "entries": _entries,
 }
 
 
@@ -325,6 +343,8 @@ def _without_power(world: World, _: str) -> None:
                 new[at : at + 4096] = old[at : at + 4096]
                 world.counts["power"] += 1
         each.write_bytes(new)
+    if world.dice.random() < 0.3:
+        (world.path / "index").unlink()
     with mock.patch.object(opened, "boot", return_value=12345), world.open() as store:
         world.get(store, list(range(100)))
         world.work(store, 3)

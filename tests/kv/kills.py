@@ -31,9 +31,9 @@ from typing import Any
 from unittest import mock
 
 from statehold.kv import PageStore, PageVerdict
-from statehold.kv.opened import OpenStore, name_of
+from statehold.kv.opened import OpenStore
 from statehold.kv.page import slot_bytes
-from statehold.process.host_memory import home
+from statehold.kv.tiers import memory_path
 from statehold.units import MiB
 from support.faults import must
 from support.pages import key, page
@@ -111,7 +111,7 @@ def kills(folder: Path, count: int) -> Counter[str]:
         counts["kills"] += 1
         counts["stored"] += len(new)
         if kill % 2:
-            Path(home(), f"kv-{name_of(os.fspath(path))}-{slot_bytes(NBYTES)}").unlink()
+            os.unlink(memory_path(os.fspath(path), slot_bytes(NBYTES)))
         old = [n for n, at in stored.items() if killed_s - at > OLDER_S]
         asked = [*dice.sample(old, min(len(old), 60)), *(int(number) for number, _ in new)]
         pid, source = forked(partial(_gets, path, asked, capacity))

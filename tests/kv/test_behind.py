@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,9 +97,39 @@ def test_what_an_earlier_process_has_not_sent_is_sent(hosts: Hosts) -> None:
         put(store, *range(5))
     assert not hosts.objects()
     with made(hosts.root / "here", behind=f"file://{hosts.bucket}") as store:
+        put(store, 7)  # the first listing may come when this page is still to be sent
         get(store, 9)  # waits for the first listing
     with hosts.open() as other:
-        assert get(other, *range(5)) == [HIT] * 5
+        assert get(other, *range(5), 7) == [HIT] * 6
+
+
+def test_later_listings_have_only_the_names_that_may_be_new(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, listed = SimpleNamespace(now_s=1000.0), dict[ObjectClient, list[Sequence[str]]]()
+    is_known, list_all = threading.Event(), ObjectClient.list_all
+
+    def listing(client: ObjectClient, directory: str, after: str | None) -> Sequence[str]:
+        mine = listed.setdefault(client, [])
+        if client is next(iter(listed)) and mine and len(mine[-1]) == 1:
+            is_known.set()  # the listing before has found the object of the other host
+        mine.append(list_all(client, directory, after))
+        return mine[-1]
+
+    moments = SimpleNamespace(time=lambda: clock.now_s, monotonic=time.monotonic)
+    monkeypatch.setattr(behind, "time", moments)
+    monkeypatch.setattr(behind, "LOOK_S", 0.0)
+    monkeypatch.setattr(behind, "TURN_S", 0.001)
+    hosts.put(*range(20))
+    clock.now_s += 2 * behind.SKEW_S
+    monkeypatch.setattr(ObjectClient, "list_all", listing)
+    with hosts.open() as store:
+        assert get(store, 0) == [HIT]
+        hosts.put(30, 31)
+        must(is_known.wait(60.0))
+        first, *later = map(len, next(iter(listed.values())))
+        assert (first, max(later)) == (2, 1)
+        assert get(store, 19, 30, 31) == [HIT] * 3
 
 
 def test_pages_of_other_sizes_come_back(hosts: Hosts) -> None:

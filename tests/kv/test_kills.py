@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look
+from statehold.kv.tiers import memory_path
 from support import scripts
 from support.faults import must
-from support.pages import get, made, put
+from support.pages import SLOT, get, made, put
 from support.seeds import SEED
 
 KILLS = int(os.environ.get("STATEHOLD_PAGE_KILLS", "6"))
@@ -92,6 +94,45 @@ def test_pages_that_a_killed_process_had_in_memory_alone_are_written_by_the_next
     with made(path) as store:  # the memory went with the last process
         must(store.stats()["memory_pages"] == 0)
         assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """The memory of a store whose only process was killed."""
+    path = tmp_path / "killed"
+    done = scripts.run(["-c", LEAVES.format(path=str(path))])
+    must(done.returncode == -signal.SIGKILL)
+    memory = Path(memory_path(str(path), SLOT))
+    must(memory.exists())
+    return memory
+
+
+def test_the_next_store_gives_back_the_memory_of_a_killed_one_whose_directory_is_gone(
+    tmp_path: Path, killed: Path
+) -> None:
+    with made(tmp_path / "other"):
+        must(killed.exists())  # its pages may still be written
+    shutil.rmtree(tmp_path / "killed")
+    with made(tmp_path / "other"):
+        assert not killed.exists()
+
+
+def test_another_store_of_that_name_gives_it_back_too(tmp_path: Path, killed: Path) -> None:
+    shutil.rmtree(tmp_path / "killed")
+    with made(tmp_path / "killed") as store:
+        assert not killed.exists()
+        assert get(store, 0) == [PageVerdict.MISS]
+
+
+def test_memory_that_a_process_has_stays_whatever_became_of_its_directory(tmp_path: Path) -> None:
+    with made(tmp_path / "one") as store:
+        put(store, *range(6))
+        memory = Path(memory_path(store.path, SLOT))
+        shutil.rmtree(store.path)
+        with made(tmp_path / "other"):
+            assert memory.exists()
+        assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+    assert not memory.exists()
 
 
 @pytest.mark.parametrize("kill", range(KILLS))

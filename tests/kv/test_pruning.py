@@ -46,6 +46,11 @@ def taken(path: Path) -> int:
     return sum(each.stat().st_blocks * 512 for each in path.glob("segment-*"))
 
 
+def freed(slots: int) -> tuple[int, int]:
+    """What slots give back. A file system may need a block to say where the holes are."""
+    return slots * SLOT, slots * SLOT - 4096
+
+
 def test_pages_of_an_identity_go_from_files_and_memory_and_no_others(
     tmp_path: Path, clock: SimpleNamespace
 ) -> None:
@@ -61,7 +66,7 @@ def test_pages_of_an_identity_go_from_files_and_memory_and_no_others(
         store.identity = OLD
         assert get(store, *range(6)) == [MISS] * 6
         assert look(tmp_path, verify=True).pages == {NEW.hex(): 6}
-        assert before - taken(tmp_path) == 6 * SLOT
+        assert before - taken(tmp_path) in freed(6)
         assert put(store, *range(6)) == [PageVerdict.STORED] * 6
         assert get(store, *range(6)) == [HIT] * 6
     (tmp_path / "index").unlink()
@@ -100,7 +105,7 @@ def test_the_least_used_pages_go_until_the_others_fit(store: PageStore) -> None:
     used(store, 0)
     before = taken(Path(store.path))
     assert prune(store.path, to=5 * SLOT + 1, is_done=True)[0].total() == 3
-    assert before - taken(Path(store.path)) == 3 * SLOT
+    assert before - taken(Path(store.path)) in freed(3)
     assert prune(store.path, to=5 * SLOT, is_done=True)[0].total() == 0
     with_memory = store.stats()
     assert (with_memory["pages"], with_memory["memory_pages"]) == (5, 8)

@@ -1,10 +1,11 @@
 """An object store behind a store of pages, for other hosts, and for later ones.
 
-    URL/IDENTITY/NBYTES.INDICES     pages of NBYTES, each behind its header, as in a slot
+    URL/IDENTITY/TIME.NBYTES.INDICES     pages of NBYTES, each behind its header, as in a slot
 
 The name of an object says which pages it has. So one listing finds all of them, and a page that is
-not there costs no request. One thread lists, and sends what the files have. An object with pages
-that somebody wants comes on a thread of its own.
+not there costs no request. It begins with the second in which the object was sent, so later
+listings have only what is new. One thread lists, and sends what the files have. An object with
+pages that somebody wants comes on a thread of its own.
 
 Invariants: only close() waits for the object store, and no longer than it may. A page proves itself
 as in a file; an object with a wrong one is used no more. A failure is counted, and the store is
@@ -43,6 +44,8 @@ KNOWN_MAX = 1 << 22  # pages
 FETCHES = 16  # at a time
 TURN_S, LOOK_S, AGAIN_S = 1.0, 60.0, 10.0  # between two sends, two listings, and after a failure
 LOOK_PART = 20  # a listing waits so many times as long as the one before has taken
+# A listing of all objects finds those of a host whose clock is more than SKEW_S behind, too.
+ALL_S, SKEW_S = 3600.0, 600
 ASK_S, SEND_S = 10.0, 30.0  # the longest requests
 
 T = TypeVar("T")
@@ -74,7 +77,8 @@ class Behind:
         self._unsent = deque[int](maxlen=store.files.table.slots)
         # Calls that wait for the first listing; None after it.
         self._waiting: list[tuple[PageBatch, list[MovingPage]]] | None = []
-        self._look_s = self._well_s = 0.0  # when it is asked again
+        self._look_s = self._all_s = self._well_s = 0.0  # when it is asked again, for all names
+        self._after: str | None = None  # the names behind this one may be new
         self._woken, self._is_closing, self._is_left = queue.SimpleQueue[None](), False, False
         self._thread = Thread(self._run, "statehold-kv-behind")
         self._thread.start()
@@ -88,7 +92,7 @@ class Behind:
         with self._guard:
             if identity != self._identity:
                 self._identity, self._waiting = identity, self._waiting or []
-                self._known, self._seen = {}, set()
+                self._known, self._seen, self._after = {}, set(), None
         self._woken.put(None)
 
     def send(self, pages: Iterable[tuple[int, int]]) -> None:
@@ -125,7 +129,7 @@ class Behind:
             known = self._known if self._is_well else {}
             for page in pages:
                 name = known.get(page.index, "")
-                is_there = f"/{page.view.nbytes}." in name
+                is_there = f".{page.view.nbytes}." in name
                 if is_there and (name in objects or self._fetches.acquire(blocking=False)):
                     objects[name].append(page)
                 else:
@@ -178,13 +182,19 @@ class Behind:
 
     def _look(self, identity: bytes) -> None:
         """See which pages are there, and which ones of the files are not."""
-        begin = time.monotonic()
+        begin, seen = time.monotonic(), self._seen
+        later = _name(identity, time.time() - SKEW_S)
+        after = self._after if begin < self._all_s else None
         try:
             with contextlib.suppress(MissingFileError):
-                for name in self._asking.list(identity.hex())[0]:
-                    if name not in self._seen:
+                for name in self._asking.list_all(identity.hex(), after):
+                    if name not in seen:
                         self._learn(identity, name)
-            if not self._unsent:
+            with self._guard:
+                if seen is self._seen:  # of this identity, all the while
+                    self._after = later
+                    self._all_s = self._all_s if after else begin + ALL_S
+            if after is None:  # a million slots take a second
                 self.send(self._read(self._store.left_behind))
             now = time.monotonic()
             self._look_s = now + max(LOOK_S, LOOK_PART * (now - begin))
@@ -213,7 +223,7 @@ class Behind:
             if header.identity == identity and header.index not in self._known:
                 groups[header.nbytes][header.index] = raw
         for nbytes, pages in groups.items():
-            name = _name(identity, nbytes, pages)
+            name = f"{_name(identity, time.time())}.{nbytes}.{_packed(pages)}"
             size = sum(map(len, pages.values()))
             self._client.upload(name, size, pages.values(), no_limit)
             self._learn(identity, name)
@@ -227,12 +237,17 @@ class Behind:
             return [] if self._is_left else read()
 
 
-def _name(identity: bytes, nbytes: int, indices: Iterable[int]) -> str:
-    raw = b"".join(map(_INDEX.pack, indices))
-    return f"{identity.hex()}/{nbytes}.{base64.urlsafe_b64encode(raw).decode()}"
+def _name(identity: bytes, second: float) -> str:
+    """How the names of objects begin that were sent in a second."""
+    return f"{identity.hex()}/{int(second):010d}"
+
+
+def _packed(indices: Iterable[int]) -> str:
+    return base64.urlsafe_b64encode(b"".join(map(_INDEX.pack, indices))).decode()
 
 
 def _pages_in(name: str) -> tuple[int, list[int]]:
-    """What _name() was made of. Raises ValueError and struct.error for other names."""
-    nbytes, raw = name.rpartition("/")[2].split(".")
+    """The bytes of a page in an object, and the indices. Raises ValueError and struct.error for
+    other names."""
+    _, nbytes, raw = name.rpartition("/")[2].split(".")
     return int(nbytes), [each for (each,) in _INDEX.iter_unpack(base64.urlsafe_b64decode(raw))]

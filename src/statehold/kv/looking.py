@@ -24,7 +24,7 @@ from pathlib import Path
 from statehold._core import PageTable
 from statehold.errors import refused
 from statehold.kv.batch import COUNTED
-from statehold.kv.opened import LOCK_S, held, name_of, refuse_other_host
+from statehold.kv.opened import LOCK_S, held, refuse_other_host
 from statehold.kv.page import HEADER_BYTES, Header
 from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
 from statehold.process.file_locks import LockFile
@@ -112,7 +112,8 @@ def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify:
         return
     begin, size = int(segment.name[-6:]) * seen.geometry.segment_slots, seen.geometry.slot_bytes
     with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        for slot, at in enumerate(range(0, len(raw) - HEADER_BYTES + 1, size), begin):
+        end = min(len(raw), seen.geometry.entries_at) - HEADER_BYTES + 1
+        for slot, at in enumerate(range(0, end, size), begin):
             generation, first = _findable(table, slot), raw[at : at + HEADER_BYTES]
             header = Header.decode(first)
             is_bad = header is None and first != bytes(HEADER_BYTES)
@@ -151,7 +152,7 @@ def prune(
         copy.mend()  # others may have changed it while it was read
         gone = copy.drop([*identities], seconds, geometry.slots, keep)
         return Counter(name.hex() for _, name in gone), len(gone) * size
-    in_memory = memory_path(name_of(os.fspath(root)), size)
+    in_memory = memory_path(os.fspath(root), size)
     if to is None and (memory := _table(in_memory, slots_there(in_memory), mmap.ACCESS_WRITE)):
         tables.append(memory)
     with contextlib.closing(LockFile(f"{root}/{LOCK}")) as lock:
@@ -167,6 +168,7 @@ def prune(
                     gone = table.drop([*identities], seconds, min(DROP_PAGES, left), keep)
                     if table is index:
                         _punch(root, geometry, [slot for slot, _ in gone])
+                        geometry.note(os.fspath(root), index, (slot for slot, _ in gone))
                         dropped.update(name.hex() for _, name in gone)
                     table.end_change()
                 left = left - len(gone) if gone else 0

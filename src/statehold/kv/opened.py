@@ -4,9 +4,9 @@
 
 Invariants: what a dead process was filling is free again when the next one opens the store. A table
 that is lost, or older than the pages because the host has lost its power, is made again: from the
-headers of the slots, or from its columns. What a dead process has put into memory, and not into
-files, is written by the next one (`unwritten`). All processes are on one host, because they share
-memory.
+entries of the slots and from headers, or from its columns. What a dead process has put into memory,
+and not into files, is written by the next one (`unwritten`). All processes are on one host, because
+they share memory.
 Pages pass through buffers of the engine, which are huge pages: a disk moves these several times as
 fast as the small pages of shared memory.
 Not here: pages on their way (store), the tables (native/page_table.h), their memory and files
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import logging
 import mmap
 import os
@@ -47,7 +46,7 @@ logger = logging.getLogger("statehold")
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8
 # Headers are read so many bytes at a time. Small slots are read whole: a disk is faster with that
 # than with so many small pieces.
-HEADERS_BYTES, WHOLE_BYTES = 8 * MiB, 32 * KiB
+HEADERS_BYTES, WHOLE_BYTES = 16 * MiB, 32 * KiB
 
 # A page: its slot in memory, its slot in a file, its bytes.
 Move = tuple[int, int, int]
@@ -80,7 +79,7 @@ class OpenStore:
                 self.seat = self._sit()
                 self.files = FileTier(fs, path, _geometry(path, capacity, size))
                 self._tiers.callback(lambda: self.files.leave(is_last=is_unused(self._lock)))
-                self.memory = MemoryTier(name_of(path), memory, size)
+                self.memory = MemoryTier(path, memory, size)
                 self._tiers.callback(lambda: self.memory.leave(is_last=is_unused(self._lock)))
                 self._recover()
             self.use(identity)
@@ -248,43 +247,25 @@ class OpenStore:
             table.mend()
 
     def _adopt_all(self) -> None:
-        """Find the pages in segments whose table is gone. One job reads while another is seen
-        through."""
-        size = self.files.slot_bytes
-        stride = size if size <= WHOLE_BYTES else HEADER_BYTES
-        waiting = deque(self.files.runs_on_disk(HEADERS_BYTES // stride))
-        spare = [mmap.mmap(-1, HEADERS_BYTES) for _ in range(2)]
-        reading: deque[tuple[int, int, mmap.mmap, RangesJob | None]] = deque()
-        while waiting or reading:
-            if waiting and spare:
-                first, count = waiting.popleft()
-                reading.append(
-                    (first, count, spare[-1], self._read(first, count, stride, spare.pop()))
-                )
-                continue
-            first, count, memory, job = reading.popleft()
+        """Find the pages in segments whose table is gone. Slots that have no entry are read."""
+        size, memory = self.files.slot_bytes, mmap.mmap(-1, HEADERS_BYTES)
+        is_whole, at = size <= WHOLE_BYTES, address_of(memoryview(memory))
+        stride = size if is_whole else HEADER_BYTES
+        waiting = deque(self.files.adopt(HEADERS_BYTES // stride))
+        while waiting:
+            first, count = waiting.popleft()
+            parts = [(first, 0, count * stride, at)]
+            if not is_whole:
+                parts = [(first + n, 0, stride, at + n * stride) for n in range(count)]
             try:
-                is_read = job is not None and job.wait(None)
+                self._begin(parts, memory, is_staged=is_whole).wait(None)
             except StateholdError as error:
                 self.warn("read", error)
-                is_read = False
-            if is_read:
+                if count > 1:  # some of them cannot be read
+                    waiting += [(first, count // 2), (first + count // 2, count - count // 2)]
+            else:
                 self.files.table.adopt(first, memoryview(memory)[: count * stride], stride)
-            elif count > 1:  # some of them cannot be read
-                waiting += [(first, count // 2), (first + count // 2, count - count // 2)]
-            spare.append(memory)
-
-    def _read(self, first: int, count: int, stride: int, memory: mmap.mmap) -> RangesJob | None:
-        """Begin to read slots from `first` on, or their headers; None if the storage refuses."""
-        at, is_whole = address_of(memoryview(memory)), stride > HEADER_BYTES
-        parts = [(first, 0, count * stride, at)]
-        if not is_whole:
-            parts = [(first + n, 0, stride, at + n * stride) for n in range(count)]
-        try:
-            return self._begin(parts, memory, is_staged=is_whole)
-        except StateholdError as error:
-            self.warn("read", error)
-            return None
+                self.files.note(range(first, first + count))
 
 
 @contextlib.contextmanager
@@ -321,12 +302,6 @@ def refuse_other_host(table: PageTable, lock: LockFile) -> None:
 def address_of(view: memoryview) -> int:
     """Of the first byte of memory that may be written; 0 if there is none."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
-
-
-def name_of(path: str) -> str:
-    """Of the memory of the store in a directory, by whatever name the directory is known."""
-    made = os.stat(f"{path}/store.json")  # a later one may have the number of a deleted one
-    return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
 
 
 def _geometry(path: str, capacity: int, size: int) -> Geometry:

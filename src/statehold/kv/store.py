@@ -518,6 +518,7 @@ class PageStore:
             for slot, header in headers.items():
                 if header is not None and (there := take(self._open.seat, below)) >= 0:
                     moves.append((slot, there, header.nbytes))
+        self._files.note(there for _, there, _ in moves)  # that they hold nothing now
         return StoreGroup(headers, moves, below, self._begin_job(moves, is_write=True))
 
     def _stored(self, group: StoreGroup) -> None:
@@ -532,6 +533,7 @@ class PageStore:
                 memory.release(slot)
             if self._files.below < group.below:  # a write has found the disk full
                 files.cut(self._files.below)
+        self._files.note(there for _, there, _ in group.moves)
         if self._behind is not None:
             slots = {slot: there for slot, there, _ in group.moves if slot in done}
             self._behind.send((there, memory.index(slot)) for slot, there in slots.items())

@@ -1,13 +1,17 @@
 """The two tiers of a store: slots in memory that a host shares, and slots in files.
 
-    HOME/kv-<name>            in /dev/shm: the table of the memory, then its slots
+    HOME/kv-<name>            in /dev/shm: the table of the memory, its slots, and the name of STORE
     STORE/store.json          the format, and the slots that the first process has made
     STORE/index               the table of the files
-    STORE/segment-000000      slots; a segment is made when those before it are full
+    STORE/segment-000000      slots, then an entry for each, which says what it holds; a segment is
+                              made when those before it are full
 
 Invariants: a slot has the same bytes in memory and in a file, so a page moves between them as it
 is. Memory and segments have their storage before they are used: a write cannot find that there is
-none. The files never take more than the budget, which counts the index, too.
+none. The files never take more than the budget, which counts the index, too. Entries serve only to
+make a lost table again: one that is damaged tells nothing, and one that is older than its slot
+costs the page. Who has the memory shares a lock of it. The next store of this user gives back
+memory that nobody has, and whose directory is gone.
 Not here: which slot is whose (native/page_table.h), when pages move (store).
 """
 
@@ -21,15 +25,17 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from statehold._core import PageTable
+from statehold._core import PAGE_ENTRY_BYTES, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
+from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import home
 from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
@@ -41,6 +47,8 @@ FORMAT = 1
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
 ABOUT, INDEX, LOCK = "store.json", "index", ".lock"
+# How the memory ends: it says where the store is.
+_ROOT, _ROOT_BYTES = b"store of pages: ", 4096 + 16
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -87,22 +95,26 @@ def _reserve(fd: int, nbytes: int, path: str) -> None:
 
 
 class MemoryTier(MappedTable):
-    """Slots in memory for the store `name`. nbytes: how much to take.
+    """Slots in memory for the store in the directory `root`. nbytes: how much to take.
 
     The first process on the host decides how many slots there are.
     """
 
-    def __init__(self, name: str, nbytes: int, slot_bytes: int) -> None:
+    def __init__(self, root: str, nbytes: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        path = memory_path(name, slot_bytes)
+        _free_lost()
+        path = memory_path(root, slot_bytes)
         slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
-        room, more = spare_memory(), slots * slot_bytes
+        room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
         if more > room.nbytes and not os.path.exists(path):
             raise refused(
                 "the memory of a store of pages has no room", format_bytes(more),
                 f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
             )  # fmt: skip
         super().__init__(path, slots, more)
+        self._lock = LockFile(path)
+        self._lock.share(0)
+        self.view[-_ROOT_BYTES:] = (_ROOT + os.fsencode(root)).ljust(_ROOT_BYTES, b"\0")
         if self.table.is_new:
             self.table.create()
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.begin
@@ -122,6 +134,7 @@ class MemoryTier(MappedTable):
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         self.close()
+        self._lock.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +152,44 @@ class Geometry:
     def of(cls, capacity: int, slot_bytes: int) -> Geometry:
         """As many slots as `capacity` bytes have room for. Raises UsageError without any."""
         by_segment = max(1, min(SEGMENT_BYTES, capacity // 8) // slot_bytes)
+
+        def made(segments: int) -> Geometry:
+            return cls(slot_bytes, by_segment, segments * by_segment)
+
         counts = range(1, 1 + capacity // (by_segment * slot_bytes))
-        segments = bisect.bisect_right(
-            counts, capacity, key=lambda count: _taken(count * by_segment, slot_bytes)
-        )
+        segments = bisect.bisect_right(counts, capacity, key=lambda count: made(count).nbytes)
         if not segments:
-            least = format_bytes(_taken(by_segment, slot_bytes) + whole_blocks(1))
+            least = format_bytes(made(1).nbytes + whole_blocks(1))
             hint = f"a page takes {format_bytes(slot_bytes)}"
             summary = "the capacity of a store of pages is too small"
             raise refused(summary, f"at least {least}", format_bytes(capacity), hint)
-        return cls(slot_bytes, by_segment, segments * by_segment)
+        return made(segments)
+
+    @property
+    def entries_at(self) -> int:
+        """Where in a segment the entries begin."""
+        return self.segment_slots * self.slot_bytes
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of a segment."""
+        return self.entries_at + whole_blocks(self.segment_slots * PAGE_ENTRY_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all segments and the index."""
+        segments = self.slots // self.segment_slots
+        return whole_blocks(PageTable.nbytes(self.slots)) + segments * self.segment_bytes
+
+    def note(self, root: str, table: PageTable, slots: Iterable[int]) -> None:
+        """Say in the segments what these slots hold, as the table does. If the storage refuses,
+        what they said before stays."""
+        for segment, there in groupby(sorted(slots), lambda slot: slot // self.segment_slots):
+            with contextlib.suppress(OSError), open(segment_path(root, segment), "r+b", 0) as file:
+                for _, row in groupby(enumerate(there), lambda each: each[1] - each[0]):
+                    first, *others = (slot for _, slot in row)
+                    at = self.entries_at + first % self.segment_slots * PAGE_ENTRY_BYTES
+                    os.pwrite(file.fileno(), table.entries(first, 1 + len(others)), at)
 
     @classmethod
     def read(cls, path: str) -> Geometry:
@@ -188,22 +229,31 @@ class FileTier(MappedTable):
 
     def __init__(self, fs: Fs, root: str, geometry: Geometry) -> None:
         self.slot_bytes, self._by_segment = geometry.slot_bytes, geometry.segment_slots
+        self._geometry = geometry
         super().__init__(f"{root}/{INDEX}", geometry.slots)
         self._fs, self._root = fs, root
         self._files: dict[tuple[int, bool], File] = {}
         # The slots that a page may be written to: those behind have no storage.
         self.below = geometry.slots
 
-    def runs_on_disk(self, most: int) -> Iterator[tuple[int, int]]:
-        """Slots side by side in the segments that are there, at most so many at a time: the first
-        of them, and their number."""
-        for begin in range(0, self.table.slots, self._by_segment):
-            if os.path.exists(self._path(begin // self._by_segment)):
-                for first in range(begin, begin + self._by_segment, most):
-                    yield first, min(most, begin + self._by_segment - first)
+    def note(self, slots: Iterable[int]) -> None:
+        """Say in the segments what these slots hold now. That may wait for the storage, so it is
+        done without the lock of the tables."""
+        self._geometry.note(self._root, self.table, slots)
 
-    def _path(self, segment: int) -> str:
-        return f"{self._root}/segment-{segment:06d}"
+    def adopt(self, most: int) -> Iterator[tuple[int, int]]:
+        """Find the pages that the segments name. What the others hold, their headers say: of each
+        row of such slots the first one, and their number, which is at most so many."""
+        at, nbytes = self._geometry.entries_at, self._by_segment * PAGE_ENTRY_BYTES
+        for begin in range(0, self.table.slots, self._by_segment):
+            path, raw = segment_path(self._root, begin // self._by_segment), b""
+            if not os.path.exists(path):
+                continue
+            with contextlib.suppress(OSError), open(path, "rb", 0) as file:
+                raw = os.pread(file.fileno(), nbytes, at)
+            for first, count in self.table.adopt_entries(begin, raw.ljust(nbytes, b"\0")):
+                for part in range(first, first + count, most):
+                    yield part, min(most, first + count - part)
 
     def file(self, slot: int, *, is_write: bool) -> tuple[File, int]:
         """The segment of a slot, and where the slot begins. A new segment gets its storage.
@@ -220,20 +270,20 @@ class FileTier(MappedTable):
         """Use one more segment if the disk was full, and the segment is there or has room now.
         Returns `below`."""
         if self.below < self.table.slots:
-            segment, nbytes = self.below // self._by_segment, self._by_segment * self.slot_bytes
+            segment, nbytes = self.below // self._by_segment, self._geometry.segment_bytes
             with contextlib.suppress(OSError, StorageError):
                 disk = os.statvfs(self._root)
                 has_room = disk.f_bavail * disk.f_frsize >= nbytes
-                if has_room or os.path.exists(self._path(segment)):
+                if has_room or os.path.exists(segment_path(self._root, segment)):
                     self.file(self.below, is_write=True)
                     self.below += self._by_segment
         return self.below
 
     def _open(self, segment: int, *, is_write: bool) -> File:
-        path = self._path(segment)
+        path = segment_path(self._root, segment)
         try:
             if is_write:
-                nbytes = self._by_segment * self.slot_bytes
+                nbytes = self._geometry.segment_bytes
                 return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
             return self._fs.open_read(path, direct=True)
         except NoSpaceError:
@@ -275,9 +325,29 @@ def no_store(path: str, damage: Exception | None = None) -> Exception:
     return refused("the directory is no store of pages", ABOUT, got, hint, **safe)
 
 
-def memory_path(name: str, slot_bytes: int) -> str:
-    """Of the memory for the store `name`."""
-    return f"{home()}/kv-{name}-{slot_bytes}"
+def memory_path(root: str, slot_bytes: int) -> str:
+    """Of the memory for the store in the directory `root`, by whatever name that is known."""
+    return f"{home()}/kv-{_name_of(root)}-{slot_bytes}"
+
+
+def _name_of(root: str) -> str:
+    made = os.stat(f"{root}/{ABOUT}")  # a later one may have the number of a deleted one
+    return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
+
+
+def _free_lost() -> None:
+    """Give back the memory of stores whose directory is gone, and that no process has."""
+    for each in Path(home()).glob("kv-*"):
+        with contextlib.suppress(OSError), open(each, "rb") as file:
+            file.seek(-_ROOT_BYTES, os.SEEK_END)
+            mark, root = file.read(len(_ROOT)), os.fsdecode(file.read().rstrip(b"\0"))
+            with contextlib.closing(LockFile(os.fspath(each), is_made=False)) as lock:
+                if mark != _ROOT or lock.is_taken(0):
+                    continue
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if _name_of(root) in each.name:
+                    continue
+            each.unlink()
 
 
 def slots_there(path: str) -> int:
@@ -289,8 +359,9 @@ def slots_there(path: str) -> int:
         return 0
 
 
-def _taken(slots: int, slot_bytes: int) -> int:
-    return whole_blocks(PageTable.nbytes(slots)) + slots * slot_bytes
+def segment_path(root: str, segment: int) -> str:
+    """Of a segment of the store in the directory `root`."""
+    return f"{root}/segment-{segment:06d}"
 
 
 def boot() -> int:

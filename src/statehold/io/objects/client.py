@@ -158,10 +158,13 @@ class ObjectClient:
 
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
-        found = self._ask(
-            "list", directory or "", lambda store: store.list_with_delimiter(directory)
-        )
+        found = self._ask("list", directory or "", lambda s: s.list_with_delimiter(directory))
         return [entry["path"] for entry in found["objects"]], [*found["common_prefixes"]]
+
+    def list_all(self, directory: str, after: str | None = None) -> Sequence[str]:
+        """The paths of all objects below a directory, or of those that sort behind a path."""
+        found = self._ask("list", directory, lambda s: s.list(directory, offset=after).collect())
+        return [entry["path"] for entry in found]
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""
@@ -171,8 +174,7 @@ class ObjectClient:
     def delete_below(self, directory: str) -> None:
         """Delete all objects of a directory."""
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
-            found = self._ask("list", directory, lambda store: store.list(directory).collect())
-            paths = [entry["path"] for entry in found]
+            paths = self.list_all(directory)
             self._ask("delete", directory, lambda store: store.delete(paths))
 
     # -- uploads ---------------------------------------------------------------------------
