@@ -140,6 +140,31 @@ def test_signals_are_given_back(tmp_path: Path) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize(
+    "odd", [signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMIN + 1, 0, "SIGTERM", [signal.SIGTERM]]
+)
+def test_a_signal_that_cannot_be_watched_changes_nothing(tmp_path: Path, odd: Any) -> None:
+    """The others had a handler that did nothing from then on: no SIGTERM ended the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        opened = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match="cannot watch for this signal") as caught:
+            ckpt.leave_on(signal.SIGTERM, odd, within_s=5)
+        assert "SIGTERM" in caught.value.facts["expected"]
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert len(os.listdir("/proc/self/fd")) == opened
+        ckpt.leave_on(signal.SIGTERM, within_s=5)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_given_twice_is_given_back(tmp_path: Path) -> None:
+    """Its own handler stayed, which did nothing any more."""
+    before = signal.getsignal(signal.SIGTERM)
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, signal.Signals(15), signal.SIGTERM, within_s=5)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
     """A data-loading worker that gets a SIGTERM ends, and its trainer goes on."""
     with statehold.Checkpointer(tmp_path / "run") as ckpt:

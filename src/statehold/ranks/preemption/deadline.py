@@ -20,7 +20,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -66,9 +66,7 @@ class Deadline:
         self._previous: dict[signal.Signals, Handler] = {}
         self._is_removed = False
         self._forking = threading.local()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake_read = self._wake_write = -1
         self._watcher = Thread(self._watch, "statehold-leave")
 
     def install(self, *signals: signal.Signals) -> None:
@@ -76,13 +74,17 @@ class Deadline:
         global _active
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on() must be called in the main thread")
+        _check_signals(signals)
         if _active is not None and _active._pid == os.getpid():
             raise UsageError(
                 "a Checkpointer of this process already watches for signals",
                 hint="call leave_on() once, on one Checkpointer of a process; its close() ends it",
             )
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
         _active = self
-        for each in signals:
+        for each in dict.fromkeys(signals):
             self._previous[each] = signal.signal(each, self._handle)
         # Written by the signal itself, while the main thread may be inside a long native call.
         before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -197,6 +199,15 @@ class Deadline:
                 asking = [number for number in numbers if number in watched]
                 if asking and not self.is_asked:
                     self.ask(why=signal.Signals(asking[0]).name)
+
+
+def _check_signals(given: Sequence[object]) -> None:
+    known = [each for each in signal.Signals if each not in (signal.SIGKILL, signal.SIGSTOP)]
+    if not all(each in known for each in given):
+        raise UsageError(
+            "leave_on() cannot watch for this signal, so nothing has changed",
+            facts={"expected": "such as signal.SIGTERM, signal.SIGUSR1", "got": shown(given)},
+        )
 
 
 def _checked(within_s: float) -> float:
