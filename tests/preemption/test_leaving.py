@@ -165,6 +165,18 @@ def test_a_signal_that_is_given_twice_is_given_back(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_checkpointer_that_was_dropped_watches_no_more(tmp_path: Path) -> None:
+    """Nobody can close it."""
+    before = signal.getsignal(signal.SIGTERM)
+    dropped = statehold.Checkpointer(tmp_path / "run")
+    dropped.leave_on(signal.SIGTERM, within_s=60)
+    del dropped
+    with statehold.Checkpointer(tmp_path / "other") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, within_s=60)
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
     """A data-loading worker that gets a SIGTERM ends, and its trainer goes on."""
     with statehold.Checkpointer(tmp_path / "run") as ckpt:

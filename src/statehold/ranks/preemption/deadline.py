@@ -64,7 +64,7 @@ class Deadline:
         self._guard = threading.RLock()  # a signal's handler may run in the middle of ask()
         self._code = LATE
         self._previous: dict[signal.Signals, Handler] = {}
-        self._is_removed = False
+        self._is_removed = self.is_abandoned = False
         self._forking = threading.local()
         self._wake_read = self._wake_write = -1
         self._watcher = Thread(self._watch, "statehold-leave")
@@ -75,6 +75,8 @@ class Deadline:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on() must be called in the main thread")
         _check_signals(signals)
+        if _active is not None and _active.is_abandoned:
+            _active.remove()
         if _active is not None and _active._pid == os.getpid():
             raise UsageError(
                 "a Checkpointer of this process already watches for signals",
