@@ -177,6 +177,19 @@ def test_a_checkpointer_that_was_dropped_watches_no_more(tmp_path: Path) -> None
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_warning_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
+    """What tells of warnings may live longer than the training. The numbers of the pipe are those
+    of other files by then."""
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, within_s=60)
+    files = [(tmp_path / f"{number}").open("wb") for number in range(64)]
+    ckpt.leave()
+    for file in files:
+        file.close()
+    assert {os.path.getsize(file.name) for file in files} == {0}
+    assert not ckpt.is_leaving
+
+
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
     """A data-loading worker that gets a SIGTERM ends, and its trainer goes on."""
     with statehold.Checkpointer(tmp_path / "run") as ckpt:
