@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import signal
@@ -20,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 import statehold
 from statehold import offload
-from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.errors import ClosedError, StateMismatchError, StorageError, UsageError
 from statehold.offload.state import OffloadedState
+from statehold.offload.store import SubgroupStore
 from support.faults import DEADLINE_S, must
 from support.faults import SMALL as SMALL_RUN
-from support.twins import KINDS, Twins, same_bits
+from support.twins import KINDS, Twins, same_bits, snapshot
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -55,6 +57,34 @@ def test_a_scaler_divides_gradients_and_skips_updates(tmp_path: Path, dtype: tor
             optimizer.zero_grad()
         assert twins.ours.stats.updates == before + (not bad)
     assert scalers[0].get_scale() == scalers[1].get_scale()
+    twins.check()
+
+
+def test_the_scale_of_an_update_that_failed_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scaler multiplied it into the next one. SGD shows it in the weights."""
+
+    def refused(*_: object) -> None:
+        raise StorageError("no bytes", errno=errno.EIO)
+
+    twins = Twins([(1000, 333)], [F32], kind="SGD", options={"momentum": 0.9}, **on(tmp_path))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    twins.train(1)
+    go_back = snapshot(twins)
+    twins.backward()
+    scalers[0].scale(torch.zeros(()))  # makes its scale
+    with monkeypatch.context() as patch:
+        patch.setattr(SubgroupStore, "read", refused)
+        with pytest.raises(StorageError, match="no bytes"):
+            scalers[0].step(twins.ours)
+    assert twins.ours.has_lost_state
+    go_back()
+    twins.backward(scale=1024.0)
+    for scaler, optimizer in zip(scalers, (twins.ours, twins.torchs), strict=True):
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
     twins.check()
 
 
