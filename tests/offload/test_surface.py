@@ -88,6 +88,21 @@ def test_the_scale_of_an_update_that_failed_is_forgotten(
     twins.check()
 
 
+def test_state_without_a_field_is_none(tmp_path: Path) -> None:
+    """Older releases of torch keep a momentum of None where SGD has none."""
+    twins = Twins([(100, 333)], [BF16], kind="SGD", **on(tmp_path))
+    twins.train(2)
+    saved = {"state": {0: {"momentum_buffer": None}}, **groups_of(twins)}
+    twins.ours.load_state_dict(saved)
+    assert twins.ours.state_dict()["state"] == {}
+    with statehold.Checkpointer(tmp_path / "run", **SMALL_RUN) as ckpt:
+        ckpt.save(1, {"opt": twins.ours}).wait("committed", DEADLINE_S)
+
+
+def groups_of(twins: Twins) -> dict[str, Any]:
+    return {"param_groups": twins.ours.state_dict()["param_groups"]}
+
+
 def test_clipping_by_the_global_norm(tmp_path: Path) -> None:
     twins = Twins([(100, 333), (7,)], [F32], **on(tmp_path))
     for _ in range(3):
