@@ -395,6 +395,29 @@ def test_a_catalogue_that_sqlite_cannot_open(
     assert caught.value.facts["cause"] == "disk I/O error"
 
 
+def test_a_catalogue_that_cannot_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update of the library, on a disk that is full."""
+    known = Catalog(tmp_path)
+    known.scan()
+    spoiled(Path(known.file), "PRAGMA user_version = 99")
+    connect, calls = sqlite3.connect, list[Any]()
+
+    def full(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        return connect(*given, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    with pytest.raises(StorageError, match="cannot use the catalogue") as caught:
+        known.scan()
+    assert caught.value.facts["cause"] == "database or disk is full"
+    assert len(calls) == 2
+
+
+# What a name that is given for the catalogue may mean already.
 OF_OTHERS = {
     "database": lambda path: sqlite3.connect(path).executescript(
         "CREATE TABLE results (name TEXT); CREATE TABLE steps (run TEXT)"
