@@ -271,6 +271,7 @@ def test_it_ends_if_steps_go_as_fast_as_they_are_found(
 
     save(tmp_path / "a", 1, mlp(8, 16))
     monkeypatch.setattr(relatives, "_is_true", saved_again)
+    monkeypatch.setattr(relatives, "LOOKS_MAX", 2)
     with pytest.raises(StepNotFoundError, match="as fast as"):
         nearest(mlp(8, 16), tmp_path)
 

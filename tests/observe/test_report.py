@@ -326,7 +326,11 @@ def test_events_that_are_not_well_formed_are_counted(tmp_path: Path) -> None:
     assert found.restores == []
 
 
-@pytest.mark.parametrize("number", [10**400, -(10**400), 1e308, 5e-324, 2**62, -1])
+@pytest.mark.parametrize(
+    "number",
+    [10**400, -(10**400), 1e308, 5e-324, 2**62, -1],
+    ids=["long", "long below 0", "large", "small", "whole", "below 0"],
+)
 def test_numbers_that_nobody_measures_are_on_no_page(
     run: Path, tmp_path: Path, number: float
 ) -> None:

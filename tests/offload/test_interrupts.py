@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from statehold import offload
@@ -36,6 +37,7 @@ def test_ctrl_c_in_an_update_hangs_no_thread_that_close_waits_for(tmp_path: Path
     assert {"visit", "run"} <= places
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_a_save_keeps_no_file_that_close_waits_for(tmp_path: Path) -> None:
     """The save had them, and nobody had the save."""
 

@@ -107,6 +107,7 @@ def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: 
     assert all(map(same_bits, twins.params, other.params))
 
 
+@pytest.mark.thorough
 def test_nothing_of_files_that_went_stays(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
