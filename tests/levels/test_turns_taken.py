@@ -13,7 +13,13 @@ import torch
 
 import statehold
 from statehold import Directory, Save
-from statehold.errors import PeerLostError, StateholdError, UnsupportedValueError, UsageError
+from statehold.errors import (
+    PeerLostError,
+    StateholdError,
+    StepOrderError,
+    UnsupportedValueError,
+    UsageError,
+)
 from support.faults import DEADLINE_S, SMALL, spy_on
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import borrowed, inside, passage, trainer
@@ -108,6 +114,62 @@ def test_a_run_goes_on_with_the_next_multiple() -> None:
         ckpt.rewind(12)
         found = [step for step in range(13, 35) if not save(ckpt, step).is_skipped]
         assert found == [20, 30]
+
+
+def saved(ckpt: statehold.Checkpointer, clock: SimpleNamespace, steps: range) -> list[int]:
+    """Those of the steps that are saved, at ten seconds a step."""
+    found = []
+    for step in steps:
+        clock.now_s += 10.0
+        found += [] if save(ckpt, step).is_skipped else [step]
+    return found
+
+
+def timed(fs: SimFs, clock: SimpleNamespace) -> statehold.Checkpointer:
+    """Saves once in a minute."""
+    ckpt = opened(fs, "60s")
+    borrowed(ckpt).clock = lambda: clock.now_s
+    return ckpt
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_a_time_decides_again_where_the_run_goes_back(
+    fs: SimFs, clock: SimpleNamespace, *, rewinds: bool
+) -> None:
+    """No step was saved before the run had come as far again, and no call said so."""
+    with timed(fs, clock) as ckpt:
+        assert saved(ckpt, clock, range(1, 20)) == [1, 7, 13, 19]
+        ckpt.restore(content(0), 7)
+        if not rewinds:  # the step is due, so the call says what is wrong
+            with pytest.raises(StepOrderError, match="step 8 is older than step 19"):
+                save(ckpt, 8)
+        assert ckpt.rewind(7) == [13, 19]
+        assert saved(ckpt, clock, range(9, 24)) == [9, 15, 21]
+        ckpt.rewind(21)  # no step goes, so the time goes on
+        assert saved(ckpt, clock, range(24, 30)) == [27]
+
+
+def test_a_time_counts_from_the_newest_step_that_is_there(
+    fs: SimFs, clock: SimpleNamespace
+) -> None:
+    """After a save that failed, whether in the background or in the call, the next one is due."""
+    with timed(fs, clock) as ckpt:
+        assert saved(ckpt, clock, range(1, 7)) == [1]
+        clock.now_s += 10.0
+        fs.fail_next("rename", errno.EIO)
+        passage(ckpt.save(7, content(7))).wait_ended("committed", DEADLINE_S)
+        assert fs.fired["injected"] == 1
+        with pytest.raises(StateholdError, match="EIO"):
+            ckpt.save(8, content(8))
+        inside(ckpt).pipeline.drain()  # the thread that commits hears of it
+        with pytest.raises(UnsupportedValueError):
+            ckpt.save(9, {"what": print})
+        inside(ckpt).pipeline.drain()
+        assert saved(ckpt, clock, range(10, 20)) == [10, 16]
+        with pytest.raises(UsageError):  # it was not due, and refused all the same
+            ckpt.save(20, content(20), tags="no list")
+        inside(ckpt).pipeline.drain()
+        assert saved(ckpt, clock, range(21, 25)) == [23]
 
 
 def test_the_status_says_how_often_and_why() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -21,6 +22,7 @@ from torch import nn
 import statehold
 from statehold.cli import main
 from statehold.errors import StepNotFoundError, StorageError, UsageError
+from statehold.format.graphs import RECORD
 from statehold.lineage import Catalog, Graph, Relative, catalog, nearest, relatives
 from statehold.process.file_locks import LockFile
 from support.faults import DEADLINE_S, SMALL
@@ -226,11 +228,50 @@ def test_what_the_catalogue_says_wrongly_is_not_believed(
     assert "is stale" in caplog.text
 
 
+@pytest.mark.parametrize("tensors", [["0.weight", "0.bias", "2.bias"], ["0.weight"]])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_whose_graph_lies_hides_no_other(
+    tmp_path: Path, tensors: list[str], times: int
+) -> None:
+    """Its record has the digest of a layer with other tensors, or twice."""
+    model = mlp(8, 16, 4)
+    save(tmp_path / "honest", 1, model)
+    digest = Graph(model).layers.layers[0].digest
+    record = json.dumps([1, "traced", times * [["0", digest, tensors]]])
+    state = {"model": mlp(8, 16, 5), "graph": {RECORD: record}}
+    with statehold.Checkpointer(tmp_path / "lying", **SMALL) as ckpt:
+        ckpt.save(2, state).wait("committed", DEADLINE_S)
+    assert found(mlp(8, 16, 6), tmp_path) == "honest@1"
+
+
+def test_a_step_whose_graph_is_no_text_stops_no_scan(tmp_path: Path) -> None:
+    save(tmp_path / "honest", 1, mlp(8, 16, 4))
+    record = json.dumps([1, "traced", [["0", "\ud800", ["0.weight"]]]])
+    state = {"model": mlp(9, 16, 5), "graph": {RECORD: record}}
+    with statehold.Checkpointer(tmp_path / "lying", **SMALL) as ckpt:
+        ckpt.save(2, state).wait("committed", DEADLINE_S)
+    assert found(mlp(8, 16, 6), tmp_path) == "honest@1"
+
+
+@pytest.mark.parametrize("lowest", [True, False])
+def test_a_metric_without_a_finite_value_is_no_metric(tmp_path: Path, *, lowest: bool) -> None:
+    """As for Keep(best=...) and restore(best=...)."""
+    best = -math.inf if lowest else math.inf
+    save(tmp_path / "good", 1, mlp(8, 16, 3), {"loss": 0.5})
+    save(tmp_path / "broken", 2, mlp(8, 16, 4), {"loss": best})
+    assert found(mlp(8, 16, 6), tmp_path, metric="loss", lowest=lowest) == "good@1"
+
+
 def test_it_ends_if_steps_go_as_fast_as_they_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def saved_again(*_: object) -> bool:
+        save(tmp_path / "a", 1, mlp(8, 16))
+        return False
+
     save(tmp_path / "a", 1, mlp(8, 16))
-    monkeypatch.setattr(relatives, "_is_true", lambda *_: False)
+    monkeypatch.setattr(relatives, "_is_true", saved_again)
+    monkeypatch.setattr(relatives, "LOOKS_MAX", 2)
     with pytest.raises(StepNotFoundError, match="as fast as"):
         nearest(mlp(8, 16), tmp_path)
 
@@ -353,6 +394,28 @@ def test_a_catalogue_that_sqlite_cannot_open(
     with pytest.raises(StorageError, match="cannot use the catalogue") as caught:
         Catalog(tmp_path).scan()
     assert caught.value.facts["cause"] == "disk I/O error"
+
+
+def test_a_catalogue_that_cannot_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update of the library, on a disk that is full."""
+    known = Catalog(tmp_path)
+    known.scan()
+    spoiled(Path(known.file), "PRAGMA user_version = 99")
+    connect, calls = sqlite3.connect, list[Any]()
+
+    def full(*given: Any, **options: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        return connect(*given, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    with pytest.raises(StorageError, match="cannot use the catalogue") as caught:
+        known.scan()
+    assert caught.value.facts["cause"] == "database or disk is full"
+    assert len(calls) == 2
 
 
 # What a name that is given for the catalogue may mean already.

@@ -326,6 +326,29 @@ def test_events_that_are_not_well_formed_are_counted(tmp_path: Path) -> None:
     assert found.restores == []
 
 
+@pytest.mark.parametrize(
+    "number",
+    [10**400, -(10**400), 1e308, 5e-324, 2**62, -1],
+    ids=["long", "long below 0", "large", "small", "whole", "below 0"],
+)
+def test_numbers_that_nobody_measures_are_on_no_page(
+    run: Path, tmp_path: Path, number: float
+) -> None:
+    """Some of them were a traceback."""
+    path, events = tmp_path / "trace.json", []
+    for kind in ("save", "restore", "copy"):
+        names = ("bytes", "read_bytes", "written_bytes", "seconds", "committed_s", "blocked_s")
+        for odd in names:
+            facts = {**dict.fromkeys(names, 3), "step": 3, "event": kind, odd: number}
+            about = {"pid": 0, "tid": 1, "ts": 7, "name": kind, "id": f"{kind} {odd}"}
+            events += [{**about, "ph": "X", "dur": 5, "args": facts}]
+            events += [{**about, "ph": "b", "args": facts}, {**about, "ph": "e", "args": {}}]
+    path.write_text(json.dumps({"traceEvents": events}))
+    _, page = page_of(tmp_path, run, "--trace", path)
+    assert not any(text in ("inf", "nan") for text in page.texts)
+    assert len(read_traces([str(path)]).saves) == 6
+
+
 @pytest.mark.parametrize("text", ["", "{}", "7", '{"traceEvents": 7}', "[" * 100_000, "\x00"])
 def test_what_is_no_trace_is_refused(
     text: str,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from statehold.errors import (
     TruncatedFileError,
     UsageError,
 )
+from statehold.offload import store
 from statehold.offload.pipeline import Held
 from statehold.offload.store import StateFiles, Stored, SubgroupStore
 from statehold.tensors.placements import OWN
@@ -32,6 +34,7 @@ from support import scripts
 from support.faults import DEADLINE_S, SMALL, must
 from support.inside import inside
 from support.twins import Twins, same_bits
+from support.twins import state_of as state_of_optimizer
 from support.wrapped import Extra, Holder, Imitating, Subclassing
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -102,6 +105,24 @@ def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: 
         assert ckpt.restore(state_of(other)) == 3
     check_equal(twins.ours, other.ours)
     assert all(map(same_bits, twins.params, other.params))
+
+
+@pytest.mark.thorough
+def test_nothing_of_files_that_went_stays(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All steps stay, so each save takes the files for good, and the optimizer makes others."""
+    monkeypatch.setattr(store, "LINKED_MAX", 4)
+    twins, sizes = twins_at(folders("opt")), list[int]()
+    owners = (state_of_optimizer(twins.ours).store, *state_of_optimizer(twins.ours).store.files)
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        for step in range(1, 9):
+            twins.train(1)
+            ckpt.save(step, state_of(twins)).wait("committed", DEADLINE_S)
+            inside(ckpt).pipeline.drain()
+            held = (each for owner in owners for each in vars(owner).values())
+            sizes.append(sum(len(each) for each in held if isinstance(each, dict | set | deque)))
+    assert sizes[-1] - sizes[3] < twins.ours.stats.paths[0].subgroups  # not four times that
 
 
 def test_only_the_first_save_writes_headers(

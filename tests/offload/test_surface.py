@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import signal
@@ -20,11 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 import statehold
 from statehold import offload
-from statehold.errors import ClosedError, StateMismatchError, UsageError
+from statehold.errors import ClosedError, StateMismatchError, StorageError, UsageError
 from statehold.offload.state import OffloadedState
+from statehold.offload.store import SubgroupStore
 from support.faults import DEADLINE_S, must
 from support.faults import SMALL as SMALL_RUN
-from support.twins import KINDS, Twins, same_bits
+from support.twins import KINDS, Twins, same_bits, snapshot
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SMALL = 70_000
@@ -56,6 +58,49 @@ def test_a_scaler_divides_gradients_and_skips_updates(tmp_path: Path, dtype: tor
         assert twins.ours.stats.updates == before + (not bad)
     assert scalers[0].get_scale() == scalers[1].get_scale()
     twins.check()
+
+
+def test_the_scale_of_an_update_that_failed_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scaler multiplied it into the next one. SGD shows it in the weights."""
+
+    def refused(*_: object) -> None:
+        raise StorageError("no bytes", errno=errno.EIO)
+
+    twins = Twins([(1000, 333)], [F32], kind="SGD", options={"momentum": 0.9}, **on(tmp_path))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    twins.train(1)
+    go_back = snapshot(twins)
+    twins.backward()
+    scalers[0].scale(torch.zeros(()))  # makes its scale
+    with monkeypatch.context() as patch:
+        patch.setattr(SubgroupStore, "read", refused)
+        with pytest.raises(StorageError, match="no bytes"):
+            scalers[0].step(twins.ours)
+    assert twins.ours.has_lost_state
+    go_back()
+    twins.backward(scale=1024.0)
+    for scaler, optimizer in zip(scalers, (twins.ours, twins.torchs), strict=True):
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    twins.check()
+
+
+def test_state_without_a_field_is_none(tmp_path: Path) -> None:
+    """Older releases of torch keep a momentum of None where SGD has none."""
+    twins = Twins([(100, 333)], [BF16], kind="SGD", **on(tmp_path))
+    twins.train(2)
+    saved = {"state": {0: {"momentum_buffer": None}}, **groups_of(twins)}
+    twins.ours.load_state_dict(saved)
+    assert twins.ours.state_dict()["state"] == {}
+    with statehold.Checkpointer(tmp_path / "run", **SMALL_RUN) as ckpt:
+        ckpt.save(1, {"opt": twins.ours}).wait("committed", DEADLINE_S)
+
+
+def groups_of(twins: Twins) -> dict[str, Any]:
+    return {"param_groups": twins.ours.state_dict()["param_groups"]}
 
 
 def test_clipping_by_the_global_norm(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -85,6 +87,17 @@ def test_the_process_ends_itself_so_long_before_its_time_is_up(
     clock.advance(just_before_s)
     ended.wait()
     assert ended.told == [(LATE, 1000.0 + ends_after_s)]
+
+
+def test_nothing_of_it_stays_when_it_is_removed(installed: Callable[[Deadline], None]) -> None:
+    """Each fork held signals back once more for every one that there had been."""
+    watched = Deadline(60.0)
+    installed(watched)
+    watched.remove()
+    left = weakref.ref(watched)
+    del watched
+    gc.collect()
+    assert left() is None
 
 
 def test_an_earlier_warning_is_not_put_off(installed: Callable[[Deadline], None]) -> None:

@@ -140,6 +140,56 @@ def test_signals_are_given_back(tmp_path: Path) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize(
+    "odd", [signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMIN + 1, 0, "SIGTERM", [signal.SIGTERM]]
+)
+def test_a_signal_that_cannot_be_watched_changes_nothing(tmp_path: Path, odd: Any) -> None:
+    """The others had a handler that did nothing from then on: no SIGTERM ended the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        opened = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match="cannot watch for this signal") as caught:
+            ckpt.leave_on(signal.SIGTERM, odd, within_s=5)
+        assert "SIGTERM" in caught.value.facts["expected"]
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert len(os.listdir("/proc/self/fd")) == opened
+        ckpt.leave_on(signal.SIGTERM, within_s=5)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_given_twice_is_given_back(tmp_path: Path) -> None:
+    """Its own handler stayed, which did nothing any more."""
+    before = signal.getsignal(signal.SIGTERM)
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, signal.Signals(15), signal.SIGTERM, within_s=5)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_checkpointer_that_was_dropped_watches_no_more(tmp_path: Path) -> None:
+    """Nobody can close it."""
+    before = signal.getsignal(signal.SIGTERM)
+    dropped = statehold.Checkpointer(tmp_path / "run")
+    dropped.leave_on(signal.SIGTERM, within_s=60)
+    del dropped
+    with statehold.Checkpointer(tmp_path / "other") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, within_s=60)
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_warning_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
+    """What tells of warnings may live longer than the training. The numbers of the pipe are those
+    of other files by then."""
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.leave_on(signal.SIGTERM, within_s=60)
+    files = [(tmp_path / f"{number}").open("wb") for number in range(64)]
+    ckpt.leave()
+    for file in files:
+        file.close()
+    assert {os.path.getsize(file.name) for file in files} == {0}
+    assert not ckpt.is_leaving
+
+
 def test_a_fork_is_not_watched(tmp_path: Path) -> None:
     """A data-loading worker that gets a SIGTERM ends, and its trainer goes on."""
     with statehold.Checkpointer(tmp_path / "run") as ckpt:

@@ -105,6 +105,7 @@ def test_a_record_gives_the_graph_back() -> None:
         json.dumps([1, "traced", [["name", "digest", [7]]]]),
         json.dumps([1, "traced", [["name", "digest", 7]]]),
         json.dumps([1, "traced", 7]),
+        json.dumps([1, "traced", [["name", "\ud800", []]]]),
         "[" * 100_000,
     ],
 )

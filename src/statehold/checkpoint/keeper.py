@@ -108,6 +108,8 @@ class Keeper(Generic[K]):
         if not self.is_ours:
             return
         self.is_dropped = True
+        if self.preemption is not None:
+            self.preemption.abandon()
         self._asked.put(_end_dropped)
 
     def wait(self) -> None:

@@ -207,7 +207,7 @@ def _save(parts: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: max(_number(each, name) for each in parts)
            for name in ("blocked_s", "gate_s", "staged_s", "written_s")},
         "committed_s": None if failed else committed_s,
-        "bytes_per_s": None if failed or not committed_s else nbytes / committed_s,
+        "bytes_per_s": None if failed else _rate(nbytes, committed_s),
     }  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def _restore(facts: dict[str, Any]) -> dict[str, Any]:
         "read_bytes": int(nbytes),
         "seconds": seconds,
         "passed_over": int(_number(facts, "passed_over")),
-        "bytes_per_s": nbytes / seconds if seconds else None,
+        "bytes_per_s": _rate(nbytes, seconds),
     }
 
 
@@ -238,8 +238,12 @@ def _copy(facts: dict[str, Any]) -> dict[str, Any]:
         "bytes": int(nbytes),
         "linked_bytes": int(_number(facts, "linked_bytes")),
         **{name: _number(facts, name) for name in ("seconds", "read_s", "limited_s")},
-        "bytes_per_s": None if failed or not seconds else nbytes / seconds,
+        "bytes_per_s": None if failed else _rate(nbytes, seconds),
     }
+
+
+def _rate(nbytes: float, seconds: float) -> float | None:
+    return nbytes / max(seconds, 1e-9) if seconds else None
 
 
 def _number(facts: dict[str, Any], name: str) -> float:

@@ -10,7 +10,6 @@ Not here: writing traces (observe/tracing), drawing them (page).
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ TRACE_BYTES_MAX = 128 * 1024 * 1024
 # Of all files together. The newest are kept. A page with more is slow and hard to read.
 MARKS_MAX = 6000
 RANK_MAX = 10**6
+FACT_MAX = 2**63
 
 _ENGINE = "engine"
 # Below the threads of the program.
@@ -160,12 +160,12 @@ def _events_of(path: str) -> list[Any]:
 
 
 def _facts(event: dict[str, Any]) -> dict[str, Any]:
-    """The plain facts: numbers that are numbers, and text."""
+    """The plain facts: numbers that are numbers and no larger than any that is measured, and
+    text."""
     return {
         _text(key): value
         for key, value in event.get("args", {}).items()
-        if isinstance(value, str | bool | int)
-        or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < FACT_MAX)
     }
 
 

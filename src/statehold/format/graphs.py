@@ -140,7 +140,7 @@ def read_record(text: Any) -> LayerGraph | None:
     texts += [name for each in found for name in each.tensors]
     if version != VERSION or kind not in get_args(Kind) or not all(map(_is_text, texts)):
         return None
-    return LayerGraph(kind, found)
+    return LayerGraph(kind, found) if all(each.digest.isascii() for each in found) else None
 
 
 def _is_text(value: Any) -> bool:

@@ -164,20 +164,21 @@ class Catalog:
             if anew:
                 self._delete()
             try:
+                try:
+                    return self._once(act)
+                except sqlite3.DatabaseError as error:
+                    if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
+                        raise
+                    logger.warning(
+                        "the catalogue %s is damaged or of another version (%s); making it again",
+                        self.file, error,
+                    )  # fmt: skip
+                self._delete()
+                self._once(self._scan)
                 return self._once(act)
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError) and not _is_damage(error):
-                    facts = {"cause": str(error)}
-                    raise StorageError(
-                        "cannot use the catalogue", path=self.file, facts=facts
-                    ) from error
-                logger.warning(
-                    "the catalogue %s is damaged or of another version (%s); making it again",
-                    self.file, error,
-                )  # fmt: skip
-            self._delete()
-            self._once(self._scan)
-            return self._once(act)
+            except sqlite3.Error as error:
+                facts, what = {"cause": str(error)}, "cannot use the catalogue; runs are safe"
+                raise StorageError(what, path=self.file, facts=facts) from error
 
     def _once(self, act: Callable[[sqlite3.Connection], T]) -> T:
         # The lock keeps others out. SQLite's own fails on a file system without locks.

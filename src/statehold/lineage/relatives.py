@@ -78,8 +78,8 @@ def nearest(
         model: the new model, or its graph.
         catalog: a Catalog, or the directory that has the runs. A directory that does not exist has
             no runs, and the log says so.
-        metric: the name of the metric that says which step is better. A step without it is worse
-            than all others. None: the newest step.
+        metric: the name of the metric that says which step is better. A step without it, or with
+            NaN or infinity, is worse than all others. None: the newest step.
         lowest: whether a lower value of the metric is better.
 
     Raises:
@@ -95,14 +95,17 @@ def nearest(
         catalog = Catalog(catalog)
     digests = [each.digest for of in (graph.layers, graph.by_tensors) for each in of.layers]
     catalog.scan()
+    refuted = set[tuple[str, int]]()  # a manifest, and what it does not share after all
     for _ in range(LOOKS_MAX):
-        found = catalog.sharing(graph.kind, digests)
+        shared = catalog.sharing(graph.kind, digests)
+        found = [each for each in shared if (each.manifest, each.layers) not in refuted]
         if not found:
             return None
         best = max(found, key=lambda each: _rank(each, metric, lowest))
         if _is_true(best, graph):
             total = len(graph.layers.layers)
             return Relative(best.run, best.step, best.layers, total, best.metrics)
+        refuted.add((best.manifest, best.layers))
         logger.warning(
             "the catalogue %s is stale: step %d of %s has changed or is gone; making it again",
             catalog.file, best.step, best.run,
@@ -115,7 +118,7 @@ def nearest(
 def _rank(each: Candidate, metric: str | None, lowest: bool) -> tuple[int, float, str, int, str]:
     """What is greatest for the best candidate."""
     value = each.metrics.get(metric, math.nan) if metric is not None else math.nan
-    value = -math.inf if math.isnan(value) else -value if lowest else value
+    value = (-value if lowest else value) if math.isfinite(value) else -math.inf
     return each.layers, value, each.created, each.step, each.run
 
 

@@ -97,7 +97,11 @@ class _Offloaded(torch.optim.Optimizer):
             )
         if found_inf is None or not found_inf.item():
             scale = getattr(self, "grad_scale", None) if self._clipped is None else self._clipped
-            self._checked.update(self.param_groups, scale)
+            try:
+                self._checked.update(self.param_groups, scale)
+            except BaseException:  # GradScaler would multiply its next scale by this one
+                vars(self).pop("grad_scale", None)
+                raise
         self._clipped = None
         return loss
 

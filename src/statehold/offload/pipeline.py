@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -115,18 +115,25 @@ class StallWatch:
             )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Held:
     """The files of a state as it was at one moment: what a save takes into a step.
 
     Of each subgroup it is the generation in `writes`, which the store holds once it is there. From
     the moment on until release(), none of these files is removed, and nothing in them is written
     but headers. What was only in memory is being written since then; files() waits for that, and
-    then writes the headers that are missing. release() is called once.
+    then writes the headers that are missing. release() is called once. Ctrl-C may come before
+    anybody can call it: then the files go when nothing refers to this any more.
     """
 
     store: SubgroupStore
-    writes: Mapping[int, Task[Stored]]
+    writes: dict[int, Task[Stored]] = field(default_factory=dict)
+    taken: list[Stored] = field(default_factory=list)
+
+    def take(self, stored: Stored) -> None:
+        """Hold a generation. On a thread of the pool, where no signal's handler comes."""
+        self.store.hold(stored)
+        self.taken.append(stored)
 
     def files(self, heads: Mapping[int, Head]) -> list[StoredFile]:
         """All files, with these headers. Raises the error of a write that has failed."""
@@ -138,8 +145,12 @@ class Held:
     def release(self) -> None:
         """Let the files go."""
         for write in self.writes.values():
-            if write.error() is None:
-                self.store.release(write.result())
+            write.error()
+        self.__del__()
+
+    def __del__(self) -> None:
+        while self.taken:
+            self.store.release(self.taken.pop())
 
 
 @dataclass
@@ -174,7 +185,7 @@ class SubgroupPipeline:
         self.waited_s, self.hits, self.misses = 0.0, 0, 0
         self.targets = Targets([each.nbytes for each in store.forms], store, bandwidths)
         self._watch = StallWatch()
-        self._writes: dict[int, Task[Stored]] = {}  # for hold()
+        self._writes: dict[int, Task[Stored]] = {}  # of hold()
         if buffers.count < len(subgroups):
             self.targets.reserve(self.exchanges)
 
@@ -216,7 +227,16 @@ class SubgroupPipeline:
 
     def hold(self, wanted: Iterable[int]) -> Held:
         """The generations of these subgroups as they are now. Writes those that only memory has."""
-        return Held(self.store, {index: self._held(index) for index in wanted})
+        held = Held(self.store)
+        try:
+            for index in wanted:
+                self._settle([index])
+                write = self._threads.submit(self._hold, index, held)
+                self._writes[index] = held.writes[index] = write
+        except BaseException:  # as Ctrl-C: nobody else can release it
+            held.release()
+            raise
+        return held
 
     def reset(self) -> None:
         """Forget all content: every subgroup is fresh again."""
@@ -233,25 +253,15 @@ class SubgroupPipeline:
         self._threads.close()
         self._elsewhere.close()
 
-    def _held(self, index: int) -> Task[Stored]:
-        self._settle([index])
-        place = self.places[index]
-        if place.is_changed:
-            self._writes[index] = self._threads.submit(self._write_back, index)
-            return self._writes[index]
-        stored = place.stored
-        if stored is None:
-            raise AssertionError("a subgroup is held that is fresh")
-        self.store.hold(stored)
-        return self._threads.submit(lambda: stored)
-
-    def _write_back(self, index: int) -> Stored:
-        """Write a subgroup that stays in its buffer. On a thread of the pool."""
-        place = self.places[index]
-        if place.buffer is None:
-            raise AssertionError("a subgroup is written back that is not in memory")
-        stored = self._store_changed(place, index, self._buffers[place.buffer])
-        self.store.hold(stored)
+    def _hold(self, index: int, held: Held) -> Stored:
+        """Hold the file of a subgroup. It is written first if the subgroup has changed, which stays
+        in its buffer. On a thread of the pool."""
+        place, stored = self.places[index], self.places[index].stored
+        if place.is_changed and place.buffer is not None:
+            stored = self._store_changed(place, index, self._buffers[place.buffer])
+        if stored is None or place.is_changed:
+            raise AssertionError("a subgroup is held that is fresh, or neither here nor there")
+        held.take(stored)
         return stored
 
     def _settle(self, subgroups: Iterable[int]) -> None:

@@ -257,8 +257,8 @@ class OffloadedState:
                 fields[index] = self._fields_in_files(self.parameters[index], saved[index])
         elsewhere = tuple(naming.elsewhere(started))
         self.store.heads = heads
-        held = self.pipeline.hold(heads)
         tree = [fields.get(index) for index in range(len(self.parameters))]
+        held = self.pipeline.hold(heads)
         return StoredState(tree, partial(held.files, heads), held.release, elsewhere)
 
     def check_parameters(self, groups: Groups) -> None:
@@ -319,9 +319,9 @@ class OffloadedState:
             self.pipeline.reset()
             self.mirror.forget()
             self.mirror.bring_weights()
-            for parameter, entry in zip(self.parameters, entries, strict=True):
+            for parameter, entry, fields in zip(self.parameters, entries, given, strict=True):
                 parameter.version = None
-                parameter.step.fill_(float(entry.get("step", 1)) if entry else 0)
+                parameter.step.fill_(float(_known(entry).get("step", 1)) if fields else 0)
             started = [index for index, fields in enumerate(given) if fields]
             self.pipeline.visit(self._touched(started), use, changes=True)
         self.mirror.forget()

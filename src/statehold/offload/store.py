@@ -79,13 +79,17 @@ PARTS_NAMED = 4
 _zeros = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device="cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stored:
-    """A generation of a subgroup: the path's number, the file, the checksums of its parts."""
+    """A generation of a subgroup: the path's number, the file, the checksums of its parts.
+
+    header: that of the file, once it has one.
+    """
 
     path: int
     file: str
     sums: bytes
+    header: bytes = b""
 
 
 class PathMeters:
@@ -110,7 +114,6 @@ class SubgroupStore:
     ) -> None:
         self.forms, self._names = forms, names
         self.heads: Mapping[int, Head] = {}  # of the newest save, by the index of the subgroup
-        self._headed: dict[str, bytes] = {}  # the headers that files have
         self._head_guard = threading.Lock()
         self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
@@ -145,7 +148,6 @@ class SubgroupStore:
         """
         form, head = self.forms[subgroup.index], self.heads.get(subgroup.index)
         name, file = self.files[path].take(form.nbytes)
-        self._headed.pop(name, None)
         try:
             with self._moving(file, "write", subgroup, path):
                 ranges = [(piece, memory.data_ptr() - form.data_begin) for piece in form.parts]
@@ -156,21 +158,20 @@ class SubgroupStore:
         except BaseException:
             self.files[path].give_back(name)
             raise
-        if head is not None:
-            self._headed[name] = head.encoded
-        return Stored(path, name, sums[: SUM_BYTES * len(form.parts)])
+        header = b"" if head is None else head.encoded
+        return Stored(path, name, sums[: SUM_BYTES * len(form.parts)], header)
 
     def write_head(self, stored: Stored, head: Head) -> None:
         """Write the header of a file that is held, unless it is there."""
         with self._head_guard:  # a file that has its header may have a second name
-            if self._headed.get(stored.file) == head.encoded:
+            if stored.header == head.encoded:
                 return
             file = self.files[stored.path].open_held(stored.file, head.form.nbytes)
             try:
                 self._transfer(file, head.ranges, head.memory, stored.path, None)
             finally:
                 file.close()
-            self._headed[stored.file] = head.encoded
+            stored.header = head.encoded
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""

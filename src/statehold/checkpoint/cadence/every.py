@@ -76,6 +76,11 @@ class Cadence:
         """`step` is on its way to the level, or is there."""
         self._last_step, self._last_s = step, now_s
 
+    def go_on_from(self, step: int | None) -> None:
+        """The next step follows `step`, to which the run was perhaps restored or rewound."""
+        if step is not None and self._last_step is not None and step < self._last_step:
+            self.given_up(step)
+
     def given_up(self, step: int | None) -> None:
         """The level has nothing newer than `step`: a copy failed, or the run was rewound."""
         self._last_step = step

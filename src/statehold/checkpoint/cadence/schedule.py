@@ -66,7 +66,7 @@ class Turns:
 
     steps: the fixed interval; None: rank 0 announces it. lag: the number of saves after which a
         rule holds; LAG among several ranks. last_step: of the last call; or, on all ranks alike,
-        the step that the run was restored to, or rewound to.
+        the step that the run was restored to, or rewound to. due: the numbers of the newest saves.
     """
 
     def __init__(self, steps: int | None, lag: int = LAG) -> None:
@@ -77,7 +77,7 @@ class Turns:
         self._pending_last = -1
         self._found: SaveRule | None = None
         self.last_step: int | None = None
-        self._due = deque([-1] * _RECENT, maxlen=_RECENT)
+        self.due = deque([-1] * _RECENT, maxlen=_RECENT)
 
     def call(self, number: int, step: int | None, *, wanted: bool = False) -> bool:
         """Whether the call of save() with this number saves `step`. wanted: it saves in any case,
@@ -97,7 +97,7 @@ class Turns:
     def settled(self) -> int:
         """The number of the last save but one before the newest. It has ended on all ranks once the
         newest has found room."""
-        return self._due[-3]
+        return self.due[-3]
 
     @property
     def rule(self) -> SaveRule:
@@ -121,9 +121,9 @@ class Turns:
         self._found = rule
 
     def _saving(self, number: int) -> None:
-        self._due.append(number)
+        self.due.append(number)
         pending = self._pending
-        if pending is not None and pending.since <= self._due[-1 - self._lag]:
+        if pending is not None and pending.since <= self.due[-1 - self._lag]:
             self._pending = None
             self._hold(SaveRule(number, pending.steps))
         elif self._is_growing:
@@ -246,6 +246,7 @@ class Schedule:
                 under_way.add(self._names[0])
             self._costs.called(step, now_s, gate_s, frozenset(under_way))
         if self._timer is not None:
+            self._timer.go_on_from(self.turns.last_step)
             wanted = wanted or self._timer.is_due(step, now_s)
         is_due = self.turns.call(number, step, wanted=wanted)
         if is_due and self._timer is not None:
@@ -271,6 +272,11 @@ class Schedule:
         needed = rates_by_level([level.survives for level in self._levels], rates)
         fixed_s = [_fixed_s(every, step_s) for every in self._every]
         self._set(number, self._costs.chosen(needed, fixed_s, self._intervals))
+
+    def failed(self, number: int) -> None:
+        """The save with this number has failed, so the newest step at the first level is older."""
+        if self._timer is not None and number == self.turns.due[-1]:
+            self._timer.given_up(None)
 
     def message(self) -> list[int] | None:
         """Rank 0: the facts for the others in the outcome of a committed save."""

@@ -135,7 +135,8 @@ class Alone:
 
     def announce(self, work: Work) -> None: ...
 
-    def give_up(self, number: int, error: StateholdError) -> None: ...
+    def give_up(self, number: int, error: StateholdError) -> None:
+        self._schedule.failed(number)
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
         return error

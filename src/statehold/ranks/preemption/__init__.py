@@ -111,6 +111,10 @@ class Preemption:
         if self.hearing is not None:
             self.hearing.stop()
 
+    def abandon(self) -> None:
+        """Let another Checkpointer of this process watch: this one is gone. From any thread."""
+        self._deadline.is_abandoned = True
+
     def remove(self) -> None:
         """Stop watching, unless this process was asked to leave; restore the signal handlers.
 

@@ -20,7 +20,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -63,12 +63,9 @@ class Deadline:
         self._end_s: float | None = None
         self._guard = threading.RLock()  # a signal's handler may run in the middle of ask()
         self._code = LATE
-        self._previous: dict[signal.Signals, Handler] = {}
-        self._is_removed = False
-        self._forking = threading.local()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self.watched: dict[signal.Signals, Handler] = {}  # and the handlers before
+        self._is_removed = self.is_abandoned = False
+        self._wake_read = self._wake_write = -1
         self._watcher = Thread(self._watch, "statehold-leave")
 
     def install(self, *signals: signal.Signals) -> None:
@@ -76,21 +73,22 @@ class Deadline:
         global _active
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on() must be called in the main thread")
+        _check_signals(signals)
+        if _active is not None and _active.is_abandoned:
+            _active.remove()
         if _active is not None and _active._pid == os.getpid():
             raise UsageError(
                 "a Checkpointer of this process already watches for signals",
                 hint="call leave_on() once, on one Checkpointer of a process; its close() ends it",
             )
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         _active = self
-        for each in signals:
-            self._previous[each] = signal.signal(each, self._handle)
+        for each in dict.fromkeys(signals):
+            self.watched[each] = signal.signal(each, self._handle)
         # Written by the signal itself, while the main thread may be inside a long native call.
         before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         if before != -1:  # another library's: then the handlers must suffice
             signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        os.register_at_fork(
-            before=self._hold, after_in_parent=self._let_go, after_in_child=self._let_go_in_fork
-        )
         self._watcher.start()
 
     @property
@@ -106,7 +104,7 @@ class Deadline:
     def end_in(self, seconds: float, why: str = "another rank") -> None:
         """End this process in so many seconds, or sooner if an earlier warning says so. why: the
         origin."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_removed:
             return
         with self._guard:
             end_s = self._clock() + max(0.0, seconds)
@@ -139,17 +137,19 @@ class Deadline:
         if self.is_asked or os.getpid() != self._pid or _active is not self:
             return
         _active = None
-        for each, handler in self._previous.items():
+        for each, handler in self.watched.items():
             signal.signal(each, handler)
-        self._stop_waking()
+        self.stop_waking()
         self._is_removed = True
         self._wake()
         self._watcher.join()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._guard:  # no other thread writes into what has this number next
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
 
     def _wake(self, number: int = 0) -> None:
-        with contextlib.suppress(OSError):  # full: then it still wakes
+        with self._guard, contextlib.suppress(OSError):  # full: then it still wakes; or removed
             os.write(self._wake_write, bytes([number]))
 
     # -- from signals ----------------------------------------------------------------------
@@ -161,21 +161,8 @@ class Deadline:
             return
         self._wake(number)
 
-    def _hold(self) -> None:
-        """Before a fork: a signal for the fork waits until it has stopped waking this process.
-
-        So it is not lost when Python there forgets the signals of its parent.
-        """
-        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._previous)
-
-    def _let_go(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
-
-    def _let_go_in_fork(self) -> None:
-        self._stop_waking()
-        self._let_go()
-
-    def _stop_waking(self) -> None:
+    def stop_waking(self) -> None:
+        """Have signals write nothing into the pipe any more."""
         wakes = signal.set_wakeup_fd(-1)
         if wakes != self._wake_write:
             signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
@@ -183,7 +170,7 @@ class Deadline:
     # -- on the thread ---------------------------------------------------------------------
 
     def _watch(self) -> None:
-        watched = bytes(int(each) for each in self._previous)
+        watched = bytes(int(each) for each in self.watched)
         waiting = select.poll()
         waiting.register(self._wake_read, select.POLLIN)
         while not self._is_removed:
@@ -197,6 +184,45 @@ class Deadline:
                 asking = [number for number in numbers if number in watched]
                 if asking and not self.is_asked:
                     self.ask(why=signal.Signals(asking[0]).name)
+
+
+# -- forks -----------------------------------------------------------------------------------------
+# A signal for a fork waits until the fork has stopped waking its parent. So it is not lost when
+# Python there forgets the signals of the parent.
+
+
+_forking = threading.local()
+
+
+def _hold() -> None:
+    """Before a fork."""
+    watched = {} if _active is None else _active.watched
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _let_go_in_fork() -> None:
+    if _active is not None:
+        _active.stop_waking()
+    _let_go()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_let_go_in_fork)
+
+
+# -- what a caller gives ---------------------------------------------------------------------------
+
+
+def _check_signals(given: Sequence[object]) -> None:
+    known = [each for each in signal.Signals if each not in (signal.SIGKILL, signal.SIGSTOP)]
+    if not all(each in known for each in given):
+        raise UsageError(
+            "leave_on() cannot watch for this signal, so nothing has changed",
+            facts={"expected": "such as signal.SIGTERM, signal.SIGUSR1", "got": shown(given)},
+        )
 
 
 def _checked(within_s: float) -> float:
