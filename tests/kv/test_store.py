@@ -342,7 +342,7 @@ def test_a_store_of_another_version_or_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="other slots"):
         made(tmp_path, page_bytes=2 * PAGE)
     about = json.loads((tmp_path / "store.json").read_text())
-    (tmp_path / "store.json").write_text(json.dumps({**about, "format": 2}))
+    (tmp_path / "store.json").write_text(json.dumps({**about, "format": 1}))
     with pytest.raises(FormatVersionError, match="another version") as refused:
         made(tmp_path)
     assert refused.value.hint

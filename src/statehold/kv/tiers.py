@@ -43,7 +43,7 @@ from statehold.units import MiB, format_bytes
 if TYPE_CHECKING:
     from statehold._core import File, Fs
 
-FORMAT = 1
+FORMAT = 2
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
 ABOUT, INDEX, LOCK = "store.json", "index", ".lock"
