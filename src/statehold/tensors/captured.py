@@ -308,7 +308,7 @@ class Capturing:
     def result(self, state: Mapping[str, Any]) -> Capture:
         """Go through the state. Raises UnsupportedValueError."""
         try:
-            tree = self.encoded(dict(state), "")
+            tree = self.values.encode(dict(state), "")
             for act in self.later:
                 act()
             self.seen.structure = self.tensors.recognise(self.seen.structure)
@@ -326,9 +326,6 @@ class Capturing:
         return Capture(self.tensors, tree, note, self.doubts, self.numbers, self.stored, frozen)
 
     # -- the walk --------------------------------------------------------------------------
-
-    def encoded(self, value: Any, path: str) -> Any:
-        return self.values.encode(value, path)
 
     def inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         """The node of what an object gives for itself."""

@@ -152,23 +152,17 @@ class Passage:
         while not self.has_ended(event):
             if not self.is_of_this_process:
                 raise forked("this save", self._pid)
-            if not self._wait_for_one(event, until):
+            latch = threading.Lock()
+            latch.acquire()
+            self._latches.append(latch)
+            if self.has_ended(event):  # since it was last looked at
+                return True
+            left = -1.0 if until is None else max(0.0, until - time.monotonic())
+            if not latch.acquire(timeout=left):
+                with contextlib.suppress(ValueError):  # it is being released just now
+                    self._latches.remove(latch)
                 return self.has_ended(event)
         return True
-
-    def _wait_for_one(self, event: Event, until: float | None) -> bool:
-        """Wait for any event. Holds no lock, so a signal handler may save meanwhile."""
-        latch = threading.Lock()
-        latch.acquire()
-        self._latches.append(latch)
-        if self.has_ended(event):  # since it was last looked at
-            return True
-        left = -1.0 if until is None else max(0.0, until - time.monotonic())
-        if latch.acquire(timeout=left):
-            return True
-        with contextlib.suppress(ValueError):  # it is being released just now
-            self._latches.remove(latch)
-        return False
 
     def has_ended(self, event: Event) -> bool:
         """Whether the event has happened, or never will."""
@@ -193,10 +187,6 @@ class Passage:
     def record(self, **figures: object) -> None:
         with self._guard:
             self.stats = replace(self.stats, **figures)  # type: ignore[arg-type]
-
-    def moved(self, engine: Mapping[str, int]) -> None:
-        """The engine has written everything; its own figures count from its beginning."""
-        self.watch.save_moved(self.step, self.moving_from, engine)
 
     def returned(self) -> None:
         """save() ends now."""

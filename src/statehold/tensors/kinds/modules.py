@@ -100,7 +100,7 @@ def _captured(to: Capturing, _: values.Encoder, module: nn.Module, path: str) ->
     def other(value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):
             return to.tensor(value, where, lazy=isinstance(value, nn.Parameter))
-        return to.encoded(value, where)
+        return to.values.encode(value, where)
 
     entries_now = to.entries.get(id(module)) or entries(module)
     place_of = partial(to.place, path=path) if to.replicas else None

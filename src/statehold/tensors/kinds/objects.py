@@ -116,7 +116,7 @@ def _captured_scaler(to: Capturing, scaler: GradScaler, path: str) -> Any:
     to.values.check_depth(scaler, path, 2)  # an infinity that is filled in is a node
     alike = object.__new__(type(scaler))
     vars(alike).update(vars(scaler), **dict.fromkeys(_ON_DEVICE.values()))
-    node = to.encoded(alike.state_dict(), path)
+    node = to.values.encode(alike.state_dict(), path)
     to.numbers += [
         Number(getattr(scaler, name).clone(), node, key)
         for key, name in _ON_DEVICE.items()
