@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from statehold.encoding import values
-from statehold.errors import noting
+from statehold.errors import annotate
 from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import composed, nodes, placements
@@ -331,8 +331,12 @@ class Capturing:
         """The node of what an object gives for itself."""
 
         def taken(to: values.Encoder, _: Any, path: str) -> Any:
-            with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
+            try:
                 inside = content()
+            except Exception as error:
+                when = f'while the state of "{path}" was taken; nothing of the step is saved'
+                annotate(error, when)
+                raise
             return to.encode(inside, path)
 
         return self.values.within(taken, value, path, 0)
