@@ -133,7 +133,8 @@ class Passage:
                 f"step {self.step} was not due, so nothing was saved",
                 hint="check is_skipped before waiting; save(step, state, force=True) always saves",
             )
-        timeout = check_timeout(timeout)
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         attained = self.wait_ended(_checked(event), timeout)
         if self.done(event):
             return
@@ -147,7 +148,8 @@ class Passage:
         )
 
     def wait_ended(self, event: Event, timeout: float | None = None) -> bool:
-        """Wait for the event or a failure. False if neither came in time."""
+        """Wait for the event or a failure. False if neither came in time. Holds no lock, so a
+        signal handler may save meanwhile."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.has_ended(event):
             if not self.is_of_this_process:
