@@ -223,13 +223,10 @@ class RestoreWatch:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self.stage = watch.stage
         self.read_bytes = 0
         self.restored_step: int | None = None
         self.passed_over = 0
-
-    def stage(self, name: str, **facts: Any) -> Stage:
-        """A stage on this thread, while the context lasts."""
-        return self._watch.stage(name, **facts)
 
     @contextlib.contextmanager
     def reading(self, step: int, job: ReadJob) -> Iterator[None]:
@@ -384,14 +381,11 @@ class CopyWatch:
     def __init__(self, level: LevelWatch, moving: str) -> None:
         self._level = level
         self._moving = moving
+        self.stage = level.stage
         self.bytes = 0
         self.linked_bytes = 0
         self.read_s = 0.0
         self.limited_s = 0.0
-
-    def stage(self, name: str, **facts: Any) -> Stage:
-        """A stage on this thread, while the context lasts."""
-        return self._level.stage(name, **facts)
 
     @contextlib.contextmanager
     def file(self, name: str, nbytes: int) -> Iterator[None]:
