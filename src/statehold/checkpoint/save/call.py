@@ -148,7 +148,7 @@ class Saver:
         is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
-        save, gate = Passage(step, time.perf_counter()), self.trainer.gate
+        save, gate = Passage(step, time.perf_counter(), self.watch), self.trainer.gate
         try:
             ends = self._wait(save, is_last)
             with updates.noted() as moved:
@@ -212,7 +212,6 @@ class Saver:
     def _wait(self, save: Passage, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save: whether the process ends with this one."""
         self.trainer.raise_failures()
-        save.watch = self.watch
         self.prepare()
         with save.stage("wait"):
             self.pipeline.wait_for_room(self.schedule.turns.settled)

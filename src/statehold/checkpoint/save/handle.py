@@ -23,11 +23,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
 from statehold.checkpoint.save.shared import Register, SharedFiles
-from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage
+from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Watch
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.format.entries import NOTHING, About
 from statehold.layout.stored import StoredPart
@@ -105,17 +106,21 @@ class Passage:
     """A save on its way through the events, for those who take it there. Thread-safe.
 
     step, stats, error, is_skipped: as Save has them. is_raised: a caller has got the error. watch:
-    sees what happens. moving_from: when the engine begins.
+    sees what happens. stage: a stage of this save, for the trace. moving_from: when the engine
+    begins.
     """
 
-    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
+    def __init__(
+        self, step: int, started: float, watch: Watch = UNWATCHED, *, is_skipped: bool = False
+    ) -> None:
         self.step = step
         self.is_skipped = is_skipped
         self.stats = SaveStats(step)
         self.error: StateholdError | None = None
         self.is_raised = False
         self._started = started
-        self.watch = UNWATCHED
+        self.watch = watch
+        self.stage = partial(watch.stage, step=step)
         self._is_reported = False
         self.moving_from = started
         self._guard = threading.RLock()
@@ -174,10 +179,6 @@ class Passage:
         while self._latches:
             with contextlib.suppress(IndexError):  # the last one has stopped waiting
                 self._latches.pop().release()
-
-    def stage(self, name: str) -> Stage:
-        """A stage of this save, for the trace."""
-        return self.watch.stage(name, step=self.step)
 
     @property
     def is_of_this_process(self) -> bool:
