@@ -41,7 +41,6 @@ from statehold.layout.plan import TensorSpec
 from statehold.tensors import composed, nodes, placements
 from statehold.tensors.columns import (
     BATCH,
-    Structure,
     Tensors,
     described,
     layout_of,
@@ -108,10 +107,6 @@ class Capture:
     # Looked up when it is made: a simulation has locks of its own.
     _guard: threading.Lock = field(default_factory=lambda: threading.Lock())
 
-    @property
-    def structure(self) -> Structure:
-        return self.tensors.structure
-
     def release(self) -> None:
         """Give the files of stored parts back to their objects, unless they were handed over."""
         for stored in self.handed_over():
@@ -137,7 +132,8 @@ class Capture:
 
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
-        chosen = self.structure.eager if eager else self.structure.lazy
+        structure = self.tensors.structure
+        chosen = structure.eager if eager else structure.lazy
         index = self.tensors.first_moved(chosen)
         return None if index is None else self.tensors.specs[index].name
 

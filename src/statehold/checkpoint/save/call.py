@@ -170,9 +170,9 @@ class Saver:
         self, captured: Capture, held: HeldSave, number: int, about: About, *, is_last: bool
     ) -> Work:
         """Plan the save of what was captured, and hand it over."""
-        save = held.save
+        save, structure = held.save, captured.tensors.structure
         with save.stage("plan"):
-            specs = captured.structure.specs
+            specs = structure.specs
             comparisons, version = tuple[Comparison, ...](), ""
             if self.rank is not None:
                 known = self.claims.resolve(specs, self.schedule.turns.settled)
@@ -180,8 +180,8 @@ class Saver:
             plan = self._plans.get(specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors)
         save.record(
-            state_bytes=captured.structure.state_bytes,
-            eager_bytes=captured.structure.eager_bytes,
+            state_bytes=structure.state_bytes,
+            eager_bytes=structure.eager_bytes,
             written_bytes=plan.save.file_bytes + (shared.fresh_bytes if shared else 0),
             tensors=len(captured.tensors),
         )
@@ -252,7 +252,7 @@ class Saver:
             sources = [JobSource(work.job, ordered.tensors)]
             if work.shared is not None:
                 sources = work.shared.start(sources[0])
-            if captured.numbers or any(captured.structure.external):
+            if captured.numbers or any(captured.tensors.structure.external):
                 work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)

@@ -217,9 +217,7 @@ class Passage:
         self.watch.gate_waited(seconds)
 
     def reach(self, event: Event) -> None:
-        with self._guard:
-            reached = {f"{event}_s": self.elapsed()}
-            self.stats = replace(self.stats, **reached)  # type: ignore[arg-type]
+        self.record(**{f"{event}_s": self.elapsed()})
         self._wake()
         self._report_once()
 

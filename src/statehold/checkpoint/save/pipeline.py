@@ -160,7 +160,7 @@ class Pipeline:
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once everything that may change before the next update is copied, or once the
         current streams of devices wait for those copies. Raises if it did change."""
-        if not captured.structure.eager:
+        if not captured.tensors.structure.eager:
             return
         try:
             if work.copies is not None:
