@@ -376,15 +376,10 @@ def named(error: BaseException, when: str) -> StateholdError:
     return unexpected
 
 
-@contextlib.contextmanager
-def noting(when: str) -> Iterator[None]:
+def annotate(error: Exception, when: str) -> None:
     """Add a note `when` to an exception of the user's own code (Python 3.11 and later)."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, StateholdError) and hasattr(error, "add_note"):
-            error.add_note(f"statehold: {when}")
-        raise
+    if not isinstance(error, StateholdError) and hasattr(error, "add_note"):
+        error.add_note(f"statehold: {when}")
 
 
 @contextlib.contextmanager

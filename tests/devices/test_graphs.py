@@ -245,9 +245,9 @@ def test_a_replay_waits_at_every_gate(
 def test_the_optimizers_of_a_replay_have_stepped(
     ckpt: statehold.Checkpointer, graphed: Graphed
 ) -> None:
-    trainer(ckpt).gate.passed()
+    trainer(ckpt).gate.stepping.take()
     graphed.update.replay()
-    assert trainer(ckpt).gate.passed() == [graphed.training.optimizer]
+    assert trainer(ckpt).gate.stepping.take() == [graphed.training.optimizer]
 
 
 def test_the_methods_are_put_back(tmp_path: Path, machine: Machine) -> None:

@@ -125,9 +125,9 @@ def test_a_capture_keeps_memory_and_not_the_tensors_data() -> None:
 
 def test_equal_captures_share_a_structure() -> None:
     live, seen = module(), Seen()
-    structures = [capture({"m": live}, seen=seen).structure for _ in range(4)]
+    structures = [capture({"m": live}, seen=seen).tensors.structure for _ in range(4)]
     in_place(live)
-    structures.append(capture({"m": live}, seen=seen).structure)
+    structures.append(capture({"m": live}, seen=seen).tensors.structure)
     assert len(set(map(id, structures))) == 1
     other_shape(live)
-    assert capture({"m": live}, seen=seen).structure is not structures[0]
+    assert capture({"m": live}, seen=seen).tensors.structure is not structures[0]

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from statehold import _core
 from statehold.errors import NoSpaceError
 from statehold.io import memory_room
 from statehold.io.memory_room import open_file, spare_memory
 from statehold.process.host_memory import Room
+from statehold.steps.store import Store
 from statehold.units import GiB
 
 PAGE = 4096
@@ -95,3 +97,25 @@ def test_ranks_count_what_the_others_will_take(
 def test_ranks_of_other_hosts_take_nothing_here(monkeypatch, fs: Opened, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     open_file(fs, str(tmp_path / "rank-00005-of-00064"), 8 * PAGE, ranks=64)
+
+
+def test_a_store_finds_out_once_whether_it_weighs_its_files(
+    monkeypatch, fs: Opened, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def is_memory(path: str) -> bool:
+        asked.append(path)
+        return True
+
+    monkeypatch.setattr(memory_room, "is_memory", is_memory)
+    files = _core.open_fs("threads", 4)
+    store = Store(files, str(tmp_path / "run"))
+    store.create()
+    for step in (1, 2):
+        store.begin(step)
+        store.data_file(step, "fits", 8 * PAGE)[0].close()
+        with pytest.raises(NoSpaceError, match="left to the group /job"):
+            store.data_file(step, "more", 9 * PAGE)
+    assert asked == [store.root]
+    files.close()

@@ -312,11 +312,11 @@ class Checkpointer:
         refuse_in_capture("restore()")
         choice = Choice(step, best, tag, mode or (best and self._mode_of(best)))
         request = requested(choice, source, prefix, Selection(only, skip, rename, strict, cast))
-        session = self._begun_anew()
+        restores = self._begun_anew().restores
         try:
-            return session.restore(state, request)
+            return restores.restore(state, request)
         finally:
-            self.restored = session.restored
+            self.restored = restores.report
 
     def _mode_of(self, metric: str) -> Mode | None:
         """The mode of a Keep that names this metric."""

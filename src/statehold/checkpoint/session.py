@@ -24,12 +24,11 @@ from typing import Any
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
-from statehold.checkpoint.restore.call import Request, RestoreCalls
+from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError, failing, no_such_step
 from statehold.format.entries import About
-from statehold.format.selection import RestoreReport
 from statehold.observe.background_log import logger
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, called, everyone, led, together
@@ -99,7 +98,7 @@ class Session:
         self._is_prepared = self._has_saved = False
         self._flushes = 0
         parts.prepare = self.prepare_saving
-        self._restores = RestoreCalls(parts, self.claim)
+        self.restores = RestoreCalls(parts, self.claim)
 
     # -- saving ----------------------------------------------------------------------------
 
@@ -156,15 +155,6 @@ class Session:
             promotions.hurry()
 
     # -- restoring -------------------------------------------------------------------------
-
-    def restore(self, state: Mapping[str, Any], request: Request) -> int | None:
-        """Load the step that is asked for; returns its number, or None if the run has none."""
-        return self._restores.restore(state, request)
-
-    @property
-    def restored(self) -> RestoreReport | None:
-        """The report of the last restore."""
-        return self._restores.report
 
     def claim(self, step: int) -> bool:
         """Make sure that nobody changes a step from now on.

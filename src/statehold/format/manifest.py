@@ -107,7 +107,14 @@ class Manifest:
             **_head(self, self.version),
             "block_bytes": self.block_bytes,
             "files": [asdict(entry) for entry in self.files],
-            "tensors": {name: _tensor_document(entry) for name, entry in self.tensors.items()},
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "chunks": list(map(chunk_document, entry.chunks)),
+                }
+                for name, entry in self.tensors.items()
+            },
             "state": self.state,
             **_about_member(self.about),
         }
@@ -259,11 +266,6 @@ def _members(names: tuple[str, ...], version: int) -> tuple[str, ...]:
 
 def _about(check: Checker, members: Mapping[str, Any]) -> About:
     return check_about(check, members["about"], STEP_MAX) if "about" in members else NOTHING
-
-
-def _tensor_document(entry: TensorEntry) -> dict[str, Any]:
-    chunks = [chunk_document(chunk) for chunk in entry.chunks]
-    return {"dtype": entry.dtype, "shape": entry.shape, "chunks": chunks}
 
 
 def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def open_file(
 
     Raises NoSpaceError if the file is to be in memory, and too little would be left.
     """
-    if fs.backend != "sim" and nbytes > (_taken(path) if reuse else 0) and is_memory(path):
-        _weigh(path, nbytes - (_taken(path) if reuse else 0), ranks)
+    if fs.backend != "sim" and is_memory(path):
+        weigh(path, nbytes, reuse=reuse, ranks=ranks)
     return fs.open_write(path, nbytes, reuse, mapped=mapped, kept=kept)
 
 
@@ -69,7 +69,11 @@ def free_bytes(directory: str) -> int:
     return min(free, spare_memory().nbytes) if is_memory(directory) else free
 
 
-def _weigh(path: str, nbytes: int, ranks: int) -> None:
+def weigh(path: str, nbytes: int, *, reuse: bool, ranks: int) -> None:
+    """Raise NoSpaceError if a file in memory would take too much; see open_file."""
+    nbytes -= _taken(path) if reuse else 0
+    if nbytes <= 0:
+        return
     others = min(ranks, ranks_on_host(ranks)) - 1
     # What they have taken is no longer free. It is looked at first: a file that grows meanwhile
     # makes the answer more careful.

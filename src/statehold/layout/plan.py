@@ -77,13 +77,11 @@ class SavePlan:
     def file_name(self) -> str:
         return file_name(self.rank, self.world_size, self.part)
 
-    def header_for(self, step: int) -> bytes:
-        """The header of the same plan at another step: only twelve digits differ."""
-        end = _STEP_AT + STEP_DIGITS
-        return self.header[:_STEP_AT] + _digits(step).encode("ascii") + self.header[end:]
-
     def at_step(self, step: int) -> SavePlan:
-        return replace(self, step=step, header=self.header_for(step))
+        """The same plan at another step: only twelve digits of the header differ."""
+        rest = self.header[_STEP_AT + STEP_DIGITS :]
+        header = self.header[:_STEP_AT] + _digits(step).encode("ascii") + rest
+        return replace(self, step=step, header=header)
 
     def as_written(self, header: bytes) -> SavePlan | None:
         """The same plan at the step of a file with this header. None if more than the step

@@ -48,9 +48,11 @@ class BackgroundLog:
     def info(self, text: str, *values: object) -> None:
         self._queue(logging.INFO, text, values)
 
-    def figures(self, text: str, figures: Mapping[str, object]) -> None:
-        """A sentence for people, and the same for programs as the record's `statehold`."""
-        self._queue(logging.INFO, "%s", (text,), {"statehold": figures})
+    def figures(self, text: Callable[[], str], figures: Mapping[str, object]) -> None:
+        """A sentence for people, and the same for programs as the record's `statehold`. Nobody
+        makes the sentence if nobody reads it."""
+        if logger.isEnabledFor(logging.INFO):
+            self._queue(logging.INFO, "%s", (text(),), {"statehold": figures})
 
     def warning(self, text: str, *values: object) -> None:
         self._queue(logging.WARNING, text, values)
@@ -184,8 +186,7 @@ class Progress:
     def _say(self, done: int, total: int, elapsed_s: float) -> None:
         figures = {"event": "progress", "what": self._what, "done_bytes": done,
                    "total_bytes": total, "elapsed_s": elapsed_s}  # fmt: skip
-        text = f"{self._what}: {progress_text(done, total, elapsed_s)}"
-        self._log.figures(text, figures)
+        self._log.figures(lambda: f"{self._what}: {progress_text(done, total, elapsed_s)}", figures)
         self._report(done, total)
 
 

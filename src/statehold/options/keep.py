@@ -109,7 +109,9 @@ class Keep:
             steps: the committed steps.
             ask: what a step says of itself. It is only asked if a rule needs it.
         """
-        kept = {*steps[-self.last :], *_one_of_each(steps, self.every or 0)}
+        kept = {*steps[-self.last :]}
+        if self.every:
+            kept.update(_one_of_each(steps, self.every))
         kept.update(step for step in steps if step in self.pinned)
         tags = {each for each in self.pinned if isinstance(each, str)}
         if self.metric is None and not tags:
@@ -142,7 +144,7 @@ def kept_of(keep: object) -> Keep | None:
 def _one_of_each(steps: Sequence[int], every: int) -> list[int]:
     """The first of the steps at or after each multiple of `every`, before the next multiple."""
     first: dict[int, int] = {}
-    for step in steps if every else ():
+    for step in steps:
         first.setdefault(step // every, step)
     return [step for multiple, step in first.items() if multiple]
 

@@ -137,8 +137,7 @@ class ReadOnly:
     It is looked up when the first question comes: that takes milliseconds.
     """
 
-    def __init__(self) -> None:
-        self._found: list[tuple[int, int]] | None = None
+    _found: list[tuple[int, int]] | None = None
 
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether any of these bytes is such memory now."""

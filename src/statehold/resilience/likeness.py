@@ -97,7 +97,7 @@ class Likeness:
 
     def turns(self) -> int:
         """In so many steps all bytes are compared."""
-        return _turns(self._captured().structure.state_bytes)
+        return _turns(self._captured().tensors.structure.state_bytes)
 
     def note(self) -> None:
         """A microbatch begins."""

@@ -39,7 +39,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX, About
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
-from statehold.io.memory_room import open_file
+from statehold.io import memory_room
 from statehold.options.keep import Keep, kept_of
 from statehold.steps.directories import (
     REPLACED,
@@ -261,6 +261,7 @@ class Store(DirectoryShelf):
         self._is_unsettled = False  # a replaced step's name may come back
         self._abandoned: int | None = None  # what could not be removed, of one rank
         self.is_mapped = mapped
+        self._is_memory = False  # create() finds out
         self._mapped: dict[str, dict[str, File]] = {}  # by directory, whatever the attempt
         self.known_newest = Newest(self.newest)
         self.ready = Ready(fs, self.root, world_size)
@@ -308,6 +309,7 @@ class Store(DirectoryShelf):
     def create(self) -> None:
         """Make the run directory, its parents included, and make their names durable."""
         make_directories(self.fs, self.root)
+        self._is_memory = self.fs.backend != "sim" and memory_room.is_memory(self.root)
         self.known_newest.take_over(not self.leads)  # the leading rank does when it has the lock
 
     def was_removed(self) -> None:
@@ -407,10 +409,10 @@ class Store(DirectoryShelf):
             with self._guard:
                 kept = self.ready.file(name)
                 reused = self._take_ready(name, path)
-        file = open_file(
-            self.fs, path, file_bytes, reuse=reused, mapped=self.is_mapped,
-            kept=kept if reused else None, ranks=self._ranks,
-        )  # fmt: skip
+        if self._is_memory:
+            memory_room.weigh(path, file_bytes, reuse=reused, ranks=self._ranks)
+        kept = kept if reused else None
+        file = self.fs.open_write(path, file_bytes, reused, mapped=self.is_mapped, kept=kept)
         if self.is_mapped and self._ranks == 1:
             with self._guard:
                 self._mapped.setdefault(self.partial(step), {})[name] = file

@@ -494,7 +494,7 @@ class DirectoryPlace(Target):
         self.may_lack_room = True
         self.retire()
         self.may_lack_room = False
-        return self._filling.warning()
+        return "" if self.store.retention.most is not None else self._filling.warning()
 
     def retire(self) -> None:
         """Retire the steps that are no longer kept."""
@@ -564,7 +564,8 @@ STEPS_LEFT = 10
 
 
 class Filling:
-    """Looks at the storage of one store, on the rank that leads."""
+    """Looks at the storage of a store in which any number of steps can stay, on the rank that
+    leads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -574,7 +575,7 @@ class Filling:
     def warning(self) -> str:
         """The text of a warning, after a step was committed; empty if there is none."""
         store = self._store
-        if store.retention.most is not None or store.fs.backend == "sim":
+        if store.fs.backend == "sim":
             return ""
         with contextlib.suppress(OSError, StorageError):
             left = self._steps_left()

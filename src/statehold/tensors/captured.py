@@ -35,13 +35,12 @@ from typing import Any
 import torch
 
 from statehold.encoding import values
-from statehold.errors import noting
+from statehold.errors import annotate
 from statehold.layout.layout import Layout
 from statehold.layout.plan import TensorSpec
 from statehold.tensors import composed, nodes, placements
 from statehold.tensors.columns import (
     BATCH,
-    Structure,
     Tensors,
     described,
     layout_of,
@@ -108,10 +107,6 @@ class Capture:
     # Looked up when it is made: a simulation has locks of its own.
     _guard: threading.Lock = field(default_factory=lambda: threading.Lock())
 
-    @property
-    def structure(self) -> Structure:
-        return self.tensors.structure
-
     def release(self) -> None:
         """Give the files of stored parts back to their objects, unless they were handed over."""
         for stored in self.handed_over():
@@ -137,7 +132,8 @@ class Capture:
 
     def moved(self, *, eager: bool) -> str | None:
         """The name of an eager (or of a lazy) tensor that changed since capture, or None."""
-        chosen = self.structure.eager if eager else self.structure.lazy
+        structure = self.tensors.structure
+        chosen = structure.eager if eager else structure.lazy
         index = self.tensors.first_moved(chosen)
         return None if index is None else self.tensors.specs[index].name
 
@@ -308,7 +304,7 @@ class Capturing:
     def result(self, state: Mapping[str, Any]) -> Capture:
         """Go through the state. Raises UnsupportedValueError."""
         try:
-            tree = self.encoded(dict(state), "")
+            tree = self.values.encode(dict(state), "")
             for act in self.later:
                 act()
             self.seen.structure = self.tensors.recognise(self.seen.structure)
@@ -327,15 +323,16 @@ class Capturing:
 
     # -- the walk --------------------------------------------------------------------------
 
-    def encoded(self, value: Any, path: str) -> Any:
-        return self.values.encode(value, path)
-
     def inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         """The node of what an object gives for itself."""
 
         def taken(to: values.Encoder, _: Any, path: str) -> Any:
-            with noting(f'while the state of "{path}" was taken; nothing of the step is saved'):
+            try:
                 inside = content()
+            except Exception as error:
+                when = f'while the state of "{path}" was taken; nothing of the step is saved'
+                annotate(error, when)
+                raise
             return to.encode(inside, path)
 
         return self.values.within(taken, value, path, 0)

@@ -76,10 +76,11 @@ class SeenBatch:
     """What tensors showed that were found one after the other, each as one of its own.
 
     observed: all else that decided names, places and kinds, by equality. nodes: what came of it.
+    run: the columns of these tensors.
     sights: None for usual tensors of this rank alone.
     """
 
-    __slots__ = ("_run", "_sights", "facts", "names", "nodes", "observed")
+    __slots__ = ("_sights", "facts", "names", "nodes", "observed", "run")
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class SeenBatch:
     ) -> None:
         self.observed, self.facts, self._sights, self.nodes = observed, facts, sights, nodes
         self.names = frozenset([spec.name for spec in specs])
-        self._run = ColumnRun(
+        self.run = ColumnRun(
             specs,
             forms,
             strided,
@@ -107,16 +108,12 @@ class SeenBatch:
     def sights(self) -> dict[str, Sight]:
         """By name. They are seldom asked for, and a state has many."""
         if self._sights is None:
-            specs, forms = self._run.columns[:2]
+            specs, forms = self.run.columns[:2]
             self._sights = {
                 spec.name: Sight(form.dtype, form.shape, spec.eager, OWN, spec, True)
                 for spec, form in zip(specs, forms, strict=True)
             }
         return self._sights
-
-    def add_to(self, tensors: Tensors, reading: BatchFacts) -> None:
-        """The tensors of a reading with equal facts."""
-        tensors.extend(self._run, *reading[1:-1])
 
 
 # Of new tensors: names, whether each is eager, and the nodes.
@@ -298,7 +295,7 @@ class Found:
         if not self._taken.isdisjoint(batch.names) or not self._add_places(reading.places):
             return None
         self._batches.append(batch)
-        batch.add_to(self.tensors, reading)
+        self.tensors.extend(batch.run, *reading[1:-1])
         self._seen.batches_now[key] = batch
         return batch.nodes
 

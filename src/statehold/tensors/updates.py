@@ -76,6 +76,8 @@ def watch(watcher: Watcher) -> None:
     with _guard:
         if watcher not in _living():
             _watchers = (*_watchers, weakref.ref(watcher))
+        elif _asks_ahead:  # all of it is on, as at every save but the first
+            return
     hook.put_on(_before_step)
     graphs.put_on(_ask)
     _wrapping.put_on()

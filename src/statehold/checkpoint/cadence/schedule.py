@@ -90,7 +90,13 @@ class Turns:
         is_due = wanted or is_past_next(self.last_step, step, self._rule.steps)
         self.last_step = step
         if is_due:
-            self._saving(number)
+            self.due.append(number)
+            pending = self._pending
+            if pending is not None and pending.since <= self.due[-1 - self._lag]:
+                self._pending = None
+                self._hold(SaveRule(number, pending.steps))
+            elif self._is_growing:
+                self._rule = SaveRule(-1, min(2 * self._rule.steps, GROWING_MAX))
         return is_due
 
     @property
@@ -119,15 +125,6 @@ class Turns:
     def adopt(self, rule: SaveRule) -> None:
         """The rule in force on rank 0."""
         self._found = rule
-
-    def _saving(self, number: int) -> None:
-        self.due.append(number)
-        pending = self._pending
-        if pending is not None and pending.since <= self.due[-1 - self._lag]:
-            self._pending = None
-            self._hold(SaveRule(number, pending.steps))
-        elif self._is_growing:
-            self._rule = SaveRule(-1, min(2 * self._rule.steps, GROWING_MAX))
 
     def _hold(self, rule: SaveRule) -> None:
         self._rule = rule

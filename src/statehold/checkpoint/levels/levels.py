@@ -141,15 +141,6 @@ class Levels:
             for each in self.promotions.promoters:
                 each.look()
 
-    def check_order(self, step: int, under_way: int | None) -> None:
-        """Refuse a save that would not become the newest step of all levels.
-
-        under_way: the newest step among the saves that have not ended.
-        """
-        known = [under_way, *(each.status.newest for each in self.promotions.promoters)]
-        # If the first level is unreachable, saves go to the next one. It is asked when it is back.
-        self.near[0].check_order(step, known, may_be_unreachable=len(self.near) > 1)
-
     def look(self, within: Round) -> None:
         """Look which steps exist, before copies are decided."""
         if self.hosts is not None:

@@ -92,12 +92,25 @@ def open_places(
         if isinstance(level, Directory) and not level.per_host:
             places.append(DirectoryPlace(site))
         else:
-            from statehold.checkpoint.levels.hosts.place import CopiesAt, HostPlace
+            from statehold.checkpoint.levels.hosts.place import HostPlace
 
+            copies = _of_copies(site, store_at(root + COPIES_SUFFIX), engine_of())
             wanted = level.copies if isinstance(level, Memory | Directory) else 0
-            copies = CopiesAt(store_at(root + COPIES_SUFFIX), engine_of(), wanted)
-            places.append(HostPlace(site, copies))
+            places.append(HostPlace(site, copies, wanted))
     return places
+
+
+def _of_copies(site: StoreSite, store: Store, engine: CopyEngine) -> StoreSite:
+    """Where the copies of other hosts' files are, beside a level."""
+    return replace(
+        site,
+        name=f"{site.name}.copies",
+        store=store,
+        called=site.called + COPIES_SUFFIX,
+        engine=engine,
+        takes_copies=True,
+        owned=None,
+    )
 
 
 def storage_of(levels: Sequence[Level], run: str) -> str:

@@ -245,7 +245,10 @@ class RestoreCalls:
             restorer = Restorer(
                 nearest, runtime.engine, runtime.devices, self.peers, state, choose, watch, claim
             )
-            self.report, failed = restorer.chosen(choice)
+            step = choice.step
+            self.report, failed = (
+                restorer.first_intact(choice) if step is None else restorer.only(step)
+            )
             watch.end(self.report, failed)
         return restorer, failed
 
@@ -322,7 +325,7 @@ class Restorer:
 
     choose: what of a step is restored.
     claim: locks every directory that has a step, if this rank leads; False if another job has a
-        lock. After chosen(), `confirmed` are the steps that were found damaged under the lock.
+        lock. `confirmed`: the steps that were then found damaged under the lock.
         `beginnings` counts how often a step was read again because it had changed. `was_intact`:
         every copy that any rank has read of the restored step.
     """
@@ -354,13 +357,10 @@ class Restorer:
         self._selection = EVERYTHING  # until a step is open
         self._watch = watch
 
-    def chosen(self, choice: Choice) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
-        """Restore what is meant; the second value are the damaged steps that were skipped."""
-        return self._first_intact(choice) if choice.step is None else self._only(choice.step)
-
-    def _first_intact(
+    def first_intact(
         self, choice: Choice
     ) -> tuple[RestoreReport | None, dict[int, CorruptionError]]:
+        """Restore what is meant; the second value are the damaged steps that were skipped."""
         failed: dict[int, CorruptionError] = {}
         asked: set[int] = set()
         while remaining := [step for step in self._ordered(choice) if step not in failed]:
@@ -378,7 +378,7 @@ class Restorer:
             raise newest.with_fact("also damaged", listed(failed)) if failed else newest
         return None, failed
 
-    def _only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
+    def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
         """Restore this step and no other."""
         while True:
             try:

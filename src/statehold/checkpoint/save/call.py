@@ -116,7 +116,13 @@ class Saver:
                 self.schedule.turns.call(number, None, wanted=force)
                 raise
             # Counted before a refusal, because the other ranks count this call.
-            is_due = self._is_due(number, step, wanted=force or is_last(step))
+            is_due = self.schedule.is_due(
+                number,
+                step,
+                wanted=force or is_last(step),
+                is_saving=self.pipeline.is_saving,
+                gate_s=gate.waited_s,
+            )
             said = about()
             begun = self._begin(number, step, state, said, is_last) if is_due else None
         except BaseException as error:
@@ -133,15 +139,6 @@ class Saver:
         self.schedule.saved(work.save.stats.blocked_s, gate.waited_s)
         return work.handle, work
 
-    def _is_due(self, number: int, step: int, *, wanted: bool) -> bool:
-        return self.schedule.is_due(
-            number,
-            step,
-            wanted=wanted,
-            is_saving=self.pipeline.is_saving,
-            gate_s=self.trainer.gate.waited_s,
-        )
-
     def _begin(
         self,
         number: int,
@@ -151,36 +148,31 @@ class Saver:
         is_last: Callable[[int], bool],
     ) -> tuple[Work, Capture]:
         """Capture, plan, and hand the save over. A save that fails here has not begun."""
-        save = Passage(step, time.perf_counter())
+        save, gate = Passage(step, time.perf_counter(), self.watch), self.trainer.gate
         try:
             ends = self._wait(save, is_last)
-            return self._capture(save, number, state, about, ends=ends)
+            with updates.noted() as moved:
+                captured = self.trainer.capture(save, state, self.rank, self.membership.world)
+                try:
+                    held = gate.hold_for(save, captured.tensors.storages)
+                    if moved and held.copies_from(moved):
+                        raise _moved()
+                    return self._begin_with(captured, held, number, about, is_last=ends), captured
+                except BaseException:
+                    captured.release()
+                    raise
         except BaseException:
             if not self.pipeline.has(save):
-                self.trainer.gate.let_go(save)
+                gate.let_go(save)
             raise
-
-    def _capture(
-        self, save: Passage, number: int, state: Mapping[str, Any], about: About, *, ends: bool
-    ) -> tuple[Work, Capture]:
-        with updates.noted() as moved:
-            captured = self.trainer.capture(save, state, self.rank, self.membership.world)
-            try:
-                held = self.trainer.gate.hold_for(save, captured.tensors.storages)
-                if moved and held.copies_from(moved):
-                    raise _moved()
-                return self._begin_with(captured, held, number, about, is_last=ends), captured
-            except BaseException:
-                captured.release()
-                raise
 
     def _begin_with(
         self, captured: Capture, held: HeldSave, number: int, about: About, *, is_last: bool
     ) -> Work:
         """Plan the save of what was captured, and hand it over."""
-        save = held.save
+        save, structure = held.save, captured.tensors.structure
         with save.stage("plan"):
-            specs = captured.structure.specs
+            specs = structure.specs
             comparisons, version = tuple[Comparison, ...](), ""
             if self.rank is not None:
                 known = self.claims.resolve(specs, self.schedule.turns.settled)
@@ -188,8 +180,8 @@ class Saver:
             plan = self._plans.get(specs, save.step, captured.frozen)
             plan, shared = self.sharing.split(plan, captured.tensors)
         save.record(
-            state_bytes=captured.structure.state_bytes,
-            eager_bytes=captured.structure.eager_bytes,
+            state_bytes=structure.state_bytes,
+            eager_bytes=structure.eager_bytes,
             written_bytes=plan.save.file_bytes + (shared.fresh_bytes if shared else 0),
             tensors=len(captured.tensors),
         )
@@ -220,7 +212,6 @@ class Saver:
     def _wait(self, save: Passage, is_last: Callable[[int], bool]) -> bool:
         """Return once there is room for another save: whether the process ends with this one."""
         self.trainer.raise_failures()
-        save.watch = self.watch
         self.prepare()
         with save.stage("wait"):
             self.pipeline.wait_for_room(self.schedule.turns.settled)
@@ -230,7 +221,10 @@ class Saver:
             self.levels.promotions.end_with(save.step)
         else:  # the last save does not stop for one before it
             self.trainer.raise_failures()
-        self.levels.check_order(save.step, self.pipeline.newest_step())
+        near, promoters = self.levels.near, self.levels.promotions.promoters
+        known = [self.pipeline.newest_step(), *(each.status.newest for each in promoters)]
+        # If the first level is unreachable, saves go to the next one. It is asked when it is back.
+        near[0].check_order(save.step, known, may_be_unreachable=len(near) > 1)
         return ends
 
     def _start(
@@ -258,7 +252,7 @@ class Saver:
             sources = [JobSource(work.job, ordered.tensors)]
             if work.shared is not None:
                 sources = work.shared.start(sources[0])
-            if captured.numbers or any(captured.structure.external):
+            if captured.numbers or any(captured.tensors.structure.external):
                 work.copies = self.runtime.devices.copies(sources, captured, compared)
             held.passing = work.copies.passing if work.copies else None
             self.pipeline.submit(work)

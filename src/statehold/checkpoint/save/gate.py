@@ -94,13 +94,14 @@ class Gate:
     """Holds the updates back until the saves under way are staged.
 
     held: what updates wait for, by save; saves that were staged since the last update are in it.
+    stepping: the optimizers that have passed.
     """
 
     def __init__(self) -> None:
         # By save. Only single calls of dict change it: threads that train other models pass the
         # gate, too, and a lock could be taken twice by a signal handler that saves.
         self.held: dict[Passage, HeldSave] = {}
-        self._stepping = Stepping()
+        self.stepping = Stepping()
         self.streams = UpdateStreams()
         self._gradients = Gradients()
         self._has_warned = False
@@ -116,12 +117,8 @@ class Gate:
         self.wait()
         self.streams.saw()
         for optimizer in optimizers:
-            self._stepping.saw(optimizer)
+            self.stepping.saw(optimizer)
             self._gradients.saw(optimizer)
-
-    def passed(self) -> list[Optimizer]:
-        """The optimizers that have stepped since the last call, or since the gate stands."""
-        return self._stepping.take()
 
     def check_gradients(self, step: int) -> None:
         """Log a warning, once, if `step` is saved between backward() and step()."""
@@ -249,7 +246,7 @@ class Trainer:
         alone."""
         self.gate.streams.join()
         with save.stage("capture"), named_failures(memory=False):
-            captured = capture(state, rank, self.gate.passed(), self.seen, world=world)
+            captured = capture(state, rank, self.gate.stepping.take(), self.seen, world=world)
         log_once(captured.note, logging.INFO)
         for doubt in captured.doubts:
             log_once(doubt)

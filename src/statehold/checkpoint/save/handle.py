@@ -23,11 +23,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels.promoting import NO_COPIES
 from statehold.checkpoint.save.shared import Register, SharedFiles
-from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Stage
+from statehold.checkpoint.telemetry.watch import EVENTS, UNWATCHED, Event, SaveStats, Watch
 from statehold.errors import ClosedError, PeerFailedError, StateholdError, UsageError, WaitTimeout
 from statehold.format.entries import NOTHING, About
 from statehold.layout.stored import StoredPart
@@ -105,17 +106,21 @@ class Passage:
     """A save on its way through the events, for those who take it there. Thread-safe.
 
     step, stats, error, is_skipped: as Save has them. is_raised: a caller has got the error. watch:
-    sees what happens. moving_from: when the engine begins.
+    sees what happens. stage: a stage of this save, for the trace. moving_from: when the engine
+    begins.
     """
 
-    def __init__(self, step: int, started: float, *, is_skipped: bool = False) -> None:
+    def __init__(
+        self, step: int, started: float, watch: Watch = UNWATCHED, *, is_skipped: bool = False
+    ) -> None:
         self.step = step
         self.is_skipped = is_skipped
         self.stats = SaveStats(step)
         self.error: StateholdError | None = None
         self.is_raised = False
         self._started = started
-        self.watch = UNWATCHED
+        self.watch = watch
+        self.stage = partial(watch.stage, step=step)
         self._is_reported = False
         self.moving_from = started
         self._guard = threading.RLock()
@@ -133,7 +138,8 @@ class Passage:
                 f"step {self.step} was not due, so nothing was saved",
                 hint="check is_skipped before waiting; save(step, state, force=True) always saves",
             )
-        timeout = check_timeout(timeout)
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         attained = self.wait_ended(_checked(event), timeout)
         if self.done(event):
             return
@@ -147,28 +153,23 @@ class Passage:
         )
 
     def wait_ended(self, event: Event, timeout: float | None = None) -> bool:
-        """Wait for the event or a failure. False if neither came in time."""
+        """Wait for the event or a failure. False if neither came in time. Holds no lock, so a
+        signal handler may save meanwhile."""
         until = None if timeout is None else time.monotonic() + timeout
         while not self.has_ended(event):
             if not self.is_of_this_process:
                 raise forked("this save", self._pid)
-            if not self._wait_for_one(event, until):
+            latch = threading.Lock()
+            latch.acquire()
+            self._latches.append(latch)
+            if self.has_ended(event):  # since it was last looked at
+                return True
+            left = -1.0 if until is None else max(0.0, until - time.monotonic())
+            if not latch.acquire(timeout=left):
+                with contextlib.suppress(ValueError):  # it is being released just now
+                    self._latches.remove(latch)
                 return self.has_ended(event)
         return True
-
-    def _wait_for_one(self, event: Event, until: float | None) -> bool:
-        """Wait for any event. Holds no lock, so a signal handler may save meanwhile."""
-        latch = threading.Lock()
-        latch.acquire()
-        self._latches.append(latch)
-        if self.has_ended(event):  # since it was last looked at
-            return True
-        left = -1.0 if until is None else max(0.0, until - time.monotonic())
-        if latch.acquire(timeout=left):
-            return True
-        with contextlib.suppress(ValueError):  # it is being released just now
-            self._latches.remove(latch)
-        return False
 
     def has_ended(self, event: Event) -> bool:
         """Whether the event has happened, or never will."""
@@ -178,10 +179,6 @@ class Passage:
         while self._latches:
             with contextlib.suppress(IndexError):  # the last one has stopped waiting
                 self._latches.pop().release()
-
-    def stage(self, name: str) -> Stage:
-        """A stage of this save, for the trace."""
-        return self.watch.stage(name, step=self.step)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -193,10 +190,6 @@ class Passage:
     def record(self, **figures: object) -> None:
         with self._guard:
             self.stats = replace(self.stats, **figures)  # type: ignore[arg-type]
-
-    def moved(self, engine: Mapping[str, int]) -> None:
-        """The engine has written everything; its own figures count from its beginning."""
-        self.watch.save_moved(self.step, self.moving_from, engine)
 
     def returned(self) -> None:
         """save() ends now."""
@@ -224,9 +217,7 @@ class Passage:
         self.watch.gate_waited(seconds)
 
     def reach(self, event: Event) -> None:
-        with self._guard:
-            reached = {f"{event}_s": self.elapsed()}
-            self.stats = replace(self.stats, **reached)  # type: ignore[arg-type]
+        self.record(**{f"{event}_s": self.elapsed()})
         self._wake()
         self._report_once()
 

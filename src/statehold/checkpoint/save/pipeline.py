@@ -160,7 +160,7 @@ class Pipeline:
     def wait_eager(self, work: Work, captured: Capture) -> None:
         """Return once everything that may change before the next update is copied, or once the
         current streams of devices wait for those copies. Raises if it did change."""
-        if not captured.structure.eager:
+        if not captured.tensors.structure.eager:
             return
         try:
             if work.copies is not None:
@@ -310,7 +310,18 @@ class Pipeline:
     def _write_and_commit(self, work: Work) -> None:
         self._newest = work.number
         try:
-            self._commit(work)
+            if work.error is not None:
+                raise work.error
+            self._publish(work)
+        except BaseException as error:
+            # No thread may write into files that are removed next.
+            self._stop(work, self.publisher.cause(work, error))
+            assert work.error is not None
+            self._give_up_for_all(work.number, work.error)
+            self.publisher.clean_up(work)
+            raise
+        else:
+            self._follow_up(work)
         finally:
             self._unsettled.remove(work.save.step)
             work.release()
@@ -326,20 +337,6 @@ class Pipeline:
             work.release()
             with contextlib.suppress(ValueError):  # it failed before submit() noted it
                 self._unsettled.remove(work.save.step)
-
-    def _commit(self, work: Work) -> None:
-        try:
-            if work.error is not None:
-                raise work.error
-            self._publish(work)
-        except BaseException as error:
-            # No thread may write into files that are removed next.
-            self._stop(work, self.publisher.cause(work, error))
-            assert work.error is not None
-            self._give_up_for_all(work.number, work.error)
-            self.publisher.clean_up(work)
-            raise
-        self._follow_up(work)
 
     def _follow_up(self, work: Work) -> None:
         """The step is committed. If one of these actions fails, the others are still tried."""
@@ -365,7 +362,7 @@ class Pipeline:
             if work.stored or work.shared:  # other files than the one that the rank writes
                 with save.stage("take in"):
                     take_in(work, self._log)
-        save.moved(work.job.stats)
+        save.watch.save_moved(save.step, save.moving_from, work.job.stats)
         save.wait_ended("staged")
         if work.error is not None:
             raise work.error

@@ -82,6 +82,7 @@ class Sharing:
         self._share: Share | None = None
         self._parts: dict[Key, Part] = {}  # those that may be shared, in the order of the state
         self._own: tuple[set[int], RankPlan] | None = None  # the own file without these sources
+        # Those of the own file that may be shared, and where their checksums are.
         self._windows: tuple[Share, list[tuple[Key, int, int]]] | None = None
         self._sums: tuple[Share, bytes] | None = None  # of the own file in the last step
 
@@ -251,8 +252,12 @@ class Sharing:
             before, self._sums = self._sums, (plan.share, sums)
             if self._is_off or before is None or before[0] is not plan.share:
                 return  # other places in the file: the next step tells
+            if self._windows is None or self._windows[0] is not plan.share:
+                found = zip(keys_of(plan), windows(plan.save), strict=True)
+                known = [(key, *place) for key, place in found if key in self._parts]
+                self._windows = plan.share, known
             same, changed = list[Key](), list[Key]()
-            for key, low, high in self._windows_of(plan):
+            for key, low, high in self._windows[1]:
                 is_same = sums[low:high] == before[1][low:high]
                 (same if is_same else changed).append(key)
             self._history.saved(same, changed)
@@ -278,14 +283,6 @@ class Sharing:
     def _drop(self, file: SharedFile) -> None:
         if not file.users and file not in self._files:
             file.store.pool.drop(file.path)
-
-    def _windows_of(self, plan: RankPlan) -> list[tuple[Key, int, int]]:
-        """The parts in the rank's own file that may be shared, and where their checksums are."""
-        if self._windows is None or self._windows[0] is not plan.share:
-            found = zip(keys_of(plan), windows(plan.save), strict=True)
-            known = [(key, *place) for key, place in found if key in self._parts]
-            self._windows = plan.share, known
-        return self._windows[1]
 
 
 def _alike(parts: Sequence[Part], captured: Tensors) -> Iterable[list[Part]]:

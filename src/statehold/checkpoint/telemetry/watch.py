@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statehold.errors import ClosedError, StateholdError, UsageError, storing
@@ -111,7 +112,7 @@ class Watch:
         self._figures.set("state_bytes", stats.state_bytes)
         self._figures.set("committed_timestamp_seconds", time.time())
         self._interval("save", started_s, started_s + stats.committed_s, facts)
-        self.log.figures(save_text(stats), facts)
+        self.log.figures(partial(save_text, stats), facts)
 
     @harmless
     def save_failed(self, started_s: float, stats: SaveStats) -> None:
@@ -160,7 +161,7 @@ class Watch:
         self._figures.add("restored_bytes_total", watch.read_bytes)
         self._figures.observe("restore_seconds", seconds)
         self._figures.set("restored_step", watch.restored_step)
-        self.log.figures(restore_text(facts), facts)
+        self.log.figures(partial(restore_text, facts), facts)
 
     # -- the trace -------------------------------------------------------------------------
 
@@ -222,13 +223,10 @@ class RestoreWatch:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self.stage = watch.stage
         self.read_bytes = 0
         self.restored_step: int | None = None
         self.passed_over = 0
-
-    def stage(self, name: str, **facts: Any) -> Stage:
-        """A stage on this thread, while the context lasts."""
-        return self._watch.stage(name, **facts)
 
     @contextlib.contextmanager
     def reading(self, step: int, job: ReadJob) -> Iterator[None]:
@@ -366,7 +364,7 @@ class LevelWatch:
         self.figures.add("level_copied_bytes_total", facts["bytes"])
         self.figures.observe("level_copy_seconds", facts["seconds"])
         self.landed(facts["step"])
-        self.log.figures(copied_text(facts), facts)
+        self.log.figures(partial(copied_text, facts), facts)
 
     @harmless
     def _failed(self, begin_s: float, facts: dict[str, Any]) -> None:
@@ -383,14 +381,11 @@ class CopyWatch:
     def __init__(self, level: LevelWatch, moving: str) -> None:
         self._level = level
         self._moving = moving
+        self.stage = level.stage
         self.bytes = 0
         self.linked_bytes = 0
         self.read_s = 0.0
         self.limited_s = 0.0
-
-    def stage(self, name: str, **facts: Any) -> Stage:
-        """A stage on this thread, while the context lasts."""
-        return self._level.stage(name, **facts)
 
     @contextlib.contextmanager
     def file(self, name: str, nbytes: int) -> Iterator[None]:

@@ -65,7 +65,7 @@ class DeviceCopies:
         self.fingerprints: dict[str, int] = {}  # of what is compared, by name; after run()
         self._mover = mover
         self.enqueued = Flag()
-        self._streams_suffice = not captured.structure.has_lazy_on_host
+        self._streams_suffice = not captured.tensors.structure.has_lazy_on_host
 
     def run(self) -> None:
         """Fill every buffer the engine lends, then the numbers of the tree; returns when all that

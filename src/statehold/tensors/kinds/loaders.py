@@ -221,12 +221,12 @@ def _held(value: Any) -> Iterator[tuple[Any, Any]]:
     else:
         held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         members = islice(list(held.items()), OBJECTS_MAX)
-    return ((key, each) for key, each in members if _may_hold(key, each))
-
-
-def _may_hold(key: Any, value: Any) -> bool:
     # A key becomes a part of a path. Others may be costly to print: optimizers have tensors there.
-    return type(key) in (str, int) and not issubclass(type(value), _OPAQUE)
+    return (
+        (key, each)
+        for key, each in members
+        if type(key) in (str, int) and not issubclass(type(each), _OPAQUE)
+    )
 
 
 def state_of(value: Any, tell: Callable[[str], None]) -> Any:

@@ -37,6 +37,7 @@ from statehold.tensors.kinds.objects import load as load_object
 from statehold.tensors.matching import ABSENT, Matching, Walk, described, missing_of
 from statehold.tensors.nodes import members, payload
 from statehold.tensors.placements import of_group
+from statehold.tensors.storable import ORDINARY
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _COMPILED = "_orig_mod"
@@ -100,7 +101,7 @@ def _captured(to: Capturing, _: values.Encoder, module: nn.Module, path: str) ->
     def other(value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):
             return to.tensor(value, where, lazy=isinstance(value, nn.Parameter))
-        return to.encoded(value, where)
+        return to.values.encode(value, where)
 
     entries_now = to.entries.get(id(module)) or entries(module)
     place_of = partial(to.place, path=path) if to.replicas else None
@@ -135,8 +136,9 @@ def _new(path: str, names: list[str], are_eager: list[bool]) -> NewTensors:
 def entries(module: nn.Module) -> dict[str, Any]:
     """The module's own state by canonical name: live parameters, live buffers, extra state."""
     state = dict(_state_of(unwrapped(module)))
-    for name in composed.repeated(state):  # these say again what a tensor is made of
-        del state[name]
+    if not ORDINARY.issuperset(map(type, state.values())):
+        for name in composed.repeated(state):  # these say again what a tensor is made of
+            del state[name]
     if not any(_COMPILED in name for name in state):
         return state
     return {_canonical(name): value for name, value in state.items()}

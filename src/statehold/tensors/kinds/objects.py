@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from statehold.errors import noting
+from statehold.errors import annotate
 from statehold.tensors.captured import Capturing, Number
 from statehold.tensors.kinds import loaders
 from statehold.tensors.matching import ABSENT, Matching, Walk
@@ -82,11 +82,12 @@ def _to_fill(to: Matching, live: Any, node: Any) -> Any:
 
 def load(take: Callable[[Any, Any], None], live: Any, value: Any, path: str) -> None:
     """Have `take` give a value to the live object at `path`."""
-    with noting(
-        f'while "{path}" was restored; other parts may be restored already. '
-        f'skip=["{path}"] leaves it out'
-    ):
+    try:
         take(live, value)
+    except Exception as error:
+        when = f'while "{path}" was restored; other parts may be restored already. '
+        annotate(error, when + f'skip=["{path}"] leaves it out')
+        raise
 
 
 # -- gradient scalers ------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ def _captured_scaler(to: Capturing, scaler: GradScaler, path: str) -> Any:
     to.values.check_depth(scaler, path, 2)  # an infinity that is filled in is a node
     alike = object.__new__(type(scaler))
     vars(alike).update(vars(scaler), **dict.fromkeys(_ON_DEVICE.values()))
-    node = to.encoded(alike.state_dict(), path)
+    node = to.values.encode(alike.state_dict(), path)
     to.numbers += [
         Number(getattr(scaler, name).clone(), node, key)
         for key, name in _ON_DEVICE.items()

@@ -220,12 +220,12 @@ def _captured(to: Capturing, _: values.Encoder, optimizer: Optimizer, path: str)
     groups = []
     for index, (group, own) in enumerate(zip(optimizer.param_groups, by_group, strict=True)):
         where = f"{path}.{GROUPS}.{index}"
-        options = {key: to.encoded(item, f"{where}.{key}")
+        options = {key: to.values.encode(item, f"{where}.{key}")
                    for key, item in group.items() if key != PARAMS}  # fmt: skip
         groups.append(values.mapping_of({PARAMS: own, **options}))
     node[GROUPS] = groups
     if others := other_state(optimizer):
-        node[OTHER] = to.encoded(others, f"{path}.{OTHER}")
+        node[OTHER] = to.values.encode(others, f"{path}.{OTHER}")
     return node
 
 
@@ -253,7 +253,9 @@ class _States:
 
     def node(self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]) -> Any:
         """Of each parameter that has a state, by the parameter's name."""
-        held = self._stored(optimizer, names, found)
+        held = None
+        if isinstance(optimizer, StoredOptimizer):
+            held = self._stored(optimizer, names, found)
         held = _states_of(optimizer, found) if held is None else held
         if type(None) in set(map(type, held)):  # not all have a state
             has_state = [state is not None for state in held]
@@ -267,12 +269,10 @@ class _States:
         return self.to.seen.mapping(self.path, nodes, lambda: zip(names, flat, strict=True))
 
     def _stored(
-        self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]
+        self, optimizer: StoredOptimizer, names: list[str], found: list[torch.Tensor]
     ) -> list[Any] | None:
         """What the optimizer keeps for each parameter, a part of it in files; None: all of it is
         in memory."""
-        if not isinstance(optimizer, StoredOptimizer):
-            return None
         to, paths = self.to, [f"{self.path}.{name}" for name in names]
         saved = saved_parameters(paths, map(to.place, found, paths), to.rank, to.world)
         self.whole |= set(compress(map(id, found), [each.is_shared for each in saved]))
@@ -315,7 +315,7 @@ class _States:
                 beside = None if is_dtensor(value) else place_of(value)
                 how = {"lazy": False, "is_gated": True} if is_whole else {"lazy": True}  # copies
                 return to.tensor(value, where, place=beside, **how)
-            return to.encoded(value, where)
+            return to.values.encode(value, where)
 
         if is_whole:
             return values.mapping_of({key: other(state[key], f"{path}.{key}") for key in state})

@@ -89,7 +89,7 @@ def capture(to: Capturing, live: Rng, path: str) -> dict[str, Any]:
 
     def read() -> None:
         to.values.depth = depth
-        node.update(to.encoded(live.state_dict(), path))
+        node.update(to.values.encode(live.state_dict(), path))
 
     if to.own:
         to.later.append(read)

@@ -25,7 +25,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +38,6 @@ from statehold.checkpoint.levels.hosts.census import (
     lacking_hosts,
     settled,
 )
-from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.errors import (
     CorruptionError,
     MissingFileError,
@@ -53,7 +52,7 @@ from statehold.layout.layout import Ranks
 from statehold.steps.directories import each_of
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
 from statehold.steps.store import check_newest
-from statehold.steps.target import Carriers, CopyEngine, DirectoryPlace, Share, StoreSite, Target
+from statehold.steps.target import Carriers, DirectoryPlace, Share, StoreSite, Target
 
 if TYPE_CHECKING:
     from statehold._core import File
@@ -80,29 +79,21 @@ class KnownHost:
     files: Mapping[str, FarFiles]
 
 
-@dataclass(frozen=True, slots=True)
-class CopiesAt:
-    """The place for copies of other hosts' files, and the wanted number of hosts with copies."""
-
-    store: Store
-    engine: CopyEngine
-    wanted: int
-
-
 class HostPlace(DirectoryPlace):
     """A level that is spread over hosts: each has a part. Thread-safe.
 
-    copies: the copies of other hosts' files on this host.
+    copies: where the copies of other hosts' files are on this host. wanted: the number of hosts
+    with copies.
     """
 
     is_of_hosts = True
 
-    def __init__(self, site: StoreSite, copies: CopiesAt) -> None:
+    def __init__(self, site: StoreSite, copies: StoreSite, wanted: int) -> None:
         super().__init__(site)
-        self.wanted_copies = copies.wanted
+        self.wanted_copies = wanted
         self.hosts: tuple[KnownHost, ...] = ()
         self.mine = 0
-        self.copies = CopiesPlace(self, copies, site)
+        self.copies = CopiesPlace(self, copies)
         self._near: NearFiles | None = None
         self._knowing = threading.Lock()
         self._placed: dict[int, PlacedFiles] = {}  # what is whole, as far as this rank knows
@@ -406,17 +397,8 @@ class CopiesPlace(DirectoryPlace):
     A step is here if it survives the loss of as many hosts as wanted.
     """
 
-    def __init__(self, level: HostPlace, at: CopiesAt, site: StoreSite) -> None:
-        there = replace(
-            site,
-            name=f"{level.name}.copies",
-            store=at.store,
-            called=f"{site.called}{COPIES_SUFFIX}",
-            engine=at.engine,
-            takes_copies=True,
-            owned=None,
-        )
-        super().__init__(there)
+    def __init__(self, level: HostPlace, site: StoreSite) -> None:
+        super().__init__(site)
         self._level = level
         self._planned: dict[int, list[int]] = {}
         self._missed: _Missed | None = None
