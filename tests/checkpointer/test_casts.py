@@ -12,6 +12,7 @@ from torch import nn
 import statehold
 from statehold.errors import CorruptionError, StateMismatchError, UsageError
 from statehold.tensors import destinations
+from statehold.tensors.stored import Fill, Wanted
 from support.faults import DEADLINE_S, SMALL
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -46,14 +47,17 @@ def saved(run: Path, state: dict[str, Any]) -> None:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes that are held at once, with blocks of 4 KiB."""
     found: list[int] = []
-    convert = destinations._convert
+    convert = destinations.Casts.fill
 
-    def watched(batch: Any, fill: Any) -> None:
-        found.append(sum(wanted.memory.nbytes for _, wanted in batch))
-        convert(batch, fill)
+    def watched(casts: destinations.Casts, fill: Fill) -> None:
+        def noted(batch: list[Wanted]) -> None:
+            found.append(sum(wanted.memory.nbytes for wanted in batch))
+            fill(batch)
+
+        convert(casts, noted)
 
     monkeypatch.setattr(destinations, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(destinations, "_convert", watched)
+    monkeypatch.setattr(destinations.Casts, "fill", watched)
     return found
 
 

@@ -21,9 +21,9 @@ from support.faults import must
 SMALL = {"staging_bytes": "32MiB"}
 
 
-def stepped(weight: nn.Parameter) -> torch.optim.SGD:
+def stepped(weight: nn.Parameter, kind: type[torch.optim.SGD] = torch.optim.SGD) -> torch.optim.SGD:
     weight.grad = torch.zeros_like(weight)
-    return torch.optim.SGD([weight], lr=0.1)
+    return kind([weight], lr=0.1)
 
 
 def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
@@ -51,23 +51,26 @@ def test_a_save_that_comes_while_another_thread_forgets_is_held() -> None:
 
 
 def test_gradients_are_looked_at_alone() -> None:
-    gradients = Gradients()
+    """A thread that looks waits for one that is just noting an optimizer."""
+    gradients, lookers, looked = Gradients(), list[threading.Thread](), list[bool]()
 
-    def is_guarded() -> bool:
-        return gradients._guard._is_owned()  # type: ignore[attr-defined, no-any-return]
+    class Noted(torch.optim.SGD):
+        def __hash__(self) -> int:  # gradients looks it up, or notes it
+            if is_noted:
+                lookers.append(threading.Thread(target=gradients.are_waiting))
+                lookers[-1].start()
+                lookers[-1].join(0.02)
+                looked.append(not lookers[-1].is_alive())
+            return id(self)
 
-    class Guarded(weakref.WeakKeyDictionary[Any, Any]):
-        def values(self) -> Any:
-            assert is_guarded()
-            return super().values()
-
-        def __setitem__(self, key: Any, value: Any) -> None:
-            assert is_guarded()
-            super().__setitem__(key, value)
-
-    gradients._used = Guarded()
-    optimizer = stepped(nn.Parameter(torch.ones(2)))
+    is_noted = False
+    optimizer = stepped(nn.Parameter(torch.ones(2)), Noted)
+    is_noted = True
     gradients.saw(optimizer)
+    is_noted = False
+    assert looked == [False, False]
+    for each in lookers:
+        each.join(60)
     assert not gradients.are_waiting()
     optimizer.zero_grad()
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(2)

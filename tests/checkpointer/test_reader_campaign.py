@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.restore.call import Restorer
+from statehold.checkpoint.restore.call import Restorer, StepChanged
 from statehold.errors import StateholdError
 from support.faults import SMALL
 from support.inside import inside
@@ -129,14 +129,17 @@ def test_readers_beside_a_writer(
     writer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     readers = Readers(writer)
-    begin_again = Restorer._begin_anew
+    restore = Restorer.step
 
-    def counted(restorer: Restorer, *arguments: object) -> None:
-        with readers._guard:
-            readers.begun_again += 1
-        begin_again(restorer, *arguments)
+    def counted(restorer: Restorer, step: int) -> object:
+        try:
+            return restore(restorer, step)
+        except StepChanged:  # which begins the restore anew
+            with readers._guard:
+                readers.begun_again += 1
+            raise
 
-    monkeypatch.setattr(Restorer, "_begin_anew", counted)
+    monkeypatch.setattr(Restorer, "step", counted)
     with caplog.at_level(logging.WARNING, "statehold"), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         threads = [threading.Thread(target=readers.read) for _ in range(READERS)]

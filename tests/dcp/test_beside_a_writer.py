@@ -103,25 +103,21 @@ def test_damage_is_still_damage(fs: SimFs) -> None:
     assert isinstance(caught[1], CorruptionError)
 
 
-def test_metadata_is_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_is_of_one_save(fs: SimFs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest and the records of several ranks' saves: read anew where they do not match."""
-    fs = SimFs(1)
-    fs.mkdir("/run")
-    saved(fs, 1)
-    read, times = StorageReader._read_file, []
+    read, paths = SimFs.read_file, list[str]()
 
-    def again(self: StorageReader, path: str, bytes_max: int) -> bytes:
-        raw = read(self, path, bytes_max)
-        if len(times) == 1:  # after the manifest that is compared later, before the one that counts
-            times.append(path)
+    def again(fs: SimFs, path: str, bytes_max: int) -> bytes:
+        raw = read(fs, path, bytes_max)
+        paths.append(path)
+        if len(paths) == 2:  # after the manifest that is compared later, before the one that counts
             saved(fs, 2)
             raise CorruptionError("a record is not the one that was committed")
-        times.append(path)
         return raw
 
-    monkeypatch.setattr(StorageReader, "_read_file", again)
+    monkeypatch.setattr(SimFs, "read_file", again)
     assert loaded(fs) == (2, 2)
-    assert len(times) > 3
+    assert len(paths) > 3
 
 
 def test_ranks_that_opened_different_saves(fs: SimFs) -> None:

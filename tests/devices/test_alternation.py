@@ -280,14 +280,16 @@ def test_the_device_begins_before_the_gradients_of_the_host_are_there(
     twins = alternating(machine, [BF16])
     twins.train(1)
     stats, found = twins.ours.stats, []
-    wait = Mirror._wait_for_gradients
-    monkeypatch.setattr(
-        Mirror,
-        "_wait_for_gradients",
-        lambda self: (found.append(twins.ours.stats.device_updates), wait(self)),
-    )
+    wait = Lanes.wait
+
+    def waits(lanes: Lanes, lane: str) -> None:
+        if lane == on_device.TO_HOST:
+            found.append(twins.ours.stats.device_updates)
+        wait(lanes, lane)
+
+    monkeypatch.setattr(Lanes, "wait", waits)
     twins.train(1)
-    assert found == [stats.device_updates + 2]  # in two lanes
+    assert found == [stats.device_updates, stats.device_updates + 2]  # weights; two lanes begin
     twins.check()
 
 
@@ -480,12 +482,14 @@ def test_an_update_that_is_interrupted_leaves_no_work_under_way(
         return use(self, *arguments)
 
     monkeypatch.setattr(OptimizerUpdate, "use", interrupted)
+    there = state_of(twins.ours).on_device
+    lanes = [lane for of_a_device in there.lanes.values() for lane in of_a_device]
     before = twins.ours.stats.device_updates
     with pytest.raises(KeyboardInterrupt):
         twins.ours.step()
     assert twins.ours.stats.device_updates > before + 1
-    work = state_of(twins.ours).on_device.work
-    assert all(event.is_over for event in work._newest.values())
+    events = [there.work.newest(lane.device, lane.name) for lane in lanes]
+    assert [event is not None and event.is_over for event in events] == [True, True]
     with pytest.raises(UsageError, match="earlier update"):
         twins.ours.step()
     twins.ours.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from statehold import Directory, Memory
+from statehold import Checkpointer, Directory, Memory
 from statehold.errors import (
     NoSpaceError,
     PeerFailedError,
@@ -16,8 +16,9 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
+from statehold.testing import ranks_that_meet
 from support.faults import DEADLINE_S, SMALL, Holdup
-from support.in_memory import SimFs, checkpointer_on
+from support.in_memory import MemoryBoard, SimFs, checkpointer_on
 from support.inside import end, inside
 from support.levels import (
     FAR,
@@ -259,15 +260,23 @@ DIFFERENT = {
 }
 
 
-def unlike(levels: list[Any]) -> Ranks:
-    ranks = job(SimFs(seed=1))
-    ranks.ckpts[1]._levels = tuple(levels)
-    return ranks
+class Unlike(Ranks):
+    """A job whose rank 1 has levels of its own."""
+
+    def __init__(self, levels: list[Any]) -> None:
+        self._own = {"levels": levels}
+        super().__init__(SimFs(seed=1), SIZE, run="/run", levels=two(far=LATER))
+
+    def _opened(self, options: dict[str, Any]) -> list[Checkpointer]:
+        board, disks = MemoryBoard(), [self.fs] * self.size
+        alike = ranks_that_meet(board, disks, self.run, **options)
+        alike[1] = ranks_that_meet(board, disks, self.run, **{**options, **self._own})[1]
+        return alike
 
 
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_ranks_with_different_levels_are_told_at_their_first_save(difference: str) -> None:
-    with unlike(DIFFERENT[difference]) as ranks:
+    with Unlike(DIFFERENT[difference]) as ranks:
         for _ in range(2):
             failures = ranks.failures(1, lambda rank: state(rank, 1))
             ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
@@ -280,7 +289,7 @@ def test_ranks_with_different_levels_are_told_at_their_first_save(difference: st
 
 def test_ranks_with_different_levels_are_told_when_they_restore() -> None:
     (difference, levels), *_ = DIFFERENT.items()
-    with unlike(levels) as ranks:
+    with Unlike(levels) as ranks:
         outcomes = ranks.outcomes(lambda rank: ranks.ckpts[rank].restore(blank()))
         assert isinstance(outcomes[1], UsageError)
         assert difference in str(outcomes[1])

@@ -18,6 +18,7 @@ import torch
 import statehold
 from statehold.checkpoint.levels.remembered import FILE_NAME
 from statehold.errors import StorageError
+from statehold.io.objects import client as clients
 from statehold.io.objects.client import ObjectClient
 from statehold.steps.objects import SHARED
 from support.faults import DEADLINE_S, SMALL
@@ -193,13 +194,13 @@ def test_nobody_is_asked_but_the_store_of_the_run(
         path.write_text(path.read_text().replace(f"file://{base.prefix}", url))
         assert url in path.read_text()
     opened = set[str]()
-    real = ObjectClient._store
+    real = clients.open_store
 
-    def store(client: ObjectClient) -> Any:
-        opened.add(client.url)
-        return real(client)
+    def store(url: str, *options: Any) -> Any:
+        opened.add(url)
+        return real(url, *options)
 
-    monkeypatch.setattr(ObjectClient, "_store", store)
+    monkeypatch.setattr(clients, "open_store", store)
     child.save(3)
     assert opened == {f"file://{child.prefix}"}
     assert requests.sent_the_base

@@ -89,12 +89,14 @@ def test_a_file_with_another_header_is_written_again(
 ) -> None:
     """As one of another version of this library, or of a tensor that was a part of another."""
     expected = begin(fs, steps=5, is_loose=is_loose)
-    real = sharing._header
+    real = sharing.KnownFile
 
-    def another(*args: Any) -> bytes:
-        return real(*args).replace(b'"format":"pt"', b'"format":"pp"')
+    def another(*, header: bytes, **of_the_file: Any) -> Any:
+        other = header.replace(b'"format":"pt"', b'"format":"pp"')
+        assert other != header
+        return real(header=other, **of_the_file)
 
-    monkeypatch.setattr(sharing, "_header", another)
+    monkeypatch.setattr(sharing, "KnownFile", another)
     job = Job(fs, BASE, is_loose=is_loose)
     assert job.linked(6) == 0
     check(fs, BASE, expected | job.end())

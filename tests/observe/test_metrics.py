@@ -98,10 +98,11 @@ def test_a_run_opened_again_goes_on_counting() -> None:
 def test_the_figures_of_many_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_runs", {})
     for index in range(counters.RUNS_MAX + 10):
-        figures_of(f"/run/{index}", 0)
+        figures_of(f"/run/{index}", 0).set("newest_step", 1)
     figures_of("/run/10", 0)  # is now the newest
-    figures_of("/one more", 0)
-    kept = [run for run, _ in counters._runs]
+    figures_of("/one more", 0).set("newest_step", 1)
+    samples = samples_of(exposition())
+    kept = [dict(each)["run"] for name, each in samples if name == "statehold_newest_step"]
     assert len(kept) == counters.RUNS_MAX
     assert kept[0] == "/run/12"
     assert kept[-2:] == ["/run/10", "/one more"]
@@ -152,22 +153,21 @@ def test_an_address_that_is_not_ours_is_refused() -> None:
 def test_a_forked_child_neither_serves_nor_keeps_the_port() -> None:
     heard, told = os.pipe()
     go_on, ready = os.pipe()
-    endpoint = metrics.serve(0)
+    endpoint, other = metrics.serve(0), metrics.serve(0)
     child = os.fork()
     if child == 0:  # must not return into pytest
-        forgotten = endpoint._reception._bell.ear.fileno() == -1
-        if forgotten:
-            endpoint.close()  # neither hangs nor closes what is its parent's
-        os.write(told, b"1" if forgotten else b"0")
+        endpoint.close()  # neither hangs nor closes what is its parent's
+        os.write(told, b"1")
         os.read(go_on, 1)
         os._exit(0)
     try:
         assert os.read(heard, 1) == b"1"
-        assert asked(endpoint)[0] == 200
-        endpoint.close()
-        metrics.serve(endpoint.port).close()  # the child is alive, and does not hold it
+        assert asked(endpoint)[0] == asked(other)[0] == 200
+        other.close()
+        metrics.serve(other.port).close()  # the child is alive, and does not hold it
     finally:
         endpoint.close()
+        other.close()
         os.write(ready, b"x")
         os.waitpid(child, 0)
         for each in (heard, told, go_on, ready):

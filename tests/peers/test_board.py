@@ -135,7 +135,9 @@ def test_members_that_vanish_are_named(make: Maker) -> None:
 
 
 @pytest.mark.thorough
-def test_a_big_group_costs_a_few_calls_to_gather(make: Maker) -> None:
+def test_a_big_group_costs_a_few_calls_to_gather(
+    make: Maker, request: pytest.FixtureRequest
+) -> None:
     size = 3000
     board = make()
     for member in range(size):
@@ -143,7 +145,7 @@ def test_a_big_group_costs_a_few_calls_to_gather(make: Maker) -> None:
     before = board.operations
     assert board.full("g", size, later()) == []
     assert board.collect("g", size)[2999] == b"2999"
-    if isinstance(board, StoreBoard) and hasattr(board._store, "multi_get"):
+    if request.node.callspec.id in ("tcp", "file", "hash"):  # torch gives many values at once
         assert board.operations - before <= 10
 
 

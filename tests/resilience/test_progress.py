@@ -9,6 +9,7 @@ import pytest
 
 from resilience.jobs import coordinated, replica
 from resilience.replica import data
+from statehold.resilience import replicas
 from statehold.resilience.progress import STUCK_FIRST_S, STUCK_LEAST_S, StuckCheck
 from statehold.resilience.protocol.messages import Fenced
 from statehold.resilience.seat import Seat
@@ -76,10 +77,15 @@ def test_a_limit_of_the_user_is_that_of_the_first_one_too() -> None:
 def test_who_is_out_for_a_slow_microbatch_names_the_argument(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reasons: list[str] = []
+    reasons, seats, checks = list[str](), list[Seat](), list[StuckCheck]()
     check = Seat.check
 
+    def made(stuck_s: float | None) -> StuckCheck:
+        checks.append(StuckCheck(stuck_s))
+        return checks[-1]
+
     def checking(seat: Seat) -> None:
+        seats.append(seat)
         try:
             check(seat)
         except Out as out:
@@ -87,15 +93,15 @@ def test_who_is_out_for_a_slow_microbatch_names_the_argument(
             raise
 
     monkeypatch.setattr(Seat, "check", checking)
+    monkeypatch.setattr(replicas, "StuckCheck", made)
     with coordinated(1) as meeting, replica(meeting.address, stuck_s=0.01) as slow:
         is_out = False
         steps = slow.steps(1)
         for microbatch in next(steps):
             if not is_out:
-                wait_until(slow._progress.is_stuck)
-                seat = slow._driver.seat  # type: ignore[union-attr]
-                with seat.link.changed:
-                    seat.member.receive(Fenced("its lease"))
+                wait_until(checks[0].is_stuck)
+                with seats[-1].link.changed:
+                    seats[-1].member.receive(Fenced("its lease"))
                 is_out = True
             microbatch.backward(slow.state["model"](data()[:1]).sum())
     assert reasons[:1] == [

@@ -21,10 +21,9 @@ from statehold import _core
 from statehold.errors import ClosedError, UsageError
 from statehold.steps.nearest import Nearest
 from statehold.subscription import levels as watching
-from statehold.subscription import subscribe
-from statehold.subscription.spare import Spare
-from support.faults import DEADLINE_S, SMALL
-from support.interrupts import Interrupts
+from statehold.subscription import spare, subscribe
+from support.faults import DEADLINE_S, SMALL, must
+from support.interrupts import Interrupts, ends
 from support.published import PIECE, applied, brought, content, data_files, flip, save, whole
 
 DOCUMENTS_BYTES_MAX = 64 << 10
@@ -274,7 +273,7 @@ def test_without_inotify_the_run_is_looked_at_now_and_then(
 
 
 def test_a_commit_ends_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "TOLD_POLL_S", DEADLINE_S)
+    monkeypatch.setattr(watching, "TOLD_POLL_S", 10 * DEADLINE_S)
     monkeypatch.setattr(
         watching, "_LOCAL", {*watching._LOCAL, watching.mount_of(str(tmp_path)).kind}
     )
@@ -283,11 +282,15 @@ def test_a_commit_ends_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         watch.watch([str(tmp_path)])
         (tmp_path / "step.partial").mkdir()
         (tmp_path / "step.partial").rename(tmp_path / "step")
-        assert watch._poll.poll(DEADLINE_S * 1000)
-        watch.wait(None)  # without the event it would not return in time
-        assert not watch._poll.poll(0)
+        must(ends(lambda: watch.wait(None)), "the kernel did not tell of the commit")
+        later = threading.Thread(target=watch.wait, args=(None,))
+        later.start()
+        later.join(0.05)
+        assert later.is_alive(), "nothing has changed since"
+        watch.wake()
+        must(ends(later.join))
         watch.watch([str(tmp_path), str(tmp_path / "missing")])
-        assert not watch._is_told
+        must(ends(lambda: watch.wait(None)), "a directory that is missing is not looked for")
     finally:
         watch.close()
 
@@ -502,16 +505,15 @@ def test_files_that_are_read_are_not_overwritten(
         statehold.subscribe(run, {"model": live}) as updates,
     ):
         save(ckpt, 1)
-        open_engine, fired = Spare._open_engine, []
+        open_engine, fired = spare.open_engine, []
 
-        def late(spare: Spare) -> Any:
-            if not fired:
-                fired.append(True)
-                for step in (2, 3, 4):
-                    save(ckpt, step)
-            return open_engine(spare)
+        def late(*given: Any) -> Any:
+            fired.append(True)
+            for step in (2, 3, 4):
+                save(ckpt, step)
+            return open_engine(*given)
 
-        monkeypatch.setattr(Spare, "_open_engine", late)
+        monkeypatch.setattr(spare, "open_engine", late)
         assert applied(updates).step == 1
         assert fired
         assert whole(live) == 1

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 
 import statehold
 from statehold.tensors.storable import local_of
@@ -38,6 +39,7 @@ class Changing:
         self.is_replicated = False
         self.is_wrapped = False
         self.stepping: list[torch.optim.Optimizer] = []
+        self.hooks: dict[nn.Module, RemovableHandle] = {}
         self.holder = Holder(self)
 
     def state(self) -> dict[str, Any]:
@@ -335,7 +337,8 @@ def _other_names(of: Changing) -> None:
 def _hook(of: Changing) -> None:
     """One that shows something else than the module holds; or none."""
     module = of.module()
-    module._state_dict_hooks.clear()
+    if (before := of.hooks.pop(module, None)) is not None:
+        before.remove()
     kind = of.random.randrange(5)
     tensor, buffer = of._tensor(), module.p1.detach()
 
@@ -353,7 +356,7 @@ def _hook(of: Changing) -> None:
             state[f"{prefix}p1"] = buffer
 
     if kind < 4:
-        module._register_state_dict_hook(shown)
+        of.hooks[module] = module.register_state_dict_post_hook(shown)
 
 
 def _requires_grad(of: Changing) -> None:

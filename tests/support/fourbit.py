@@ -44,7 +44,7 @@ class Params4bit(nn.Parameter):
         quant_storage: torch.dtype = torch.uint8,
         module: Any = None,
     ) -> Any:
-        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made: Any = data.detach().as_subclass(cls).requires_grad_(requires_grad)
         made.blocksize, made.compress_statistics = blocksize, compress_statistics
         made.quant_type, made.quant_storage, made.module = quant_type, quant_storage, module
         made.quant_state, made.bnb_quantized = None, False
@@ -58,9 +58,9 @@ class Params4bit(nn.Parameter):
         made.quant_state, made.bnb_quantized = _state_from(dict(stats)), True
         return made
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is None or device.type == "meta" or self.bnb_quantized:
+    def to(self, device: Any = None, *_: Any, **__: Any) -> Any:
+        """As a module calls it."""
+        if device is None or torch.device(device).type == "meta" or self.bnb_quantized:
             raise NotImplementedError
         blocks = self.data.reshape(-1, self.blocksize)
         absmax = blocks.abs().amax(1)

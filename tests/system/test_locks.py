@@ -402,8 +402,8 @@ def test_a_turn_is_not_waited_for_for_ever(tmp_path: Path, own_memory: Path, mon
                 done.append(number)
     assert done == [0, 1, 2]
     for _ in range(2):  # it takes turns again
-        with mine.read.taken(), contextlib.closing(PathTurns(str(tmp_path))) as onlooker:
-            assert not onlooker.read._lock.try_take(0)
+        with mine.read.taken(), contextlib.closing(LockFile.in_memory(str(tmp_path))) as onlooker:
+            assert not onlooker.try_take(0)
     for each in (stopped, mine):
         each.close()
 

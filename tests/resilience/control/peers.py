@@ -22,9 +22,12 @@ HELLO = Hello("x", 0, 1, {"seed": "1"}, View(0, digest="same"), lease_s=LONG_LEA
 class Office:
     """A server in a thread."""
 
-    def __init__(self, expected: int | None = None, port: int = 0, *, once: bool = False) -> None:
+    def __init__(
+        self, expected: int | None = None, port: int = 0, *, once: bool = False,
+        coordinator: Coordinator | None = None,
+    ) -> None:  # fmt: skip
         self.said: list[str] = []
-        self.coordinator = Coordinator(expected, settle_s=0.2)
+        self.coordinator = coordinator or Coordinator(expected, settle_s=0.2)
         self.server = Server(self.coordinator, "127.0.0.1", port, self.said.append, once=once)
         self.port = self.server.port
         self.thread = threading.Thread(target=self.server.serve, daemon=True)

@@ -335,7 +335,13 @@ def test_a_fault_of_the_coordinator_ends_the_connection_that_met_it(
 class Echo(Coordinator):
     """Sends two messages at once, and others when a connection is lost."""
 
-    conns: list[int]
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.conns: list[int] = []
+
+    def hello(self, conn: int, message: Hello, now: float) -> list[tuple[int, Message]]:
+        self.conns.append(conn)
+        return []
 
     def receive(self, conn: int, message: Message, now: float) -> list[tuple[int, Message]]:
         return [(each, Prepare(1)) for each in self.conns]
@@ -351,29 +357,28 @@ def test_what_follows_a_loss_is_sent_after_what_came_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The later epoch was sent first, from inside the sending of the earlier one."""
-    sent: list[tuple[int, Message]] = []
+    real, lost = Reception.put, list[int]()
 
     def put(self: Reception, guest: Guest, frame: bytes) -> None:
-        if guest.number == 1:
+        if guest.number == coordinator.conns[0]:
+            lost.append(guest.number)
             raise ConnectionResetError("gone")  # a write is the first to learn it
-        sent.append((guest.number, decode(frame)))
-
-    def drop(self: Reception, guest: Guest, error: Exception) -> None:
-        server._lose(guest, error)
+        real(self, guest, frame)
 
     monkeypatch.setattr(Reception, "put", put)
-    monkeypatch.setattr(Reception, "drop", drop)
     coordinator = Echo()
-    server = Server(coordinator, "127.0.0.1", 0, lambda _: None)
-    guests = [Guest(Wire(each), number, b"") for number, each in enumerate(socket.socketpair(), 1)]
-    for each in guests:
-        server._guests[each.number], server.names[each.number] = each, "a rank"
-    coordinator.conns = [1, 2]
-    server._hear(guests[1], encode(Prepare(0)))
-    assert sent == [(2, Prepare(1)), (2, Prepare(2))]
-    server.close()
-    for each in guests:
-        each.wire.close()
+    with (
+        contextlib.closing(Office(coordinator=coordinator)) as office,
+        contextlib.closing(stranger(office)) as first,
+        contextlib.closing(stranger(office)) as second,
+    ):
+        first.send(encode(HELLO), soon())
+        until(lambda: len(coordinator.conns) == 1)
+        second.send(encode(HELLO), soon())
+        second.send(encode(Prepare(0)), soon())
+        told = [decode(second.receive(soon())) for _ in range(2)]
+    assert told == [Prepare(1), Prepare(2)]
+    assert lost == coordinator.conns[:1]
 
 
 def test_a_taken_port_and_a_strange_address_are_told() -> None:

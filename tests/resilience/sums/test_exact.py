@@ -376,6 +376,13 @@ def test_members_with_other_bases_or_models_do_not_sum() -> None:
     assert column.counts == [1, 1]
 
 
+class Interrupting(torch.Tensor):
+    """A loss that is asked for its value when Ctrl-C comes, in the middle of count()."""
+
+    def detach(self) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
 def test_what_a_failed_pass_has_left_does_not_count() -> None:
     """R14. Sums of earlier passes stay, unless some of it has come to them."""
     of, member = gradient(), Member()
@@ -387,7 +394,10 @@ def test_what_a_failed_pass_has_left_does_not_count() -> None:
     assert member.params["matrix"].grad is None
     member.count(0, [2], of)
     member.sums.watch(None)
-    member.sums._has_added = True  # Ctrl-C in the middle of count()
+    for number, param in enumerate(member.params.values()):
+        param.grad = of(0, 3, number)
+    with pytest.raises(KeyboardInterrupt):
+        member.sums.count(3, Interrupting())
     assert not member.sums.abandon()
     member.count(0, range(M), of)
     member.sums.reduce(Column(1).start(0))

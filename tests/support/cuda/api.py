@@ -196,7 +196,7 @@ class Runtime:
         if not self._machine.may_create_streams:
             self._machine.local.error = "CUDA error: out of memory"
             return 2
-        _pointed(stream).value = self._machine.create_stream()
+        _pointed(stream, ctypes.c_void_p).value = self._machine.create_stream()
         return 0
 
     def cudaGetLastError(self) -> None:
@@ -204,13 +204,13 @@ class Runtime:
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
         before = 2 if self._machine.local.is_relaxed else 0
-        self._machine.local.is_relaxed = _pointed(mode).value == 2
-        _pointed(mode).value = before
+        self._machine.local.is_relaxed = _pointed(mode, ctypes.c_int).value == 2
+        _pointed(mode, ctypes.c_int).value = before
 
 
-def _pointed(to: Any) -> Any:
+def _pointed(to: Any, kind: Any) -> Any:
     """What an argument that was made by ctypes.byref() points to."""
-    return to._obj
+    return ctypes.cast(to, ctypes.POINTER(kind)).contents
 
 
 def copy_async(machine: Machine) -> Any:

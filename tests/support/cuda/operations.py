@@ -46,7 +46,8 @@ class Operations(TorchDispatchMode):
         if any(block.device != device for block in on_device):
             raise RuntimeError("Expected all tensors to be on the same device")
         written = _written(func, args, kwargs)
-        if func is aten._local_scalar_dense.default or _writes_host(self._machine, written):
+        is_read = torch.Tag.data_dependent_output in func.tags  # item(), equal(), ...
+        if is_read or _writes_host(self._machine, written):
             return self._to_host(func, args, kwargs, device)
         return self._queued(func, args, kwargs, written, device)
 
