@@ -24,18 +24,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from statehold._core import PageTable
+from statehold._core import File, Fs, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.process.host_memory import home
 from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
 
 FORMAT = 1
 SLOTS_MIN = 8
