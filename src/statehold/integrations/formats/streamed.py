@@ -11,7 +11,6 @@ Not here: tensors of steps (convert), who writes the bytes (partial).
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -25,8 +24,10 @@ import torch
 
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError, storage_error
 from statehold.format.selection import Answer, Names, Selection, check_answers
+from statehold.integrations.formats.partial import memory_of
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
+from statehold.tensors.storable import part_of
 from statehold.units import MiB
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -78,11 +79,6 @@ class StreamedValue:
 def read_now(leaf: Any) -> Any:
     """A leaf of a tree; of a value that is not read yet, what it is."""
     return leaf.read() if isinstance(leaf, StreamedValue) else leaf
-
-
-def memory_of(part: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor of uint8, while it lives."""
-    return memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr())).cast("B")
 
 
 def runs(dtype: torch.dtype, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -252,19 +248,13 @@ def _fill(
         target = memory[at : at + box.numel].view(box.shape)
         at += box.numel
         for chunk in chunks:
-            common = box if not box.shape else chunk.box.intersection(box)
-            if common is not None:
+            if (common := chunk.box.intersection(box)) is not None:
                 inner = part_of(target, common.relative_to(box))
                 inner = inner.unsqueeze(-1).view(torch.uint8) if chunk.is_raw else inner
                 inner.copy_(part_of(chunk.values, common.relative_to(chunk.box)))
                 used |= {chunk.file} if chunk.file else set()
     for file in used:
         file.forget()
-
-
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a tensor, as a view."""
-    return tensor[tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))]
 
 
 def whole(values: torch.Tensor, file: MappedFile | None = None) -> Streamed:
