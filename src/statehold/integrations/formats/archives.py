@@ -256,7 +256,9 @@ def write(work: PartialExport, name: str, tree: Any) -> None:
         out.sync()
         sums = {}
         for tensor, place in _places(path, tree).items():
-            sums[place] = int(out.put(f"{name}:{place}", tensor, place, work.done, _Crc()), 16)
+            key, views = f"{name}:{place}", tensor.views()
+            found = out.put(key, tensor.nbytes, views, place, work.done, _Crc())
+            sums[place] = int(found, 16)
         for data, place in _patches(path, sums):
             out.write(data, place)
 

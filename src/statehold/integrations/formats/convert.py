@@ -400,7 +400,8 @@ def _write(
         of_header.add(memoryview(plan.header))
         sums = of_header.end()
         for spec, begin in zip(plan.specs, plan.begins, strict=True):
-            sums += out.put(spec.name, tensors[spec.name], begin, done, _Sums(begin))
+            views = tensors[spec.name].views()
+            sums += out.put(spec.name, spec.nbytes, views, begin, done, _Sums(begin))
         out.sync()
     return bytes.fromhex(sums)
 

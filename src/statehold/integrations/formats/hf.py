@@ -111,7 +111,8 @@ def _write(work: PartialExport, file: str, shard: Mapping[Streamed, Sequence[str
     with work.file(file) as out:
         out.write(raw, 0)
         for entry, tensor in zip(entries, placed, strict=True):
-            out.put(f"{file}:{entry.name}", tensor, len(raw) + entry.begin, work.done)
+            key, begin = f"{file}:{entry.name}", len(raw) + entry.begin
+            out.put(key, tensor.nbytes, tensor.views(), begin, work.done)
         out.size(len(raw) + at)
 
 

@@ -16,7 +16,6 @@ destination without it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -24,7 +23,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from statehold._version import __version__
 from statehold.errors import (
@@ -38,11 +37,6 @@ from statehold.errors import (
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    import torch
-
-    from statehold.integrations.formats.streamed import Streamed
 
 JOURNAL = ".journal"
 SYNC_BYTES = 256 * MiB
@@ -116,11 +110,6 @@ def _opened(path: str, how: int) -> int:
     return fd
 
 
-def memory_of(part: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor of uint8, while it lives."""
-    return memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr())).cast("B")
-
-
 class Checksums(Protocol):
     """Of bytes, as they pass."""
 
@@ -150,23 +139,28 @@ class OutFile:
             self.sync()
 
     def put(
-        self, key: str, tensor: Streamed, begin: int, done: Done, sums: Checksums | None = None
+        self,
+        key: str,
+        nbytes: int,
+        views: Iterator[memoryview],
+        begin: int,
+        done: Done,
+        sums: Checksums | None = None,
     ) -> str:
         """Write a tensor from `begin` on, unless it is durable; returns its checksums."""
         known = self._journal.get(key)
         if known is not None:
-            done(tensor.nbytes)
+            done(nbytes)
             return known
         at = begin
-        for part in tensor.parts():
-            view = memory_of(part)
+        for view in views:
             self.write(view, at)
             at += len(view)
             if sums is not None:
                 sums.add(view)
             done(len(view))
-        if at != begin + tensor.nbytes:
-            facts = {"expected": tensor.nbytes, "got": at - begin}
+        if at != begin + nbytes:
+            facts = {"expected": nbytes, "got": at - begin}
             raise InvariantError("a tensor has another number of bytes than it said", facts=facts)
         found = "" if sums is None else sums.end()
         self.note(key, found)

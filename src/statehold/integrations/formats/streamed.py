@@ -11,6 +11,7 @@ Not here: tensors of steps (convert), who writes the bytes (partial).
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -24,7 +25,6 @@ import torch
 
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError, storage_error
 from statehold.format.selection import Answer, Names, Selection, check_answers
-from statehold.integrations.formats.partial import memory_of
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.tensors.storable import part_of
@@ -54,6 +54,11 @@ class Streamed:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def views(self) -> Iterator[memoryview]:
+        """The bytes of each part, until the next one is asked for."""
+        for part in self.parts():  # which lives as long as its view
+            yield memory_of(part)
+
 
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
     """Items in their order, together up to `most` bytes: a larger one is alone."""
@@ -79,6 +84,11 @@ class StreamedValue:
 def read_now(leaf: Any) -> Any:
     """A leaf of a tree; of a value that is not read yet, what it is."""
     return leaf.read() if isinstance(leaf, StreamedValue) else leaf
+
+
+def memory_of(part: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor of uint8, while it lives."""
+    return memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr())).cast("B")
 
 
 def runs(dtype: torch.dtype, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
