@@ -114,7 +114,7 @@ def test_a_number_of_steps_reads_no_manifest(run: Path, monkeypatch: pytest.Monk
     with Checkpointer(run, keep=2, **SMALL) as ckpt:
         save_all(ckpt, {1: 0.1})
         store = inside(ckpt).levels.store
-        monkeypatch.setattr(store.retention, "read", None)
+        monkeypatch.setattr(store.retention, "manifest", None)
         save_all(ckpt, {2: 0.2, 3: 0.3})
         assert ckpt.steps() == [2, 3]
 
@@ -123,13 +123,13 @@ def test_a_manifest_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with Checkpointer(run, keep=BEST, **SMALL) as ckpt:
         save_all(ckpt, {1: 0.1})
         retention, asked = inside(ckpt).levels.store.retention, []
-        read = retention.read
+        manifest = retention.manifest
 
-        def noted(step: int, name: str, most: int) -> bytes:
+        def noted(step: int) -> bytes:
             asked.append(step)
-            return read(step, name, most)
+            return manifest(step)
 
-        monkeypatch.setattr(retention, "read", noted)
+        monkeypatch.setattr(retention, "manifest", noted)
         save_all(ckpt, {2: 0.2, 3: 0.3, 4: 0.4})
         assert asked == [2, 3, 4]
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of, parts_of
+from statehold.cli.numbers import Difference, Statistics, bits_of, has_numbers, numbers_of
 from statehold.encoding.header import DTYPE_BITS
-from statehold.layout.layout import Box
 
 FLOAT8 = {
     "F8_E5M2": torch.float8_e5m2,
@@ -88,17 +87,3 @@ def test_differences() -> None:
     assert difference("I64", [-(2**63)], [0], "<i8") == (1, 2.0**63)
     assert difference("BOOL", [True, False], [True, True], "?") == (1, 1.0)
     assert difference("F4", [3], [250], "u1") == (1, None)
-
-
-def test_parts_make_a_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statehold.cli.numbers.PART_BYTES", 24)
-    box = Box((1, 0, 2), (2, 5, 7))
-    seen = np.zeros((4, 5, 9), int)
-    for part in parts_of(box, 4):
-        assert part.numel * 4 <= 24
-        index = tuple(slice(a, b) for a, b in zip(part.offsets, part.ends, strict=True))
-        seen[index] += 1
-    assert seen[1:3, :, 2:9].min() == seen.max() == 1
-    assert seen.sum() == box.numel
-    assert list(parts_of(Box((), ()), 8)) == [Box((), ())]
-    assert list(parts_of(Box((0,), (0,)), 8)) == []

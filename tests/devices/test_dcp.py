@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from statehold import Io, _core
 from statehold.errors import UsageError
-from statehold.integrations.dcp import StorageReader, StorageWriter, reader
+from statehold.integrations.dcp import StorageReader, StorageWriter
+from statehold.tensors import destinations
 from support.cuda import Machine
 from support.laid_out import MIB
 
@@ -62,13 +63,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def test_a_load_to_a_device_is_pinned_and_needs_one_buffer(
-    tmp_path: Path, machine: Machine, engines: list[object], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, machine: Machine, engines: list[object]
 ) -> None:
     state = values()
     path = saved(tmp_path, state)
     live = places(machine, state)
     engines.clear()
-    monkeypatch.setattr(reader, "WAVE_BYTES", MIB)
     machine.reset_peak()
     before = machine.bytes_on()
     load(live, path)
@@ -122,7 +122,7 @@ def test_device_and_host_tensors_in_one_load(
     for name in ("w1", "w4"):
         live[name] = live[name].double()
     engines.clear()
-    monkeypatch.setattr(reader, "WAVE_BYTES", MIB // 2)  # those of another dtype: a wave each
+    monkeypatch.setattr(destinations, "BLOCK_BYTES", MIB // 4)  # two for each of another dtype
     load(live, path)
     assert len(engines) == 1
     for name, value in state.items():

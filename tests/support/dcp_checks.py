@@ -511,6 +511,22 @@ def check_stock(rank: int, world_size: int, directory: Path) -> None:
     assert_same(net.state_dict(), third.state_dict())
 
 
+def check_stock_error_of_one_rank(rank: int, world_size: int, directory: Path) -> None:
+    """What one rank cannot fill is an error on all ranks: none goes on alone."""
+    path = directory / "weights.pt"
+    if rank == 0:
+        directory.mkdir()
+        torch.save({"w": torch.ones(4)}, path)
+    dist.barrier()
+    live = torch.zeros(1).expand(4) if rank == 1 else torch.zeros(4)
+    caught = None
+    try:
+        restore_stock(path, {"w": live})
+    except RuntimeError as error:
+        caught = error
+    must("single memory location" in str(caught), caught)
+
+
 # -- use_collectives=False -------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from statehold.layout.flat import boxes_of_run, run_of
+from statehold.layout.flat import boxes_of_run, parts_of, run_of
 from statehold.layout.layout import Box
 
 SHAPES = [(), (1,), (5,), (3, 4), (2, 3, 4), (1, 1, 3), (4, 1), (2, 1, 3, 2), (0, 3)]
@@ -49,3 +49,13 @@ def test_the_run_of_a_box_is_counted(shape: tuple[int, ...]) -> None:
 
 def _is_in(at: tuple[int, ...], cuts: tuple[tuple[int, int], ...]) -> bool:
     return all(begin <= index < end for index, (begin, end) in zip(at, cuts, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_the_parts_of_a_box_are_small_and_in_order(shape: tuple[int, ...], most: int) -> None:
+    outer = Box(tuple(range(3, 3 + len(shape))), shape)
+    parts = list(parts_of(outer, most))
+    got = [at for part in parts for at in itertools.product(*map(range, part.offsets, part.ends))]
+    assert got == list(itertools.product(*map(range, outer.offsets, outer.ends)))
+    assert all(0 < part.numel <= most for part in parts)

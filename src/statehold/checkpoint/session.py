@@ -29,7 +29,7 @@ from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.handle import Save, forked
 from statehold.errors import StateholdError, failing, no_such_step
 from statehold.format.entries import About
-from statehold.observe.background_log import logger
+from statehold.process.warn import logger
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, called, everyone, led, together
 

@@ -22,7 +22,7 @@ from statehold import _core
 from statehold._core import Fs, ReadJob
 from statehold.encoding import header
 from statehold.errors import CorruptionError, StateholdError
-from statehold.format.entries import Chunk, FileEntry
+from statehold.format.entries import Chunk
 from statehold.format.manifest import Commit, Manifest, groups_of
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
@@ -31,6 +31,7 @@ from statehold.io.segments import Segment, start_read
 from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.ranges import summed_pieces, sums_between
 from statehold.reading.places import StepPlace, load_manifest
+from statehold.steps.copying import DataFile, data_files
 from statehold.units import MiB
 
 # -- the check of a step ---------------------------------------------------------------------------
@@ -102,9 +103,7 @@ class _Document:
     """What one document, a manifest of version 1 or a record, says about data files."""
 
     rank: int
-    block_bytes: int
-    files: tuple[FileEntry, ...]
-    chunks: Mapping[str, tuple[Chunk, ...]]
+    files: tuple[DataFile, ...]
     dtypes: Mapping[str, str]
 
 
@@ -160,7 +159,7 @@ class _Check:
         if isinstance(manifest, Manifest):
             chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
             dtypes = {name: entry.dtype for name, entry in manifest.tensors.items()}
-            yield _Document(0, manifest.block_bytes, manifest.files, chunks, dtypes)
+            yield _Document(0, data_files(manifest.files, chunks, manifest.block_bytes), dtypes)
             return
         digests: list[dict[str, str]] = []
         for rank in range(manifest.world_size):
@@ -169,7 +168,8 @@ class _Check:
                 digests.append(record.group_digests())
                 self.cover.add(record)
                 dtypes = {name: record.tensors[name].dtype for name in record.chunks}
-                yield _Document(rank, record.block_bytes, record.files, record.chunks, dtypes)
+                files = data_files(record.files, record.chunks, record.block_bytes)
+                yield _Document(rank, files, dtypes)
         if len(digests) < manifest.world_size:
             self.cover.is_complete = False  # missing files have been reported
         elif groups_of(digests) != dict(manifest.state):
@@ -198,37 +198,32 @@ class _Check:
     def _spans(self, parts: Iterable[_Document]) -> Iterator[ScannedSpan]:
         """The spans to read, file after file; reports problems of the files on the way."""
         for part in parts:
-            held: list[list[tuple[int, int, str, str]]] = [[] for _ in part.files]
-            for name, chunks in part.chunks.items():
-                self.report.names.add(name)
-                for chunk in chunks:
-                    held[chunk.file].append((chunk.begin, chunk.end, name, chunk.sums))
-            for file, ranges in zip(part.files, held, strict=True):
+            self.report.names.update(part.dtypes)
+            for file in part.files:
                 self.known.add(file.name)
-                yield from self._file_spans(part, file, sorted(ranges))
+                yield from self._file_spans(part, file)
 
-    def _file_spans(
-        self, part: _Document, file: FileEntry, ranges: list[tuple[int, int, str, str]]
-    ) -> Iterator[ScannedSpan]:
+    def _file_spans(self, part: _Document, file: DataFile) -> Iterator[ScannedSpan]:
         path = f"{self.place.directory}/{file.name}"
         size = self.fs.stat_bytes(path)
         self.report.files += 1
         if size is None:
-            self.report.add(Finding("missing", file.name, rank=part.rank, detail=_listed(ranges)))
+            self.report.add(Finding("missing", file.name, rank=part.rank, detail=_listed(file)))
             return
         if size != file.bytes:
             self.report.add(Finding("size", file.name, rank=part.rank, expected=f"{file.bytes}",
                                     got=f"{size}", detail="bytes"))  # fmt: skip
-        header_range = (0, file.data_begin, "", file.header_sums)
-        for begin, end, name, sums in (header_range, *ranges):
-            if begin == end:
+        for each in file.spans:
+            if each.begin == each.end:
                 continue
-            span = ScannedSpan(path, size, begin, end, sums, part.block_bytes, name, part.rank)
-            self.report.bytes += end - begin
-            self.report.pieces += len(sums) // 16
-            if not name and end <= size:
-                yield from self._check_header(span, part, file, ranges)
-            elif end <= size:
+            span = ScannedSpan(
+                path, size, each.begin, each.end, each.sums, file.block_bytes, each.name, part.rank
+            )
+            self.report.bytes += each.end - each.begin
+            self.report.pieces += len(each.sums) // 16
+            if not each.name and each.end <= size:
+                yield from self._check_header(span, part, file)
+            elif each.end <= size:
                 yield span
             else:
                 yield from self._cut_off(span)
@@ -248,11 +243,7 @@ class _Check:
     # -- headers -----------------------------------------------------------------------------
 
     def _check_header(
-        self,
-        span: ScannedSpan,
-        part: _Document,
-        file: FileEntry,
-        ranges: list[tuple[int, int, str, str]],
+        self, span: ScannedSpan, part: _Document, file: DataFile
     ) -> Iterator[ScannedSpan]:
         """Check that a header agrees with the manifest or the record about the same bytes."""
         bad = list(scan(span))
@@ -272,7 +263,9 @@ class _Check:
         says = {
             entry.name: (entry.dtype, entry.begin + base, entry.end + base) for entry in entries
         }
-        expected = {name: (part.dtypes[name], begin, end) for begin, end, name, _ in ranges}
+        expected = {
+            each.name: (part.dtypes[each.name], each.begin, each.end) for each in file.spans[1:]
+        }
         for name in sorted(says.keys() | expected.keys()):
             if says.get(name) != expected.get(name):
                 self.report.add(Finding("header", file.name, tensor=name, rank=part.rank,
@@ -337,8 +330,8 @@ def _bad(bad: BadPiece) -> Finding:
     return Finding(what, name, bad.begin, bad.end, tensor, rank, 1, bad.expected, bad.got, detail)
 
 
-def _listed(ranges: list[tuple[int, int, str, str]]) -> str:
-    names = [name for _, _, name, _ in ranges]
+def _listed(file: DataFile) -> str:
+    names = [span.name for span in file.spans[1:]]
     more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more
 

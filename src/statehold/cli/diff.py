@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from statehold._core import Fs
 from statehold.cli import codes
-from statehold.cli.numbers import Content, Difference, bits_of, numpy, parts_of
+from statehold.cli.numbers import PART_BYTES, Content, Difference, bits_of, numpy
 from statehold.cli.output import ProgressBar, bad, counted, emit, good, plain, say, table, weak
 from statehold.cli.said import leaves_of
 from statehold.encoding.header import DTYPE_BITS, bytes_of
@@ -24,6 +24,7 @@ from statehold.encoding.strictjson import show
 from statehold.errors import StateMismatchError
 from statehold.format.saved import PlacedChunk
 from statehold.format.selection import matching
+from statehold.layout.flat import parts_of
 from statehold.layout.layout import Box
 from statehold.layout.ranges import summed_pieces
 from statehold.options.paths import step_in_run
@@ -186,7 +187,8 @@ class _Pair:
         if DTYPE_BITS[tensor.dtype] % 8:
             raise StateMismatchError(f"{tensor.dtype} in other chunks is not unpacked here")
         numpy()
-        for part in parts_of(Box.whole(tensor.shape), DTYPE_BITS[tensor.dtype] // 8):
+        most = PART_BYTES // (DTYPE_BITS[tensor.dtype] // 8)
+        for part in parts_of(Box.whole(tensor.shape), most):
             left, right = self.a.box(name, part), self.b.box(name, part)
             yield bytearray(left.tobytes()), bytearray(right.tobytes())
 

@@ -21,8 +21,7 @@ from statehold.checkpoint.levels.freeing import free, memory_of
 from statehold.cli import codes, levels
 from statehold.cli.output import emit, plain, say, table
 from statehold.errors import StateholdError, UsageError
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.entries import sha256
 from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.reading.sizes import sizes
 from statehold.steps.lock import RunLock, is_saved_into
@@ -84,7 +83,7 @@ def _saves(places: Iterable[tuple[Shelf, Sequence[int]]]) -> set[tuple[int, str]
     for shelf, steps in places:
         for step in steps:
             with contextlib.suppress(StateholdError):
-                found.add((step, sha256(shelf.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))))
+                found.add((step, sha256(shelf.manifest(step))))
     return found
 
 

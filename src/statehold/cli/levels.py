@@ -36,7 +36,7 @@ from statehold.errors import (
     StepNotFoundError,
     UsageError,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io.mounts import mount_of
@@ -272,7 +272,7 @@ class InObjects(ObjectSteps):
     def _save_of(self, step: int) -> str | None:
         """The save of a step; None if it was retired, "" if that cannot be read."""
         try:
-            return sha256(self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+            return sha256(self.manifest(step))
         except StepNotFoundError:
             return None
         except CorruptionError:

@@ -276,19 +276,3 @@ class Content:
             place = tuple(slice(a, b) for a, b in zip(target.offsets, target.ends, strict=True))
             found[place] = view
         return found
-
-
-def parts_of(box: Box, item_bytes: int) -> Iterator[Box]:
-    """Boxes of at most PART_BYTES that make up `box`, cut in its outermost dims."""
-    if box.numel * item_bytes <= PART_BYTES:
-        if box.numel:
-            yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    inner = math.prod(box.shape[dim + 1 :]) * item_bytes
-    rows = max(1, PART_BYTES // inner)
-    for row in range(0, box.shape[dim], rows):
-        offsets, shape = list(box.offsets), list(box.shape)
-        offsets[dim] += row
-        shape[dim] = min(rows, box.shape[dim] - row)
-        yield from parts_of(Box(tuple(offsets), tuple(shape)), item_bytes)

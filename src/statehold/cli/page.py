@@ -24,6 +24,7 @@ from statehold.cli.output import counted, plain, to_the_second
 from statehold.cli.places import KINDS
 from statehold.cli.said import LEGEND, METRICS_SHOWN, columns_of, metrics_of
 from statehold.cli.traces import DrawnStage, TimelineRow, Traces
+from statehold.cli.verify import cells_of
 from statehold.kv.batch import COUNTED
 from statehold.units import format_bytes, format_seconds
 
@@ -488,14 +489,8 @@ def _damage(step: Document) -> Iterable[tuple[Piece, ...]]:
     if "error" in step and not found:
         about = step["step"], step["level"]
         yield *about, "manifest", "-", "-", "-", step["error"].split("\n")[0]
-    for each in found:
-        compared = (
-            "" if each["expected"] is None else f" expected {each['expected']}, got {each['got']}"
-        )
-        where = "-" if each["begin"] is None else f"[{each['begin']}, {each['end']})"
-        file, tensor = each["file"] or "-", each["tensor"] or "-"
-        detail = f"{each['detail']}{compared}".strip()
-        yield step["step"], step["level"], each["what"], tensor, file, where, detail
+    for what, tensor, _, file, where, _, detail in map(cells_of, found):
+        yield step["step"], step["level"], what, tensor, file, where, detail
 
 
 # -- markup ----------------------------------------------------------------------------------------

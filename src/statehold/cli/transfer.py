@@ -16,7 +16,6 @@ from typing import Any
 from statehold.checkpoint.levels.forking import fork as forked_into
 from statehold.cli import codes
 from statehold.cli.output import ProgressReport, emit, note, say
-from statehold.errors import UsageError
 from statehold.integrations.formats.partial import check_free
 from statehold.options.paths import absolute, check_run
 from statehold.reading.copying import copy_step
@@ -77,12 +76,6 @@ def copy(args: argparse.Namespace) -> int:
 def fork(args: argparse.Namespace) -> int:
     fs = file_system()
     place = find(fs, args.step)
-    if place.is_part:
-        raise UsageError(
-            "other hosts have files of this step, so it cannot be forked here",
-            facts={"step": place.directory},
-            hint="fork a step at a level that all hosts see",
-        )
     forked = forked_into(fs, place.directory, check_run(args.child))
     if args.json:
         parent = {"run": forked.parent.run, "step": forked.parent.step,

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from statehold._core import Fs
 from statehold.cli import codes, levels
-from statehold.cli.checking import CheckReport, Finding, SpanReader, check_step
+from statehold.cli.checking import CheckReport, SpanReader, check_step
 from statehold.cli.output import (
     ProgressBar,
     bad,
@@ -33,11 +32,12 @@ from statehold.cli.output import (
     weak,
 )
 from statehold.cli.places import tree_bytes
-from statehold.errors import StepNotFoundError, storage_error
+from statehold.errors import StateholdError, StepNotFoundError
 from statehold.reading.places import StepPlace, asked_of, file_system, find, run_at
+from statehold.reading.sizes import files_below
 from statehold.steps.directories import REPLACED, step_of
 from statehold.steps.pool import POOL_NAME
-from statehold.steps.publish import LOOKS_MAX, directory_id, where
+from statehold.steps.publish import directory_id, look_beside_a_writer, where
 from statehold.steps.shelf import DirectoryShelf
 from statehold.units import format_bytes, format_seconds
 
@@ -124,27 +124,28 @@ def _all(fs: Fs, text: str) -> list[StepPlace]:
     return [StepPlace(store.where(step), step, text) for step in steps]
 
 
+class _Damage(StateholdError):
+    """A look at a step has found damage; it counts if the step is still the same save."""
+
+    def __init__(self, report: CheckReport) -> None:
+        super().__init__("a step is damaged")
+        self.report = report
+
+
 def _verify(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport | None:
     """The findings in one save of a step; None if it was retired meanwhile."""
-    for _ in range(LOOKS_MAX):
-        before = directory_id(place.directory)
-        report = _read_all(fs, place, reader)
-        if report.is_intact:
-            return report
-        now = directory_id(place.directory)
-        if now is None and (moved := _moved(fs, place)) != place:
-            place = moved
-            continue
-        if now is None or now == before:
-            return None if now is None else report
-    raise storage_error(
-        "verify a step that is replaced again and again", errno.ESTALE, place.directory
-    )
+    final = place.directory.removesuffix(REPLACED)
 
+    def look() -> CheckReport:
+        report = _read_all(fs, replace(place, directory=where(fs, final)), reader)
+        if not report.is_intact:
+            raise _Damage(report)
+        return report
 
-def _moved(fs: Fs, place: StepPlace) -> StepPlace:
-    """The same step where it is now: it may be in the middle of being replaced."""
-    return replace(place, directory=where(fs, place.directory.removesuffix(REPLACED)))
+    try:
+        return look_beside_a_writer(look, lambda: directory_id(where(fs, final)), final)
+    except _Damage as found:
+        return found.report
 
 
 def _read_all(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport:
@@ -188,7 +189,8 @@ def _show(report: CheckReport, seconds: float, level: str | None, known: Collect
     if findings:
         header = ("DAMAGE", "TENSOR", "RANK", "FILE", "BYTES", "PIECES", "DETAIL")
         shown = findings[:_SHOWN]
-        say(table(header, map(_row, shown), right="RANK BYTES PIECES", prose="DETAIL"))
+        rows = (cells_of(each.document()) for each in shown)
+        say(table(header, rows, right="RANK BYTES PIECES", prose="DETAIL"))
         if len(findings) > len(shown):
             say(f"and {len(findings) - len(shown)} more; --json lists all of them")
     for name in sorted(known):
@@ -212,21 +214,16 @@ def _shown(file: DamagedFile) -> str:
     return f"one damaged file that steps share: {plain(file.file)}, in {steps}{others}"
 
 
-def _row(finding: Finding) -> tuple[object, ...]:
-    is_range = finding.begin is not None
-    detail = finding.detail
-    if finding.expected is not None:
-        compared = f"expected {finding.expected}, got {finding.got or 'nothing'}"
+def cells_of(finding: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The cells of a finding, as --json has it, in the order of the table."""
+    detail, expected, rank = finding["detail"], finding["expected"], finding["rank"]
+    if expected is not None:
+        compared = f"expected {expected}, got {finding['got'] or 'nothing'}"
         detail = f"{detail}: {compared}" if detail else compared
-    return (
-        finding.what,
-        "-" if finding.tensor is None else finding.tensor,
-        "-" if finding.rank is None else finding.rank,
-        finding.file or "-",
-        f"[{finding.begin}, {finding.end})" if is_range else "-",
-        finding.pieces or "-",
-        detail,
-    )
+    where = "-" if finding["begin"] is None else f"[{finding['begin']}, {finding['end']})"
+    tensor, file = finding["tensor"] or "-", finding["file"] or "-"
+    rank, pieces = "-" if rank is None else rank, finding["pieces"] or "-"
+    return finding["what"], tensor, rank, file, where, pieces, detail
 
 
 # -- shared damage ---------------------------------------------------------------------------------
@@ -274,27 +271,12 @@ class SharedDamage:
 
 def _held(run: str, name: str, found: os.stat_result) -> DamagedFile:
     steps, names = [], 0
-    for folder in _folders(run):
-        count = sum(1 for each in _files(folder) if os.path.samestat(each, found))
-        step = step_of(os.path.basename(folder))
-        if count and step is not None:
-            steps.append(step)
-        names += count
+    for folder in os.listdir(run):
+        if folder == POOL_NAME or folder.startswith("step-"):
+            files = files_below([os.path.join(run, folder)])
+            count = sum(os.path.samestat(each, found) for each in files)
+            step = step_of(folder)
+            if count and step is not None:
+                steps.append(step)
+            names += count
     return DamagedFile(run, name, tuple(sorted(steps)), max(0, found.st_nlink - names))
-
-
-def _folders(run: str) -> Iterable[str]:
-    with contextlib.suppress(OSError), os.scandir(run) as entries:
-        return [
-            each.path
-            for each in entries
-            if each.is_dir() and (each.name == POOL_NAME or each.name.startswith("step-"))
-        ]
-    return []
-
-
-def _files(folder: str) -> Iterator[os.stat_result]:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for each in entries:
-            with contextlib.suppress(OSError):
-                yield each.stat(follow_symlinks=False)

@@ -20,7 +20,7 @@ from typing import Any
 
 from statehold.encoding import header, values
 from statehold.encoding.strictjson import INT_MAX, Checker, show
-from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
+from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError, refused
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
@@ -437,11 +437,9 @@ def is_name(name: object) -> bool:
 def check_origin(run: str) -> None:
     """Raise UsageError unless steps can say that their run began from one of the run here."""
     if _RUN.fullmatch(run) is None:
-        raise UsageError(
-            "no step can record the path of the run that this run begins from",
-            facts={"expected": _RUN_NAMED, "got": ascii(run)[:300]},
-            hint="rename that directory; its steps are not affected",
-        )
+        text = "no step can record the path of the run that this run begins from"
+        hint = "rename that directory; its steps are not affected"
+        raise refused(text, _RUN_NAMED, ascii(run)[:300], hint)
 
 
 def check_about(check: Checker, node: Any, step_max: int) -> About:

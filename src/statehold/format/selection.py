@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
-from statehold.errors import StateMismatchError, UsageError, shown
+from statehold.errors import StateMismatchError, UsageError, refused, shown
 
 _WILDCARD = re.compile(r"[*?\[]")
 NAMES_SHOWN = 8
@@ -284,10 +284,8 @@ def some(names: Sequence[str]) -> str:
 
 def _renaming(given: Any) -> dict[str, str]:
     if given is not None and not isinstance(given, Mapping):
-        raise UsageError(
-            "rename maps saved prefixes to live ones",
-            facts={"expected": 'for example {"ema": "model"}', "got": shown(given)},
-        )
+        expected = 'for example {"ema": "model"}'
+        raise refused("rename maps saved prefixes to live ones", expected, shown(given))
     found = dict(given or {})
     _texts([*found, *found.values()], "rename")
     return found
@@ -297,10 +295,8 @@ def _texts(given: Any, argument: str) -> list[str]:
     is_list = isinstance(given, Iterable) and not isinstance(given, str)
     texts = list(given) if is_list else []  # once: it may be a generator
     if not is_list or not all(type(each) is str and each for each in texts):
-        raise UsageError(
-            f"{argument} is a list of names or patterns",
-            facts={"expected": 'for example ["model"]', "got": shown(texts if is_list else given)},
-        )
+        text = f"{argument} is a list of names or patterns"
+        raise refused(text, 'for example ["model"]', shown(texts if is_list else given))
     return texts
 
 

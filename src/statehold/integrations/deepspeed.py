@@ -13,7 +13,6 @@ updates only, since a step holds no gradients.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -36,11 +35,10 @@ from statehold.errors import (
 )
 from statehold.integrations.trained import check_names, persistent_buffers
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
+from statehold.process.warn import logger
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
 from statehold.tensors.placements import Piece
-
-log = logging.getLogger("statehold")
 
 # -- the engine ------------------------------------------------------------------------------------
 
@@ -618,7 +616,7 @@ class _Methods:
         key, step = str(save_dir), self._engine.global_steps
         ckpt = self._opened(key)
         if (loaded := self._loaded.pop(key, None)) is not None and ckpt.steps()[-1] > loaded:
-            log.warning("training goes on from step %d: the newer steps are discarded", loaded)
+            logger.warning("training goes on from step %d: the newer steps are discarded", loaded)
             ckpt.rewind(loaded)
         name = f"global_step{step}" if tag is None else str(tag)
         state = {**self._state, CLIENT: dict(client_state or {}), TAG: name}

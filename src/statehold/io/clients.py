@@ -20,13 +20,12 @@ Not here: how the engine shares (native/lending.h, native/shares.h).
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from statehold import _core
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
+from statehold._core import Engine, Fs
 
 
 class Client(enum.IntEnum):
@@ -64,3 +63,13 @@ def open_engine(fs: Fs, staging_bytes: int, buffer_bytes: int, copy_threads: int
         copy_threads,
         clients=[(RESERVED_BUFFERS, WEIGHTS[client]) for client in Client],
     )
+
+
+@contextlib.contextmanager
+def engine_alone(staging_bytes: int, buffer_bytes: int, copy_threads: int) -> Iterator[Engine]:
+    """An engine with a file system of its own, for one read."""
+    with (
+        contextlib.closing(_core.open_fs()) as fs,
+        contextlib.closing(open_engine(fs, staging_bytes, buffer_bytes, copy_threads)) as engine,
+    ):
+        yield engine

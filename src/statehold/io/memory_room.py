@@ -14,15 +14,12 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import TYPE_CHECKING
 
+from statehold._core import File, Fs
 from statehold.errors import NoSpaceError
 from statehold.io.mounts import mount_of
 from statehold.process.host_memory import Room, available, ranks_on_host
 from statehold.units import GiB
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
 
 _MEMORY_KINDS = ("tmpfs", "ramfs")
 _KEPT_BYTES = GiB  # as much as staging memory takes at first (io/runtime)

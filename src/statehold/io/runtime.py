@@ -21,25 +21,21 @@ meaning of the bytes (checkpoint).
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from statehold import _core
+from statehold._core import Engine, Fs
 from statehold.errors import StorageError
 from statehold.io.clients import open_engine
 from statehold.io.profile import tuned
 from statehold.observe.background_log import log_once
+from statehold.options import Options
 from statehold.options.io import settled
 from statehold.process import host_memory as memory
-from statehold.process.host_memory import ranks_on_host
+from statehold.process.host_memory import Room, ranks_on_host
+from statehold.process.warn import logger
 from statehold.tensors.devices import Devices
 from statehold.units import GiB, format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
-    from statehold.options import Options
-    from statehold.process.host_memory import Room
 
 
 class Runtime:
@@ -108,8 +104,6 @@ FIRST_BYTES = GiB
 # The ranks of a host get one part in so many of the available memory. The rest is for training
 # after its first save: activations, data loaders, page cache.
 SHARE = 3
-
-logger = logging.getLogger("statehold")
 
 
 def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:

@@ -26,17 +26,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from statehold.errors import MissingFileError, TruncatedFileError
 from statehold.io.objects.client import ObjectClient, no_limit
 from statehold.kv.batch import MovingPage, PageBatch, PageVerdict
+from statehold.kv.opened import OpenStore
 from statehold.kv.page import HEADER_BYTES, whole_blocks
 from statehold.process.worker import Thread
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold.kv.opened import OpenStore
 
 # An object has at most so many pages, or bytes: a file's name has room for the indices.
 PACK_PAGES, PACK_BYTES = 16, 16 * MiB

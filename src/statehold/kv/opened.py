@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -25,22 +24,17 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from statehold import _core
-from statehold._core import SEATS_MAX, SPACES_MAX
+from statehold._core import SEATS_MAX, SPACES_MAX, File, PageTable, RangesJob
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
 from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_store
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
+from statehold.process.warn import logger
 from statehold.units import KiB, MiB, format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import File, PageTable, RangesJob
-
-logger = logging.getLogger("statehold")
 
 # So many large requests keep a disk busy in each direction.
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8

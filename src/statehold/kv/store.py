@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import math
 import os
 import threading
@@ -29,22 +28,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statehold import _core
+from statehold._core import PageTable, RangesJob
 from statehold.errors import ClosedError, StateholdError, StorageError, WaitTimeout, refused
 from statehold.kv.batch import BEHIND, COUNTED, VERDICTS, MovingPage, PageBatch, PageVerdict
 from statehold.kv.behind import Behind, client_of
 from statehold.kv.opened import Move, OpenStore, address_of
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of
 from statehold.observe.counters import figures_of
+from statehold.process.warn import logger
 from statehold.process.worker import Worker
 from statehold.units import MiB, check_timeout, parse_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import PageTable, RangesJob
-
-logger = logging.getLogger("statehold")
 
 # Pages that move as one: so many, or so many bytes. As many such groups are read at a time.
 GROUP_PAGES = 64

@@ -29,9 +29,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from statehold._core import PAGE_ENTRY_BYTES, PageTable
+from statehold._core import PAGE_ENTRY_BYTES, File, Fs, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
@@ -39,9 +38,6 @@ from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import home
 from statehold.process.whole_files import replace_file
 from statehold.units import MiB, format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
 
 FORMAT = 2
 SLOTS_MIN = 8

@@ -33,6 +33,13 @@ def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
     yield from _in_row(shape, last, 0, end - last * row)
 
 
+def parts_of(box: Box, most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements that make up a box, in the order of their elements."""
+    for begin in range(0, box.numel, most):
+        for inner in boxes_of_run(box.shape, begin, min(begin + most, box.numel)):
+            yield inner.within(box)
+
+
 def run_of(box: Box, outer: Box) -> tuple[int, int] | None:
     """[begin, end) if these elements of `outer`, counted in C order, are those of `box`.
 

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import NamedTuple
 
 
@@ -72,6 +72,10 @@ class Box:
         """The same box, counted from the first element of `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.shape)
+
+    def within(self, outer: Box) -> Box:
+        """The inverse of `relative_to`."""
+        return Box(tuple(map(add, outer.offsets, self.offsets)), self.shape)
 
     def __str__(self) -> str:
         ranges = ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.ends, strict=True))

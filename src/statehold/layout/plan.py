@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from statehold.encoding import header
-from statehold.errors import InvariantError, UsageError, shown
+from statehold.errors import InvariantError, UsageError, refused, shown
 from statehold.layout.layout import AnyLayout
 from statehold.units import MiB
 
@@ -184,11 +184,8 @@ def step_of(given: Any) -> int:
     except (TypeError, ValueError):  # a float, a text, a tensor of several numbers
         step = -1
     if not 0 <= step <= STEP_MAX:
-        raise UsageError(
-            "a step is a whole number",
-            facts={"expected": f"0 to {STEP_MAX}", "got": shown(given)},
-            hint="the step comes first in save(step, state), and second in restore(state, step)",
-        )
+        hint = "the step comes first in save(step, state), and second in restore(state, step)"
+        raise refused("a step is a whole number", f"0 to {STEP_MAX}", shown(given), hint)
     return step
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sqlite3
 import stat
@@ -34,13 +33,12 @@ from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.family import runs_below
 from statehold.options.paths import absolute
 from statehold.process.file_locks import LockFile
+from statehold.process.warn import logger
 from statehold.reading.places import file_system
 from statehold.steps.shelf import DirectoryShelf
 
 if TYPE_CHECKING:
     from statehold._core import Fs
-
-logger = logging.getLogger("statehold")
 
 T = TypeVar("T")
 

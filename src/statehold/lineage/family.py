@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError
-from statehold.format.entries import DOCUMENT_BYTES_MAX, Origin, sha256
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.entries import Origin, sha256
 from statehold.observe.background_log import log_once
 from statehold.options.paths import STEP_NAME, can_be_a_name
 from statehold.reading.places import file_system, load_manifest
@@ -133,9 +132,7 @@ def _manifest_of(fs: Fs, member: FamilyRun, step: int) -> str | None:
     """The SHA-256 of a step's manifest; None if the run does not have it, or cannot read it."""
     with contextlib.suppress(StateholdError):
         if step in member.steps:
-            return sha256(
-                DirectoryShelf(fs, member.run).read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
-            )
+            return sha256(DirectoryShelf(fs, member.run).manifest(step))
     return None
 
 

@@ -10,7 +10,6 @@ Not here: prefixes (format/graphs), the catalogue (catalog), loading the prefix
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -22,14 +21,13 @@ from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.graphs import models_in
 from statehold.format.saved import MANIFEST_NAME, open_step
 from statehold.lineage.catalog import Candidate, Catalog
+from statehold.process.warn import logger
 from statehold.reading.places import file_system
 from statehold.steps.shelf import DirectoryShelf
 from statehold.tensors.graph import Graph, shared_with
 
 if TYPE_CHECKING:
     from torch import nn
-
-logger = logging.getLogger("statehold")
 
 # Steps that other jobs retire as fast as they are found must not keep a job for ever.
 LOOKS_MAX = 10

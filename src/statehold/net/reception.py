@@ -21,7 +21,6 @@ Not here: what a frame means.
 from __future__ import annotations
 
 import contextlib
-import logging
 import resource
 import selectors
 import socket
@@ -34,9 +33,8 @@ from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, MAGIC, PROOF_BYTES, REPLY_BYTES, Secret, new_nonce
 from statehold.net.wire import FRAME_MAX, Bell, Wire, check_own
 from statehold.process.forks import forget_in_children
+from statehold.process.warn import logger
 from statehold.process.worker import Thread
-
-logger = logging.getLogger("statehold")
 
 FIRST_S = 5.0
 ROOM_S = 0.25

@@ -22,7 +22,7 @@ import hmac
 import os
 import secrets
 
-from statehold.errors import UsageError
+from statehold.errors import refused
 
 ENVIRONMENT = "STATEHOLD_SECRET"
 LENGTH_MIN = 16  # characters: an eavesdropper can try shorter ones on a proof until one fits
@@ -70,9 +70,7 @@ def of_job(also: str = "") -> Secret:
     """
     said = os.environ.get(ENVIRONMENT, "")
     if said and len(said) < LENGTH_MIN:
-        raise UsageError(
-            f"{ENVIRONMENT} is too short to be a secret",
-            facts={"expected": f"at least {LENGTH_MIN} characters", "got": f"{len(said)}"},
-            hint=f"export {ENVIRONMENT}=$(openssl rand -hex 32)",
-        )
+        hint = f"export {ENVIRONMENT}=$(openssl rand -hex 32)"
+        expected = f"at least {LENGTH_MIN} characters"
+        raise refused(f"{ENVIRONMENT} is too short to be a secret", expected, f"{len(said)}", hint)
     return Secret(f"{said}\n{also}" if also else said)

@@ -15,13 +15,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ParamSpec
 
+from statehold.process.warn import logger
 from statehold.process.worker import Thread
 from statehold.units import format_bytes, format_seconds
-
-logger = logging.getLogger("statehold")
 
 # -- the log ---------------------------------------------------------------------------------------
 # A handler may block as long as it likes: standard error can be a pipe that nobody reads. A thread
@@ -188,6 +187,22 @@ class Progress:
                    "total_bytes": total, "elapsed_s": elapsed_s}  # fmt: skip
         self._log.figures(lambda: f"{self._what}: {progress_text(done, total, elapsed_s)}", figures)
         self._report(done, total)
+
+
+@contextlib.contextmanager
+def counted(
+    what: str, total: int, report: Callable[[int, int], None] | None
+) -> Iterator[Callable[[int], None]]:
+    """What takes the bytes of each part of a transfer, for `report` and for the log."""
+    so_far = [0]
+
+    def done(nbytes: int) -> None:
+        so_far[0] = min(so_far[0] + nbytes, total)  # some may be moved twice
+        if report is not None:
+            report(so_far[0], total)
+
+    with Progress(what, lambda: (so_far[0], total)):
+        yield done
 
 
 def pause_after(elapsed_s: float, pause_s: float, *, moved: bool) -> float:

@@ -24,11 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from statehold._core import Fs
 from statehold.errors import UsageError
 from statehold.offload.rules import AdamRule, Rule, SgdRule
 from statehold.offload.state import OFFLOADED, OffloadedState
@@ -39,9 +40,6 @@ from statehold.process.ending import forget, remember
 from statehold.process.reentry import enter, refuse
 from statehold.process.worker import Thread
 from statehold.tensors.stored import Fill, SavedParameter, States, StoredState
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 __all__ = ["SGD", "Adam", "AdamW", "Event", "Host", "Path", "PathStats", "Stats"]
 

@@ -16,7 +16,6 @@ Not here: the update on the host (update, workers), how many subgroups a device 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from statehold.errors import DeviceError, UsageError
+from statehold.errors import DeviceError, UsageError, refused
 from statehold.offload.parameters import Parameter, flat
 from statehold.offload.rules import Batch, Rule
 from statehold.offload.sizes import Buffers
@@ -39,14 +38,13 @@ from statehold.offload.update import Fields, OptimizerUpdate
 from statehold.offload.workers import STRIP as HOST_STRIP
 from statehold.offload.workers import Workers
 from statehold.planners.interleaving import Carried, Device, best_period
+from statehold.process.warn import logger
 from statehold.tensors.devices.backends import Event, StreamBackend
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.devices.pinning import Pinning, mapped
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.storable import device_of, empty_on, is_external, local_of
 from statehold.units import MiB, format_bytes
-
-logger = logging.getLogger("statehold")
 
 # -- updates on a device ---------------------------------------------------------------------------
 # The stream of a lane brings the state from the buffer of the host, runs the kernel of the rule on
@@ -475,11 +473,8 @@ class Mirror:
         copy, parameter = self.copies[index], self._parameters[index]
         elements = parameter.gradient()
         if elements.dtype != copy.grad.dtype:
-            raise UsageError(
-                "a gradient on a device has another dtype than its parameter",
-                facts={"parameter": parameter.name, "expected": str(copy.grad.dtype),
-                       "got": str(elements.dtype)},
-            )  # fmt: skip
+            text = "a gradient on a device has another dtype than its parameter"
+            raise refused(text, str(copy.grad.dtype), str(elements.dtype), parameter=parameter.name)
         if index in self._drained:
             total = empty_on(device_of(parameter.local), elements.shape, elements.dtype)
             elements = total.copy_(copy.grad, non_blocking=True).add_(elements)
@@ -546,10 +541,8 @@ def check_every(every: object) -> None:
     """Refuse what is neither None, "auto", nor a number of subgroups."""
     is_number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if every is not None and every != "auto" and not is_number:
-        raise UsageError(
-            "device_every has to say which subgroups a device updates",
-            facts={"expected": 'None, "auto", or k for every k-th one', "got": repr(every)},
-        )
+        text = "device_every has to say which subgroups a device updates"
+        raise refused(text, 'None, "auto", or k for every k-th one', repr(every))
 
 
 def alternate(

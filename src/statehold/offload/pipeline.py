@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import queue
 import threading
 import time
@@ -40,10 +39,9 @@ from statehold.offload.sizes import Buffers
 from statehold.offload.store import Stored, SubgroupStore
 from statehold.offload.subgroups import Subgroup
 from statehold.planners import placement
+from statehold.process.warn import logger
 from statehold.process.worker import Crew, Task, Woken
 from statehold.units import format_bytes
-
-logger = logging.getLogger("statehold")
 
 # -- the pipeline ----------------------------------------------------------------------------------
 # A visit uses what is in memory first, and then the rest in the order in which it arrives. The

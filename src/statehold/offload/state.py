@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, zip_longest
-from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from statehold._core import Fs
 from statehold.errors import ClosedError, StateMismatchError, UsageError
 from statehold.layout.flat import boxes_of_run
-from statehold.layout.layout import Box
 from statehold.layout.plan import TensorSpec
 from statehold.layout.share import HeldTensor
 from statehold.observe.background_log import log_once
@@ -63,10 +62,6 @@ from statehold.tensors.stored import (
     Wanted,
 )
 from statehold.units import parse_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- the state -------------------------------------------------------------------------------------
 
@@ -635,8 +630,7 @@ class Naming:
             name = f"{self._owner}.copy.{index}.{part.field}.{span.begin}"
             return own_spec(part, name)
         (box,) = boxes_of_run(parameter.local.shape, span.begin, span.end)
-        begin = (0,) * len(box.shape) if saved.place.box is None else saved.place.box.offsets
-        box = Box(tuple(map(add, begin, box.offsets)), box.shape)
+        box = box if saved.place.box is None else box.within(saved.place.box)
         return TensorSpec(
             saved.field(part.field),
             DTYPE,

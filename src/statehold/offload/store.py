@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import queue
 import re
@@ -27,11 +26,11 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from statehold import _core
+from statehold._core import File, Fs
 from statehold.errors import (
     ChecksumError,
     NoSpaceError,
@@ -47,19 +46,14 @@ from statehold.layout.stored import SUM_BYTES
 from statehold.observe.background_log import log_once
 from statehold.offload.head import FileForm, Head, Piece
 from statehold.offload.stats import Kind, Meter, Timeline
-from statehold.offload.subgroups import PAGE_BYTES
+from statehold.offload.subgroups import PAGE_BYTES, Subgroup
 from statehold.offload.tiers import Path
 from statehold.options.paths import absolute
 from statehold.planners.placement import Moved
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import is_own
+from statehold.process.warn import logger
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
-    from statehold.offload.subgroups import Subgroup
-
-logger = logging.getLogger("statehold")
 
 # -- the store -------------------------------------------------------------------------------------
 # Transfers go straight between a file and the caller's memory, but for the last bytes of a part,

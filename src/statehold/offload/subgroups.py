@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from statehold.errors import UsageError
+from statehold.errors import refused
 from statehold.units import format_bytes
 
 CUT = 64
@@ -120,11 +120,8 @@ def cut(
     """Subgroups of at most `subgroup_bytes`, filled in this order of the parameters."""
     least = max((_bytes(CUT, each) for each in parameters), default=0)
     if subgroup_bytes < least:
-        raise UsageError(
-            "subgroup_bytes is too small: a subgroup holds at least a page of each field",
-            facts={"expected": f"at least {format_bytes(least)}",
-                   "got": format_bytes(subgroup_bytes)},
-        )  # fmt: skip
+        text = "subgroup_bytes is too small: a subgroup holds at least a page of each field"
+        raise refused(text, f"at least {format_bytes(least)}", format_bytes(subgroup_bytes))
     found: list[list[Span]] = []
     left = 0
     for index in range(len(parameters)) if order is None else order:

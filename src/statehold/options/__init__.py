@@ -73,11 +73,8 @@ class Options:
     def _check_memory(self) -> None:
         staging, least = self.staging_size, 2 * settled(self.io).buffer_bytes
         if staging is not None and staging < least:
-            raise UsageError(
-                "staging_bytes must hold at least two buffers",
-                facts={"expected": f"at least {format_bytes(least)}",
-                       "got": format_bytes(staging)},
-            )  # fmt: skip
+            text = "staging_bytes must hold at least two buffers"
+            raise refused(text, f"at least {format_bytes(least)}", format_bytes(staging))
 
     @property
     def origin(self) -> NamedStep | None:

@@ -25,7 +25,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import stat
 import struct
@@ -36,6 +35,7 @@ from pathlib import Path
 from statehold.errors import StorageError
 from statehold.process.forks import forget_in_children
 from statehold.process.host_memory import SHARED_MEMORY, home
+from statehold.process.warn import logger
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -45,8 +45,6 @@ _BYTES_OF_FILE = 4  # what each file or directory has there
 _MOUNTS = Path("/proc/self/mountinfo")
 _FUSE = ("fuse", "virtiofs")
 _LOOK_S_MIN, _LOOK_S_MAX = 0.0001, 0.002
-
-logger = logging.getLogger("statehold")
 
 _warned: set[int] = set()  # file systems without locks
 # Who holds a byte where no kernel has locks: by the simulated disk (0: none), the file, the byte.

@@ -1,4 +1,4 @@
-"""Errors that are kept, and warnings that name the line of the user's code that led to them.
+"""The log; errors that are kept; warnings that name the line of the user's code that led to them.
 
 Invariants: a kept error does not keep the variables of the functions that it came through. A
 traceback keeps them: an open file, whose space does not come back, a native job, the tensors of a
@@ -7,9 +7,12 @@ state. A handle, or the status of a level, may keep an error as long as the proc
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 import warnings
+
+logger = logging.getLogger("statehold")
 
 
 def let_go(error: BaseException) -> None:

@@ -25,9 +25,8 @@ from statehold._core import Fs
 from statehold.checkpoint.levels.forking import check_standing
 from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
 from statehold.errors import CorruptionError, StorageError, UsageError
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.saved import MANIFEST_NAME
-from statehold.observe.background_log import BackgroundLog
+from statehold.format.entries import sha256
+from statehold.observe.background_log import BackgroundLog, counted
 from statehold.observe.counters import Figures
 from statehold.options.paths import check_path, check_run
 from statehold.reading.places import StepPlace, at_rest, load_manifest
@@ -83,9 +82,9 @@ def copy_into(
             return there
         begin_run(store, destination)
         watch = CopyWatch(LevelWatch("copy", 0, None, Figures({}), BackgroundLog()), "write")
-        before = _counted(part.nbytes, report)
         near = where if link else None
-        target.take(Copy(step, None, part, source, before, watch, near))
+        with counted(f"copying step {step}", part.nbytes, report) as before:
+            target.take(Copy(step, None, part, source, before, watch, near))
         check_standing(fs, where, part.manifest)
         target.commit(step, None, part.manifest)
         copied = part.nbytes - watch.linked_bytes
@@ -98,7 +97,7 @@ def _there(fs: Fs, destination: str, step: int, part: CopyPart) -> CopiedStep | 
     if step not in whole_steps(store):
         _check_not_renamed(store, step)
         return None
-    if sha256(store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)) != sha256(part.manifest):
+    if sha256(store.manifest(step)) != sha256(part.manifest):
         raise UsageError(
             "the destination has another save of this step",
             facts={"step": step, "destination": destination},
@@ -117,18 +116,6 @@ def _check_not_renamed(store: DirectoryShelf, step: int) -> None:
                 facts={"directory": store.path(step), "expected": f"step {step}", "got": number},
                 hint="give the directory its own name back, or copy into another directory",
             )
-
-
-def _counted(total: int, report: Report | None) -> Callable[[int], None]:
-    done = 0
-
-    def before(nbytes: int) -> None:
-        nonlocal done
-        done = min(done + nbytes, total)  # a damaged file is read, and then copied
-        if report is not None:
-            report(done, total)
-
-    return before
 
 
 TRANSFERS = 16
@@ -162,12 +149,6 @@ def copy_step(
     target = check_run(destination)
 
     def copy(place: StepPlace) -> CopiedStep:
-        if place.is_part:
-            raise UsageError(
-                "other hosts have files of this step, so it cannot be copied from here",
-                facts={"step": place.directory},
-                hint="copy a step from a level that all hosts see",
-            )
         return copy_into(fs, place.directory, target, link=link, report=report)
 
     with contextlib.closing(_core.open_fs("auto", TRANSFERS)) as fs:

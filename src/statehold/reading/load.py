@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from statehold import _core
 from statehold._core import Fs, ReadJob
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
@@ -34,6 +33,7 @@ from statehold.errors import (
     StepNotFoundError,
     TruncatedFileError,
     UsageError,
+    refused,
     shown,
     storage_error,
     storing,
@@ -41,7 +41,7 @@ from statehold.errors import (
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.format.selection import nearest
 from statehold.format.trees import tensors_of
-from statehold.io.clients import open_engine
+from statehold.io.clients import engine_alone
 from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.background_log import Progress
@@ -60,6 +60,7 @@ from statehold.steps.shelf import DirectoryShelf
 from statehold.steps.whole import whole_steps
 from statehold.tensors import dtypes, nodes
 from statehold.tensors.composed import value_of
+from statehold.tensors.destinations import Destination
 from statehold.tensors.devices import Devices
 from statehold.tensors.storable import is_external
 from statehold.units import MiB, format_bytes
@@ -142,10 +143,8 @@ def _device_of(device: str | torch.device, mapped: bool) -> torch.device:
             raise UsageError("a file can be mapped into host memory only", facts=facts)
         torch.empty(1, device=target).cpu()  # raises on the meta device
     except (RuntimeError, TypeError, AssertionError):  # AssertionError: torch was built without it
-        raise UsageError(
-            "no tensor with values can be made on this device",
-            facts={"expected": 'a device of this host, such as "cpu"', "got": shown(device)},
-        ) from None
+        text = "no tensor with values can be made on this device"
+        raise refused(text, 'a device of this host, such as "cpu"', shown(device)) from None
     return target
 
 
@@ -160,13 +159,8 @@ def _loaded(fs: Fs, place: StepPlace, rank: int | None, wanted: _Wanted) -> Any:
     before = directory_id(place.directory)
     saved = place.open(fs, rank)
     node = part_of(saved.state, wanted.name, place.label)
-    differing = nodes.differing(node)
-    if differing is not None:
-        facts = {"step": place.label, "name": wanted.name, "saved": str(differing)}
-        hint = "rank=R takes the values of one rank"
-        raise StateMismatchError(
-            "ranks saved different values under one name", facts=facts, hint=hint
-        )
+    hint = "rank=R takes the values of one rank"
+    nodes.check_same(node, hint, step=place.label, name=wanted.name)
     tensors = _Tensors(saved, place, wanted)
     value = values.decode(node, lambda tag, payload: value_of(tag, payload, tensors.made))
     tensors.read()
@@ -198,21 +192,15 @@ class _Tensors:
         saved = self._saved.tensors[name]
         dtype = dtypes.dtype_of(saved.dtype, name)
         shape = dtypes.torch_shape(dtype, saved.shape)
-        chunks = self._saved.chunks(name, Box.whole(saved.shape))
-        if self._wanted.mapped and _is_mappable(chunks, saved.shape, dtype):
-            return self._map(name, chunks[0], dtype, shape)
+        box = Box.whole(saved.shape)
+        if self._wanted.mapped:
+            chunks = self._saved.chunks(name, box)
+            if _is_mappable(chunks, saved.shape, dtype):
+                return self._map(name, chunks[0], dtype, shape)
         made = torch.empty(shape, dtype=dtype, device=self._wanted.device)
-        for chunk in chunks:
-            self._place(name, chunk, made)
+        self._plan.fill(Destination(name, made, is_external(made), box, shared=False))
+        self._nbytes += made.nbytes
         return made
-
-    def _place(self, name: str, chunk: PlacedChunk, made: torch.Tensor) -> None:
-        inside = dtypes.torch_box(made.dtype, chunk.box)
-        slices = (slice(a, b) for a, b in zip(inside.offsets, inside.ends, strict=True))
-        part = made[tuple(slices)]
-        whole = Box.whole(inside.shape)
-        self._plan.place(name, chunk, whole, part, external=is_external(made))
-        self._nbytes += chunk.end - chunk.begin
 
     def _map(
         self, name: str, chunk: PlacedChunk, dtype: torch.dtype, shape: tuple[int, ...]
@@ -231,9 +219,7 @@ class _Tensors:
             return
         staging = min(STAGING_BYTES, (self._nbytes // BUFFER_BYTES + 2) * BUFFER_BYTES)
         with contextlib.ExitStack() as opened:
-            fs = opened.enter_context(contextlib.closing(_core.open_fs()))
-            engine = open_engine(fs, staging, BUFFER_BYTES, COPY_THREADS)
-            opened.enter_context(contextlib.closing(engine))
+            engine = opened.enter_context(engine_alone(staging, BUFFER_BYTES, COPY_THREADS))
             devices = opened.enter_context(contextlib.closing(Devices()))
             reading = self._plan.start(engine, lambda name, *_: f"{self._directory}/{name}")
             with Progress(f"loading step {self._saved.step}", partial(_counts, reading.job)):
@@ -445,9 +431,8 @@ def _values(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if nodes.differing(node) is None and next(tensors_of(node), None) is None:
         yield path, values.decode(node, lambda tag, payload: value_of(tag, payload, _no_tensor))
         return
-    items = dict(enumerate(node)) if type(node) is list else nodes.members(node) or {}
-    for key, item in items.items():
-        yield from _values(item, f"{path}.{key}" if path else str(key))
+    for key, item in _members(node).items():
+        yield from _values(item, f"{path}.{key}" if path else key)
 
 
 def _no_tensor(name: str) -> Any:

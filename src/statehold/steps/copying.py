@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from statehold import _core
 from statehold.errors import ChecksumError, CorruptionError, StateholdError, StorageError
-from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry
+from statehold.format.entries import Chunk, FileEntry
 from statehold.format.manifest import Manifest, record_name
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
@@ -146,7 +146,7 @@ def part_of(source: Shelf, step: int, share: Callable[[int, bytes], Collection[i
 
     Raises as reading a step does.
     """
-    raw, where = source.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX), source.path(step)
+    raw, where = source.manifest(step), source.path(step)
     manifest = Manifest.decode(raw, f"{where}/{MANIFEST_NAME}")
     if isinstance(manifest, Manifest):
         chunks = {name: entry.chunks for name, entry in manifest.tensors.items()}
@@ -161,7 +161,7 @@ def part_of(source: Shelf, step: int, share: Callable[[int, bytes], Collection[i
             return kept.setdefault(name, source.read(step, name, max_bytes))
 
         record: Record = read_record(read, where, manifest, writer)
-        files += data_files(record.files, dict(record.chunks), record.block_bytes)
+        files += data_files(record.files, record.chunks, record.block_bytes)
         name = record_name(writer, manifest.world_size)
         records.append((name, documents[name]))
     return CopyPart(files, tuple(records), raw)

@@ -18,8 +18,9 @@ import contextlib
 import errno
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from statehold._core import Fs
 from statehold.errors import (
     CorruptionError,
     FormatVersionError,
@@ -30,10 +31,6 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- names -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import select
@@ -32,9 +31,8 @@ import time
 
 from statehold.errors import RunBusyError, StorageError, storage_error
 from statehold.process.file_locks import LockFile
+from statehold.process.warn import logger
 from statehold.ranks.joining import launched
-
-logger = logging.getLogger("statehold")
 
 LOCK_NAME = ".lock"
 _RIGHT, _WANTED, _YIELDS, _PASSES = range(4)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,13 +32,12 @@ from statehold.errors import (
     StorageError,
     no_such_step,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
+from statehold.format.entries import About, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep
+from statehold.process.warn import logger
 from statehold.steps.publish import GONE, missing_path
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile
-
-logger = logging.getLogger("statehold")
 
 T = TypeVar("T")
 
@@ -140,7 +138,7 @@ class Saves:
         key = step, level.name
         if key not in self._intact:
             try:
-                raw = level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                raw = level.manifest(step)
                 self._at.setdefault(key, sha256(raw))
                 Manifest.decode(raw, MANIFEST_NAME)
                 self._intact[key] = sha256(raw)
@@ -151,7 +149,7 @@ class Saves:
 
 def _read(step: int, level: Shelf) -> str:
     try:
-        return sha256(level.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX))
+        return sha256(level.manifest(step))
     except _FAILURES:
         return _UNREADABLE
 
@@ -225,7 +223,7 @@ class Nearest(Shelf):
         for place in self._places:
             if step in found[place.name] and place.holds(step, MANIFEST_NAME):
                 with contextlib.suppress(*_OF_ONE_COPY, FormatVersionError):
-                    raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                    raw = place.manifest(step)
                     return Manifest.said(raw, f"{place.path(step)}/{MANIFEST_NAME}")
         return None
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import re
 import threading
 import time
@@ -45,11 +44,10 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
+from statehold.process.warn import logger
 from statehold.steps.directories import ATTEMPT
 from statehold.steps.near_files import NearFiles
 from statehold.steps.shelf import Ranges, Shelf
-
-logger = logging.getLogger("statehold")
 
 # -- the steps -------------------------------------------------------------------------------------
 # A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,

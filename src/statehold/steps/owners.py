@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -31,11 +30,10 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, RunBusyError, storing
+from statehold.process.warn import logger
 
 if TYPE_CHECKING:
     from statehold.steps.store import Store
-
-logger = logging.getLogger("statehold")
 
 # -- who owns the steps ----------------------------------------------------------------------------
 

@@ -21,16 +21,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
+from statehold._core import File, Fs
 from statehold.errors import StateholdError, StorageError
 from statehold.io.memory_room import open_file
 from statehold.process.ownership import is_own_file
 from statehold.steps.directories import each_of, unless
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
-
 
 # -- the pool --------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ import os
 from collections.abc import Callable, Hashable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from statehold._core import Fs
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -29,10 +30,6 @@ from statehold.errors import (
 )
 from statehold.format.saved import MANIFEST_NAME
 from statehold.steps.directories import REPLACED, delete, parent_of
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
-
 
 # -- D3 and D5 to D7 -------------------------------------------------------------------------------
 

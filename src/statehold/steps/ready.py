@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
-from typing import TYPE_CHECKING
 
+from statehold._core import File, Fs
 from statehold.errors import StateholdError
 from statehold.io.memory_room import free_bytes, open_file
+from statehold.process.warn import logger
 from statehold.process.worker import Flag
 from statehold.steps.directories import unless
-
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
-
-logger = logging.getLogger("statehold")
 
 # -- the next file ---------------------------------------------------------------------------------
 # Making the pages of a new file takes longer than copying into them. The first saves of a run have

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, TypeVar
 
+from statehold._core import File, Fs
 from statehold.errors import StorageError, no_such_step
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
@@ -35,10 +36,8 @@ from statehold.steps.publish import (
     where,
 )
 
-if TYPE_CHECKING:
-    from statehold._core import File, Fs
-
 Ranges = Sequence[tuple[int, int]] | None
+T = TypeVar("T")
 
 
 class ShelfFile(Protocol):
@@ -64,6 +63,10 @@ class Shelf(ABC):
     @abstractmethod
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """A document of a step. Raises StorageError with ENOENT, or CorruptionError."""
+
+    def manifest(self, step: int) -> bytes:
+        """The manifest of a step. Raises as read() does."""
+        return self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
 
     @abstractmethod
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
@@ -176,7 +179,7 @@ class DirectoryShelf(Shelf):
     def names(self, step: int) -> list[str] | None:
         """The files of a committed step; None if it is no longer committed."""
         try:
-            entries = read_standing(self.fs, self.path(step), self.fs.listdir)
+            entries = self._at(step, self.fs.listdir)
         except StorageError:
             if self.fs.is_dir(self.where(step)):
                 raise
@@ -191,31 +194,24 @@ class DirectoryShelf(Shelf):
         if not self.fs.is_dir(self.where(step)):
             raise no_such_step(step, self.root, self.steps())
 
-        def look(directory: str) -> SavedStep:
-            return open_step(self.fs.read_file, directory, step, rank or 0, world_size)
-
-        return read_standing(self.fs, self.path(step), look)
+        read = self.fs.read_file
+        return self._at(step, lambda place: open_step(read, place, step, rank or 0, world_size))
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        def look(directory: str) -> bytes:
-            return self.fs.read_file(f"{directory}/{name}", max_bytes)
+        return self._at(step, lambda place: self.fs.read_file(f"{place}/{name}", max_bytes))
 
+    def _at(self, step: int, look: Callable[[str], T]) -> T:
+        """The result of `look` at the directory that a step is in."""
         return read_standing(self.fs, self.path(step), look)
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
         return f"{self.where(step)}/{name}"
 
     def open_file(self, step: int, name: str) -> ShelfFile:
-        def look(directory: str) -> ShelfFile:
-            return self.fs.open_read(f"{directory}/{name}")
-
-        return read_standing(self.fs, self.path(step), look)
+        return self._at(step, lambda place: self.fs.open_read(f"{place}/{name}"))
 
     def open_view(self, step: int, name: str, nbytes: int) -> File | None:
-        def look(directory: str) -> File:
-            return self.fs.open_view(f"{directory}/{name}", nbytes)
-
-        return read_standing(self.fs, self.path(step), look)
+        return self._at(step, lambda place: self.fs.open_view(f"{place}/{name}", nbytes))
 
     def has_file(self, step: int, name: str) -> bool:
         return self.fs.stat_bytes(f"{self.where(step)}/{name}") is not None
@@ -235,7 +231,7 @@ class StepShelf(DirectoryShelf):
     @cached_property
     def step(self) -> int:
         """Its number, by its manifest. Raises as reading that does."""
-        raw = self.read(0, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        raw = self.manifest(0)
         return Manifest.decode(raw, f"{self.root}/{MANIFEST_NAME}").step
 
     def steps(self) -> list[int]:

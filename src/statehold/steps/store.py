@@ -36,7 +36,7 @@ from statehold.errors import (
     StepOrderError,
     StorageError,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, About
+from statehold.format.entries import About
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.io import memory_room
@@ -108,13 +108,13 @@ class Rooms:
 
 
 class Retention:
-    """keep: as the user says it. read: reads a document of a step; raises StateholdError. Not
+    """keep: as the user says it. manifest: reads that of a step; raises StateholdError. Not
     synchronised: the caller holds the store's guard."""
 
-    def __init__(self, keep: int | Keep | None, read: Callable[[int, str, int], bytes]) -> None:
+    def __init__(self, keep: int | Keep | None, manifest: Callable[[int], bytes]) -> None:
         self.keep = kept_of(keep)
         self.most = None if self.keep is None else self.keep.most  # None: any number can stay
-        self.read = read
+        self.manifest = manifest
         self._known: dict[int, About] = {}
 
     def kept(self, steps: Sequence[int]) -> set[int]:
@@ -148,7 +148,7 @@ class Retention:
     def _said(self, step: int) -> About | None:
         if step not in self._known:
             with contextlib.suppress(StateholdError):
-                raw = self.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                raw = self.manifest(step)
                 self._known[step] = Manifest.said(raw, f"step {step}")
         return self._known.get(step)
 
@@ -246,7 +246,7 @@ class Store(DirectoryShelf):
         mapped: bool = False,
     ) -> None:
         super().__init__(fs, root)
-        self.retention = Retention(keep, self.read)
+        self.retention = Retention(keep, self.manifest)
         self._reuse = reuse
         self.leads = rank == 0  # the first of the ranks that see these files may commit and clear
         self._ranks = world_size

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import math
 import os
 import re
@@ -26,15 +25,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from statehold._core import Engine, Fs
 from statehold.errors import NoSpaceError, StateholdError, StorageError
-from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Commit, Manifest
-from statehold.format.saved import MANIFEST_NAME
 from statehold.io.clients import open_engine
 from statehold.io.memory_room import free_bytes
-from statehold.ranks.peers import job_token
+from statehold.process.warn import logger
+from statehold.ranks.peers import Peers, job_token
 from statehold.steps.copying import Already, Copy, DataFile, blocks, write_copy
 from statehold.steps.directories import ATTEMPT, COPY_DIGITS, delete, unless
 from statehold.steps.lock import RunLock
@@ -44,12 +42,6 @@ from statehold.steps.shelf import Shelf, Through
 from statehold.steps.store import Store, check_newest
 from statehold.steps.whole import is_whole
 from statehold.units import format_bytes
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, Fs
-    from statehold.ranks.peers import Peers
-
-logger = logging.getLogger("statehold")
 
 # -- the places ------------------------------------------------------------------------------------
 
@@ -190,7 +182,7 @@ def last_saved_s(place: Shelf, now_s: float) -> float:
         newest = max(place.steps(), default=None)
         if newest is None:
             return -math.inf
-        raw = place.read(newest, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        raw = place.manifest(newest)
         age_s = time.time() - Manifest.saved_at(raw, f"step {newest} at {place.name}")
     except (StateholdError, ValueError):  # the restore or copy that reads it reports it
         return -math.inf

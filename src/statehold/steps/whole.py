@@ -54,9 +54,7 @@ def is_whole(store: DirectoryShelf, step: int, *, newer: bool = True) -> bool:
     look, path = partial(check_files, store.fs, step), store.path(step)
     try:
         look_beside_a_writer(
-            lambda: read_standing(store.fs, path, look),
-            lambda: store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX),
-            path,
+            lambda: read_standing(store.fs, path, look), lambda: store.manifest(step), path
         )
     except CorruptionError:
         return False

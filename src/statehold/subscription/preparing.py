@@ -13,28 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, UntypedStorage
+from torch.optim import Optimizer
 
 from statehold.errors import ManifestError, UsageError
+from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.format.selection import Selection
 from statehold.layout.layout import Box
 from statehold.layout.ranges import SUM_DIGITS, summed_pieces
 from statehold.tensors import dtypes, updates
+from statehold.tensors.destinations import Destination
 from statehold.tensors.devices.placing import ChunkPlace
 from statehold.tensors.kinds import check_takes_values, optimizers, prepare
+from statehold.tensors.matching import Restoration
 from statehold.tensors.stepping import Storages, storages
 from statehold.tensors.storable import is_dtensor, is_stateful, memory_of, version_of
-
-if TYPE_CHECKING:
-    from torch import Tensor, UntypedStorage
-    from torch.optim import Optimizer
-
-    from statehold.format.saved import PlacedChunk, SavedStep
-    from statehold.tensors.destinations import Destination
-    from statehold.tensors.matching import Restoration
-
 
 # -- where each belongs ----------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import threading
 import time
@@ -27,12 +26,14 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from statehold.errors import ClosedError, CorruptionError, StorageError, UsageError
+from statehold.format.saved import SavedStep
 from statehold.options.paths import absolute
+from statehold.process.warn import logger
 from statehold.reading.places import file_system, tell_misnamed
 from statehold.steps.nearest import Nearest, StepChanged
 from statehold.subscription.levels import Places, Watching, levels_of
@@ -44,11 +45,6 @@ from statehold.tensors.devices.pinning import Pinning
 from statehold.tensors.kinds import finish
 from statehold.tensors.storable import device_of, is_external, without_flags
 from statehold.units import check_timeout
-
-if TYPE_CHECKING:
-    from statehold.format.saved import SavedStep
-
-logger = logging.getLogger("statehold")
 
 T = TypeVar("T")
 

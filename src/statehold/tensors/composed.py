@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import StateMismatchError, UnsupportedValueError, UsageError
+from statehold.errors import StateMismatchError, UnsupportedValueError, refused
 from statehold.layout.layout import Box, Layout
 from statehold.tensors import nodes, placements
 from statehold.tensors.destinations import Destinations
@@ -263,10 +263,8 @@ def allow_tensor_class(
         UsageError: the class lacks one of the two methods.
     """
     if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
-        raise UsageError(
-            "a tensor class cannot be taken apart",
-            facts={"expected": f"a class with {' and '.join(PROTOCOL)}", "got": repr(cls)[:200]},
-        )
+        expected = f"a class with {' and '.join(PROTOCOL)}"
+        raise refused("a tensor class cannot be taken apart", expected, repr(cls)[:200])
     allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 
 from statehold.errors import StateMismatchError
 from statehold.format.saved import SavedStep, SavedTensor
+from statehold.layout.flat import parts_of
 from statehold.layout.layout import Box, Layout
 from statehold.layout.plan import pieces
 from statehold.process.host_memory import ReadOnly
@@ -106,8 +107,9 @@ class Casts:
         batch: list[tuple[torch.Tensor, Wanted]] = []
         size = 0
         for name, whole, dtype, part in self._found:
-            for box in _blocks(whole, BLOCK_BYTES // dtype.itemsize):
-                memory = torch.empty(box.shape, dtype=dtype, device="cpu")
+            for box in parts_of(whole, BLOCK_BYTES // dtype.itemsize):
+                shape = dtypes.torch_shape(dtype, box.shape)
+                memory = torch.empty(shape, dtype=dtype, device="cpu")
                 if size and size + memory.nbytes > BLOCK_BYTES:
                     _convert(batch, fill)
                     batch, size = [], 0
@@ -121,20 +123,6 @@ def _convert(batch: list[tuple[torch.Tensor, Wanted]], fill: Fill) -> None:
     with torch.no_grad():
         for target, wanted in batch:
             target.copy_(wanted.memory)
-
-
-def _blocks(box: Box, most: int) -> Iterator[Box]:
-    """A box in parts of at most `most` elements, cut along its first dimensions."""
-    dim = next((dim for dim, size in enumerate(box.shape) if size > 1), None)
-    if dim is None or box.numel <= most:
-        yield box
-        return
-    half = box.shape[dim] // 2
-    for begin, size in ((0, half), (half, box.shape[dim] - half)):
-        offsets = [*box.offsets]
-        offsets[dim] += begin
-        shape = (*box.shape[:dim], size, *box.shape[dim + 1 :])
-        yield from _blocks(Box(tuple(offsets), shape), most)
 
 
 # -- destinations ----------------------------------------------------------------------------------
@@ -160,6 +148,11 @@ class Destination:
         if box == self.box:
             return self.tensor
         return part_of(self.tensor, dtypes.torch_box(self.tensor.dtype, box.relative_to(self.box)))
+
+
+def destinations_of(wanted: Sequence[Wanted]) -> list[Destination]:
+    """Host memory of nobody else."""
+    return [Destination(each.name, each.memory, False, each.box, shared=False) for each in wanted]
 
 
 class Destinations:
@@ -304,8 +297,7 @@ class Destinations:
         stored = self._saved.tensors[name].shape
         box = Box.whole(stored)
         if place.box is not None:
-            offsets = dtypes.stored_shape(target.dtype, place.box.offsets, name)
-            box = Box(offsets, dtypes.stored_shape(target.dtype, place.box.shape, name))
+            box = dtypes.stored_box(target.dtype, place.box, name)
         # Ranks that hold a tensor of the same name without a layout may well read the same bytes.
         alone = place.layout is not None and place.layout.replica_count == 1
         shared = self._rank is not None and not alone

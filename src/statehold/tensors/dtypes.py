@@ -114,6 +114,11 @@ def torch_box(dtype: torch.dtype, box: Box) -> Box:
     return Box(torch_shape(dtype, box.offsets), torch_shape(dtype, box.shape))
 
 
+def stored_box(dtype: torch.dtype, box: Box, path: str) -> Box:
+    """The inverse of `torch_box`."""
+    return Box(stored_shape(dtype, box.offsets, path), stored_shape(dtype, box.shape, path))
+
+
 def described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """A live tensor in the words of the format where it has them; for messages."""
     code = _CODE_OF_DTYPE.get(dtype)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from statehold.encoding import values
-from statehold.errors import ManifestError, UnsupportedValueError
+from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError
 from statehold.format.selection import Selection
 from statehold.format.trees import Differs
 from statehold.tensors import dtypes
@@ -60,6 +60,14 @@ def differing(node: Any) -> Differs | None:
         elif type(node) is list:
             left += reversed(node)
     return None
+
+
+def check_same(node: Any, hint: str, **facts: Any) -> None:
+    """Raise StateMismatchError for a node in which ranks differ."""
+    if (found := differing(node)) is not None:
+        facts["saved"] = str(found)
+        text = "ranks saved different values under one name"
+        raise StateMismatchError(text, facts=facts, hint=hint)
 
 
 def renamed(saved: Mapping[Any, Any], live: Any, selection: Selection) -> dict[Any, Any]:

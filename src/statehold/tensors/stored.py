@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import add
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -111,9 +110,8 @@ class InStep:
         """What fills `memory` with the elements [begin, end) of the box, in C order."""
         at = 0
         for inner in boxes_of_run(self.box.shape, begin, end):
-            offsets = tuple(map(add, self.box.offsets, inner.offsets))
             values = memory[at : at + inner.numel].view(inner.shape)
-            yield Wanted(self.name, Box(offsets, inner.shape), values)
+            yield Wanted(self.name, inner.within(self.box), values)
             at += inner.numel
 
 

@@ -22,18 +22,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import UntypedStorage, compiler
 from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from statehold.tensors.devices import graphs
 from statehold.tensors.devices.graphs import Wrapping
 from statehold.tensors.storable import impl_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 _COMPILED = (
     "an optimizer's step() was compiled with fullgraph=True, which lets no code run before the "

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, not in its __all__
 
+from statehold._core import Fs
 from statehold.checkpoint.checkpointer import Checkpointer, borrowed_by
 from statehold.options import Options
 from statehold.ranks.board import Board, StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 __all__ = ["ranks_on"]
 

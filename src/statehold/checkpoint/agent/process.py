@@ -41,11 +41,10 @@ from statehold.errors import (
     StepOrderError,
 )
 from statehold.observe.background_log import BackgroundLog
+from statehold.process.warn import logger
 from statehold.process.worker import Flag
 from statehold.steps.lock import TAKE_OVER_S
 from statehold.steps.target import DirectoryPlace, Target
-
-logger = logging.getLogger("statehold")
 
 # -- the process -----------------------------------------------------------------------------------
 # The trainer is watched through a pidfd that the trainer itself made. So no other process is taken

@@ -13,8 +13,8 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from statehold._core import Fs
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX, memory_path
 from statehold.checkpoint.levels.remembered import recall
 from statehold.errors import StorageError
@@ -23,9 +23,6 @@ from statehold.process.host_memory import SHARED_MEMORY
 from statehold.steps.directories import delete
 from statehold.steps.owners import FILE_NAME, Identity, owner_at
 from statehold.steps.store import Store
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 
 def memory_of(run: str, base: str = SHARED_MEMORY) -> list[str]:

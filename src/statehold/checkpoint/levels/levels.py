@@ -28,8 +28,8 @@ from statehold.checkpoint.telemetry.watch import LevelWatch, Watch
 from statehold.errors import CorruptionError, RunBusyError, StateholdError, StorageError
 from statehold.format.entries import Origin
 from statehold.io.runtime import Runtime
-from statehold.observe.background_log import logger
 from statehold.options.io import settled
+from statehold.process.warn import logger
 from statehold.ranks.membership import ALONE
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round

@@ -61,7 +61,7 @@ class ObjectPlace(Target):
         super().__init__(name, objects, owned)
         self.objects = objects
         self._owner = owned
-        self._retention = Retention(keep, objects.read)
+        self._retention = Retention(keep, objects.manifest)
         self._leads = leads
         self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 

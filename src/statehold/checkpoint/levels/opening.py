@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from statehold._core import Fs
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX, directory_of, make_private
 from statehold.checkpoint.levels.object_place import ObjectPlace
 from statehold.checkpoint.levels.specs import Directory, Level, Memory, ObjectStore
@@ -25,9 +25,6 @@ from statehold.steps.objects import ObjectSteps
 from statehold.steps.owners import DirectoryNotes, Identity, OwnedSteps
 from statehold.steps.store import Store
 from statehold.steps.target import CopyEngine, DirectoryPlace, StoreSite, Target
-
-if TYPE_CHECKING:
-    from statehold._core import Fs
 
 
 def open_places(

@@ -45,15 +45,13 @@ from statehold.errors import (
     named,
     storage_error,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.entries import sha256
 from statehold.options.keep import kept_of
 from statehold.process.warn import let_go
 from statehold.process.worker import Flag, Worker
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 from statehold.steps.copying import Copy, part_of
-from statehold.steps.shelf import Shelf
 from statehold.steps.target import Carriers, DirectoryPlace, Share, Target, last_saved_s
 
 # -- the copies to a level -------------------------------------------------------------------------
@@ -205,7 +203,7 @@ class Promoter:
         if newest is None or newest < step:
             return True
         try:  # a step that was saved again has another manifest
-            return newest == step and _manifest(self.place, step) != _manifest(source, step)
+            return newest == step and self.place.manifest(step) != source.manifest(step)
         except (StorageError, CorruptionError):
             return True
 
@@ -430,7 +428,7 @@ class Promoter:
         if not self._begun_with:
             return False
         try:
-            return _manifest(source, step) != self._begun_with
+            return source.manifest(step) != self._begun_with
         except (StorageError, CorruptionError):
             return False
 
@@ -587,10 +585,6 @@ def _steps(place: DirectoryPlace) -> list[int]:
         return place.steps()
     except StorageError:
         return []
-
-
-def _manifest(place: Shelf, step: int) -> bytes:
-    return place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
 
 
 # -- the parts of all ranks ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from statehold.checkpoint.cadence.every import parse_every
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.io.objects.client import check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
@@ -121,12 +121,10 @@ class Memory(Level):
         _check_copies(self, self.copies)
         keep = kept_of(self.keep)
         if keep is None or keep.most is None:
-            raise UsageError(
+            raise refused(
                 "a memory level cannot keep all steps, or any number of them: memory is bounded",
-                facts={
-                    "expected": "a number of steps, or a Keep without every= and without tags",
-                    "got": repr(self.keep)[:120],
-                },
+                "a number of steps, or a Keep without every= and without tags",
+                repr(self.keep)[:120],
             )
 
     @property
@@ -180,10 +178,8 @@ class Directory(Level):
 
 def _check_copies(level: Level, copies: object) -> None:
     if type(copies) is not int or copies < 0:
-        raise UsageError(
-            "copies must be a number of other hosts",
-            facts={"level": level.name, "expected": "0 or more", "got": repr(copies)},
-        )
+        text = "copies must be a number of other hosts"
+        raise refused(text, "0 or more", repr(copies), level=level.name)
     if copies and _keeps_one(level):
         raise _too_few(level)
 
@@ -225,11 +221,8 @@ class ObjectStore(Level):
     def __post_init__(self) -> None:
         Level.__post_init__(self)
         if not isinstance(self.url, str) or "://" not in self.url:
-            raise UsageError(
-                "the url of an object store must be a URL",
-                facts={"level": self.name, "expected": "such as s3://bucket/prefix",
-                       "got": shown(self.url)},
-            )  # fmt: skip
+            text = "the url of an object store must be a URL"
+            raise refused(text, "such as s3://bucket/prefix", shown(self.url), level=self.name)
         check_url(self.url)
 
     @property
@@ -247,10 +240,8 @@ def check_levels(levels: Sequence[Level]) -> tuple[Level, ...]:
         )
     for level in levels:
         if not isinstance(level, Memory | Directory | ObjectStore):
-            raise UsageError(
-                "a level must be a Memory, a Directory or an ObjectStore",
-                facts={"expected": "for example Directory(every=10)", "got": shown(level)},
-            )
+            text = "a level must be a Memory, a Directory or an ObjectStore"
+            raise refused(text, "for example Directory(every=10)", shown(level))
     if not levels:
         raise UsageError(
             "levels must not be empty: leave levels= out to use the run directory alone"

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -59,13 +58,14 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, RestoreReport, Selection, check_answers
 from statehold.observe.background_log import log_once
 from statehold.options.paths import check_step
-from statehold.process.warn import warn_caller
+from statehold.process.warn import logger, warn_caller
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, MismatchElsewhere, called, everyone, led, pooled, together
 from statehold.steps.directories import misnamed
 from statehold.steps.nearest import Nearest, Next, StepChanged
 from statehold.steps.shelf import DirectoryShelf
-from statehold.tensors.destinations import Destination
+from statehold.tensors.destinations import destinations_of
+from statehold.tensors.devices import Devices
 from statehold.tensors.graph import transfer_into
 from statehold.tensors.kinds import check_takes_values, finish, prepare
 from statehold.tensors.matching import Restoration, mismatch
@@ -73,9 +73,6 @@ from statehold.tensors.stored import Wanted
 
 if TYPE_CHECKING:
     from statehold._core import Engine
-    from statehold.tensors.devices import Devices
-
-logger = logging.getLogger("statehold")
 
 # -- the call --------------------------------------------------------------------------------------
 
@@ -572,10 +569,7 @@ class Restorer:
         self._read_all(step, matched.reading)
 
         def fill(wanted: Sequence[Wanted]) -> None:
-            found = [
-                Destination(each.name, each.memory, external=False, box=each.box, shared=False)
-                for each in wanted
-            ]
+            found = destinations_of(wanted)
             plan = ReadPlan(matched.saved, found, rank=self._rank, ranks=self._ranks)
             self._read_all(step, plan)
 

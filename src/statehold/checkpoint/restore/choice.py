@@ -20,7 +20,7 @@ from statehold.errors import (
     UsageError,
     shown,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, About
+from statehold.format.entries import About
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.plan import step_of
@@ -96,6 +96,6 @@ def chosen(store: DirectoryShelf, choice: Choice) -> int:
     known = {}
     for step in whole_steps(store):
         with contextlib.suppress(CorruptionError, FormatVersionError, StorageError):
-            raw = store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+            raw = store.manifest(step)
             known[step] = Manifest.decode(raw, f"{store.where(step)}/{MANIFEST_NAME}").about
     return choice.ordered(known, store.root)[-1]

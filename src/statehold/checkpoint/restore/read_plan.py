@@ -76,7 +76,7 @@ class ReadPlan:
         names: set[str] = set()
         for destination in destinations:
             names.add(destination.name)
-            asked += self._fill(destination)
+            asked += self.fill(destination)
         if complete:
             # What else the rank has to verify. If this rank holds a tensor in another layout,
             # the other ranks read the rest of it. If this rank verified here what it once wrote,
@@ -161,9 +161,12 @@ class ReadPlan:
             paths = apart(partial(side_by_side, calls, LOCATED_AT_ONCE))
         return dict(zip(paths, sizes, strict=True))
 
-    def _fill(self, destination: Destination) -> list[PlacedChunk]:
-        """Read the part in the destination's box, from its chunks."""
-        name, dtype = destination.name, destination.tensor.dtype
+    def fill(self, destination: Destination, dtype: torch.dtype | None = None) -> list[PlacedChunk]:
+        """Read what is in the box of a destination; returns the chunks that have it.
+
+        dtype: the saved one, if external memory has another.
+        """
+        name, dtype = destination.name, dtype or destination.tensor.dtype
         chunks = self._saved.chunks(name, destination.box, destination.among)
         for chunk in chunks:
             is_same = chunk.box == destination.box  # also if both are empty
@@ -174,6 +177,7 @@ class ReadPlan:
                     chunk,
                     torch_box(dtype, common.relative_to(chunk.box)),
                     destination.part(common),
+                    dtype=dtype,
                     external=destination.external,
                     shared=destination.shared,
                 )

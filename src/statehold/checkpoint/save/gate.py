@@ -24,6 +24,7 @@ from statehold.checkpoint.save.handle import Passage
 from statehold.errors import PeerFailedError, WaitTimeout
 from statehold.observe.background_log import log_once
 from statehold.process.reentry import enter
+from statehold.process.warn import logger
 from statehold.tensors import updates
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.graphs import UpdateStreams
@@ -36,9 +37,6 @@ from statehold.tensors.storable import impl_of
 if TYPE_CHECKING:
     from torch import UntypedStorage
     from torch.optim import Optimizer
-
-
-logger = logging.getLogger("statehold")
 
 
 # -- the gate --------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
@@ -39,7 +39,7 @@ from statehold.errors import (
     StateholdError,
     StorageError,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, About, sha256
+from statehold.format.entries import About, Origin, sha256
 from statehold.format.manifest import (
     Commit,
     Manifest,
@@ -55,11 +55,7 @@ from statehold.layout.share import Balance, Spread, balance
 from statehold.observe.background_log import BackgroundLog
 from statehold.ranks.board import lost_leader
 from statehold.ranks.peers import Peers
-
-if TYPE_CHECKING:
-    from statehold.format.entries import About, Origin
-    from statehold.steps.target import DirectoryPlace
-
+from statehold.steps.target import DirectoryPlace
 
 # -- one rank alone, or all together ---------------------------------------------------------------
 
@@ -542,5 +538,5 @@ class Descent:
             with contextlib.suppress(StateholdError):
                 for step in reversed(place.steps()):
                     with contextlib.suppress(StateholdError):
-                        raw = place.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+                        raw = place.manifest(step)
                         yield Manifest.decode(raw, f"{place.name}: step {step}").about

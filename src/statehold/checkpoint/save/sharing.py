@@ -17,7 +17,6 @@ Not here: the proof that a part is as in its file, and the files of one save (sh
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence, Set
@@ -39,6 +38,7 @@ from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.layout.share import Key, Part, RankPlan, Share, key_of, keys_of
+from statehold.process.warn import logger
 from statehold.steps.copying import is_shared
 from statehold.units import MiB
 
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from statehold.steps.store import Store
     from statehold.steps.target import DirectoryPlace
     from statehold.tensors.columns import Stamps, Tensors
-
-logger = logging.getLogger("statehold")
 
 # -- from save to save -----------------------------------------------------------------------------
 # A part is expected to stay the same if it did so in the last saves, or at first if it is a

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from statehold import _core
+from statehold._core import Engine, File, WriteJob
 from statehold._version import __version__
 from statehold.format.entries import FileEntry, TensorEntry, record_file
 from statehold.format.manifest import Manifest
@@ -26,10 +27,7 @@ from statehold.layout.share import RankPlan, Share
 from statehold.layout.stored import StoredFile, StoredPart
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 from statehold.tensors.nodes import value_of
-
-if TYPE_CHECKING:
-    from statehold._core import Engine, File, WriteJob
-    from statehold.tensors.storable import Strided
+from statehold.tensors.storable import Strided
 
 WRITER = f"statehold {__version__}"  # as a manifest records it
 

@@ -16,9 +16,8 @@ import errno
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -35,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from statehold._core import Engine
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.encoding import values
@@ -49,10 +47,9 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, PlacedChunk, SavedStep, open_step
-from statehold.format.trees import Differs, tensors_of
+from statehold.format.trees import tensors_of
 from statehold.integrations.dcp.machine import Machine, StepEndpoint, rank_and_world, traced
 from statehold.integrations.dcp.tree import containers, leaves, tensor_of
-from statehold.integrations.formats.streamed import grouped, part_of
 from statehold.integrations.formats.untrusted import tensor_metadata
 from statehold.layout.layout import Box
 from statehold.options import Options
@@ -60,12 +57,12 @@ from statehold.options.io import Io
 from statehold.options.keywords import answering
 from statehold.steps.directories import REPLACED
 from statehold.steps.publish import look_beside_a_writer, missing_path, read_standing
-from statehold.tensors import dtypes
+from statehold.tensors import dtypes, nodes
 from statehold.tensors.composed import value_of
+from statehold.tensors.destinations import Casts, Destination, destinations_of
 from statehold.tensors.devices import Devices
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.tensors.storable import is_external, is_view_of_other_values, overlaps_itself
-from statehold.units import MiB
 
 # -- the reader ------------------------------------------------------------------------------------
 
@@ -167,12 +164,12 @@ class StorageReader(StepEndpoint, _StorageReader):
             planner.load_bytes(item, _pickled(value))
 
     def _read(
-        self, machine: Machine, step: Contents, wanted: Sequence[WantedBox], watch: RestoreWatch
+        self, machine: Machine, step: Contents, wanted: Sequence[Destination], watch: RestoreWatch
     ) -> None:
         """Raises ESTALE if the step is another save by now: its bytes are not damaged."""
 
         def look(directory: str) -> None:
-            read(machine, directory, step.saved, wanted, watch)
+            read(machine, directory, step, wanted, watch)
 
         try:
             with self._machine.storage() as fs:
@@ -310,7 +307,7 @@ class Contents:
 
     def wanted(
         self, item: ReadItem, target: torch.Tensor, among: tuple[int, ...] | None
-    ) -> WantedBox:
+    ) -> Destination:
         """The request of a planner for one chunk."""
         name = self.node(item.storage_index.fqn)["$tensor"]
         offsets = tuple(item.storage_index.offset or ())
@@ -327,13 +324,15 @@ class Contents:
                 },
             )
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        return self.part(name, chunk, box, target)
+        stored = dtypes.stored_box(self.dtype(name), box, name).within(chunk.box)
+        return self.boxed(name, stored, target, among)
 
-    def part(self, name: str, chunk: PlacedChunk, box: Box, target: torch.Tensor) -> WantedBox:
-        shape = self.shape(name, chunk.box.shape)
-        is_whole = chunk.box.shape == self.saved.tensors[name].shape and box == Box.whole(shape)
-        shared = is_whole and rank_and_world()[1] > 1
-        return WantedBox(name, chunk, self.dtype(name), box, target, shared)
+    def boxed(
+        self, name: str, box: Box, target: torch.Tensor, among: tuple[int, ...] | None = None
+    ) -> Destination:
+        """A box of a tensor. Other ranks may want the same if it is all of the tensor."""
+        shared = box.shape == self.saved.tensors[name].shape and rank_and_world()[1] > 1
+        return Destination(name, target, is_external(target), box, shared, among)
 
 
 class _Items(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -369,122 +368,73 @@ class Builder:
 
     def __init__(self, step: Contents) -> None:
         self._step = step
-        self.wanted: list[WantedBox] = []
+        self.wanted: list[Destination] = []
 
     def build(self, name: str) -> Any:
         node = self._step.node(name)
-        if isinstance(node, Differs):
-            raise StateMismatchError(
-                "ranks saved different values under one name",
-                facts={"name": name, "saved": str(node)},
-                hint="load on as many ranks as saved, where each takes its own",
-            )
+        hint = "load on as many ranks as saved, where each takes its own"
+        nodes.check_same(node, hint, name=name)
         return values.decode(node, lambda tag, payload: value_of(tag, payload, self._tensor))
 
     def _tensor(self, name: str) -> torch.Tensor:
-        step = self._step
-        shape = step.shape(name, step.saved.tensors[name].shape)
-        made = torch.empty(shape, dtype=step.dtype(name), device="cpu")
-        for chunk in step.chunks_of(name):
-            inside = dtypes.torch_box(made.dtype, chunk.box)
-            target = part_of(made, inside)
-            self.wanted.append(step.part(name, chunk, Box.whole(inside.shape), target))
+        step, stored = self._step, self._step.saved.tensors[name].shape
+        made = torch.empty(step.shape(name, stored), dtype=step.dtype(name), device="cpu")
+        self.wanted.append(step.boxed(name, Box.whole(stored), made))
         return made
 
 
 # -- reading ---------------------------------------------------------------------------------------
 # Boxes of chunks go to the tensors that a planner shows. Host tensors of the saved dtype are read
 # straight, and tensors on a device, which take other dtypes, too. Other host tensors (torch's
-# readers convert, too) are first read into separate memory, in waves.
+# readers convert, too) are read and converted block by block (tensors/destinations).
 #
 # Nothing is reported as read before its checksum was verified. A box costs the pieces that hold it,
 # not its chunk. Memory in addition to the targets is the staging memory, a buffer on each device,
-# and at most WAVE_BYTES and one item. One engine reads all of a load.
+# and a block. One engine reads all of a load.
 
-WAVE_BYTES = 256 * MiB
 _HINT = "load an older checkpoint; the state that was being loaded is incomplete"
 
 
-@dataclass(frozen=True, slots=True)
-class WantedBox:
-    """`box` of a chunk, in elements of `dtype` from the chunk's first, goes to `target`.
-
-    `shared`: other processes read it, too.
-    """
-
-    name: str
-    chunk: PlacedChunk
-    dtype: torch.dtype
-    box: Box
-    target: torch.Tensor
-    shared: bool = False
-
-    @property
-    def is_straight(self) -> bool:
-        target = self.target
-        if overlaps_itself(target):
-            return False
-        is_as_saved = target.dtype == self.dtype and not is_view_of_other_values(target)
-        return is_as_saved or is_external(target)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes in the step."""
-        return self.box.numel * self.dtype.itemsize
-
-    @property
-    def extra_bytes(self) -> int:
-        return 0 if self.is_straight else self.nbytes
+def _is_straight(wanted: Destination, saved: torch.dtype) -> bool:
+    """Whether bytes that were saved as this dtype go to their place as they are."""
+    target = wanted.tensor
+    if overlaps_itself(target):
+        return False
+    is_as_saved = target.dtype == saved and not is_view_of_other_values(target)
+    return is_as_saved or wanted.external
 
 
 def read(
     machine: Machine,
     directory: str,
-    saved: SavedStep,
-    wanted: Sequence[WantedBox],
+    step: Contents,
+    wanted: Sequence[Destination],
     watch: RestoreWatch,
 ) -> None:
     """Fill every target. Raises ChecksumError, with the tensor, for damaged bytes."""
+    saved, casts, nbytes = step.saved, Casts({}), 0
+    plan = ReadPlan(saved, hint=_HINT)
+    for each in wanted:
+        dtype = step.dtype(each.name)
+        nbytes += each.tensor.numel() * dtype.itemsize
+        if _is_straight(each, dtype):
+            plan.fill(each, dtype)
+        else:
+            casts.add(each.name, each.box, dtype, each.part)
     with contextlib.ExitStack() as opened:
         fs = opened.enter_context(machine.storage())
-        nbytes = sum(each.nbytes for each in wanted)
         engine = opened.enter_context(machine.engine(fs, nbytes))
         devices = opened.enter_context(contextlib.closing(Devices()))  # unpins before that
-        for wave in grouped(wanted, attrgetter("extra_bytes"), WAVE_BYTES):
-            _read_wave(engine, devices, directory, saved, wave, watch)
 
+        def fill(plan: ReadPlan) -> None:
+            if not plan.segments:
+                return
+            reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
+            with watch.reading(saved.step, reading.job):
+                reading.finish(devices.load)
 
-def _read_wave(
-    engine: Engine,
-    devices: Devices,
-    directory: str,
-    saved: SavedStep,
-    wave: Sequence[WantedBox],
-    watch: RestoreWatch,
-) -> None:
-    straight = [each.target if each.is_straight else _host_memory(each) for each in wave]
-    plan = ReadPlan(saved, hint=_HINT)
-    for each, target in zip(wave, straight, strict=True):
-        plan.place(
-            each.name,
-            each.chunk,
-            each.box,
-            target,
-            dtype=each.dtype,
-            external=is_external(target),
-            shared=each.shared,
-        )
-    reading = plan.start(engine, lambda name, *_: f"{directory}/{name}")
-    with watch.reading(saved.step, reading.job):
-        reading.finish(devices.load)
-    for each, target in zip(wave, straight, strict=True):
-        if target is not each.target:
-            each.target.copy_(target)
+        fill(plan)
+        casts.fill(lambda found: fill(ReadPlan(saved, destinations_of(found), hint=_HINT)))
     # Autograd did not see these writes: raise the version, for tensors that it saved for backward.
-    torch.autograd.graph.increment_version(
-        [each.target for each in wave if not each.target.is_inference()]
-    )
-
-
-def _host_memory(wanted: WantedBox) -> torch.Tensor:
-    return torch.empty(wanted.box.shape, dtype=wanted.dtype, device="cpu")
+    targets = [each.tensor for each in wanted if not each.tensor.is_inference()]
+    torch.autograd.graph.increment_version(targets)

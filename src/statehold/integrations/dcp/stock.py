@@ -6,7 +6,7 @@ optimizer "optim":
     optim.state.<p>.exp_avg       state.<p>.exp_avg          <p>: layers.0.weight, or its index
     optim.param_groups.0.lr       param_groups.0.lr          or by <p>, as flattened ones are
 
-Owns: the names of live parts in such checkpoints, the report, and what torch's planners ask for.
+Owns: the names of live parts in such checkpoints, the report, and the boxes that go to each rank.
 Invariants: everything is matched before anything changes. A restore that would load nothing, and a
 prefix in `rename` that matches nothing, are errors.
 Not here: the format of a path, and its bytes (formats); our own steps (Checkpointer.restore,
@@ -26,31 +26,20 @@ from typing import Any, NoReturn
 
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from statehold.errors import CorruptionError, StateMismatchError
 from statehold.format.selection import Answer, Names, Selection, check_answers
+from statehold.integrations.dcp.machine import rank_and_world
 from statehold.integrations.formats import untrusted
 from statehold.integrations.formats.recognition import check_names, recognised
 from statehold.integrations.formats.streamed import (
     Streamed,
-    StreamedChunk,
     in_memory,
     is_entered,
     leaves,
-    part_of,
     read_now,
     replaced,
     storable,
@@ -61,8 +50,9 @@ from statehold.tensors import nodes
 from statehold.tensors.kinds import check_takes_values, modules, optimizers
 from statehold.tensors.matching import holds_state, missing_of, places, tie_of
 from statehold.tensors.nodes import GROUPS, PARAMS, Group
+from statehold.tensors.placements import placed
 from statehold.tensors.stepping import may_make
-from statehold.tensors.storable import empty_on, is_stateful
+from statehold.tensors.storable import empty_on, is_stateful, local_of, part_of
 
 _SHOWN = 20
 
@@ -117,20 +107,26 @@ def restore_stock(
     for key, part in state.items():
         matcher.match(state, key, part, str(key))
     matcher.check(os.fspath(path), strict)
-    _load(dict(matcher.targets), reader)
+    _on_all_ranks(lambda: reader.read(matcher.targets))
     with torch.no_grad():
         for act in matcher.acts:
             act(reader.objects)
     return matcher.report()
 
 
-def _load(targets: dict[str, Any], reader: StorageReader) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _on_all_ranks(read: Callable[[], None]) -> None:
+    """An error of a rank is raised on all ranks: none goes on with a state that others lack."""
+    fault: Exception | None = None
     try:
-        is_alone = not (distributed.is_available() and distributed.is_initialized())
-        load(targets, storage_reader=reader, planner=planner, no_dist=is_alone)
-    except CheckpointException as error:  # a BaseException that wraps the errors of the ranks
-        raise next(fault for fault, _ in error.failures.values()) from error
+        read()
+    except Exception as error:
+        fault = error
+    faults, world = [fault], rank_and_world()[1]
+    if world > 1:
+        faults = [None] * world
+        distributed.all_gather_object(faults, fault)
+    for each in filter(None, faults):
+        raise each
 
 
 # -- matching -----------------------------------------------------------------------------------
@@ -151,7 +147,7 @@ class _StockMatcher:
     def __init__(
         self, reader: _ForeignReader, rename: Mapping[str, str] | Callable[[str], str] | None
     ) -> None:
-        self._saved = reader.read_metadata().state_dict_metadata
+        self._saved = reader.entries
         self._are_equal = reader.are_equal
         self._selection = Selection(rename=None if callable(rename) else rename)
         renamed = rename if callable(rename) else self._selection.renamed
@@ -261,7 +257,7 @@ class _StockMatcher:
         if name is None:
             return
         saved = self._saved[name]
-        got = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "a value"
+        got = list(saved.shape) if isinstance(saved, Streamed) else "a value"
         if got != list(live.shape):
             self._found.problems[path] = f"expected shape {list(live.shape)}, got {got}"
         elif name in self.targets and self.targets[name] is not live:
@@ -274,9 +270,9 @@ class _StockMatcher:
         if name is None:
             return
         saved = self._saved[name]
-        if isinstance(saved, TensorStorageMetadata):
+        if isinstance(saved, Streamed):
             made = self.targets.setdefault(
-                name, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+                name, torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
             )
             self.acts.append(lambda _: put(made))
         else:
@@ -379,13 +375,13 @@ class _StockMatcher:
         self._found.missing += [f"{where}.{key}" for key in state if key not in fields]
         for key, name in fields.items():
             saved = self._saved[self._known[name]]
-            if not isinstance(saved, TensorStorageMetadata):
+            if not isinstance(saved, Streamed):
                 put = partial(_set_state, live, parameter, key)
                 self._value(f"{where}.{key}", [name], put)
                 continue
             tensor = state.get(key)
-            shapes.append(tuple(saved.size))
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.size:
+            shapes.append(saved.shape)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != saved.shape:
                 tensor = _made(saved, key, group, parameter)
                 self.acts.append(partial(_set_state, live, parameter, key, tensor))
             self._tensor(tensor, f"{where}.{key}", [name])
@@ -410,87 +406,65 @@ def _copy(target: torch.Tensor, source: torch.Tensor, _: object) -> None:
 
 
 def _made(
-    saved: TensorStorageMetadata, key: str, group: Mapping[str, Any], parameter: torch.Tensor
+    saved: Streamed, key: str, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> torch.Tensor:
     """A new state tensor, sharded like its parameter if it has the same shape."""
-    if isinstance(parameter, DTensor) and saved.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
-    return empty_on(
-        optimizers.state_device(group, key, parameter), saved.size, saved.properties.dtype
-    )
+    if isinstance(parameter, DTensor) and saved.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return empty_on(optimizers.state_device(group, key, parameter), saved.shape, saved.dtype)
 
 
 # -- reading -------------------------------------------------------------------------------------
 
 
-class _ForeignReader(StorageReader):
-    """Reads a checkpoint of any format, by the names of its tensors and values."""
+class _ForeignReader:
+    """Reads a checkpoint of any format, by the names of its tensors and values.
+
+    entries: these. objects: the values that were read.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.objects: dict[str, Any] = {}  # the values that were read
+        self.objects: dict[str, Any] = {}
         kind, place = recognised(path)
         tree = kind.read(place)
         check_names(tree, path)
-        self._entries: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}
         for name, value in leaves(tree, lists=(list,)):
-            if name in self._entries:
+            if name in self.entries:
                 facts = {"name": name, "path": path}
                 raise CorruptionError("a checkpoint has a name twice", facts=facts)
-            self._entries[name] = value
+            self.entries[name] = value
         # Dicts and lists that can be taken whole: the first leaf of each.
         self.wholes: dict[str, str] = {}
         for name, value in _containers(tree):
-            if name not in self._entries:
-                self._entries[name] = value
+            if name not in self.entries:
+                self.entries[name] = value
                 self.wholes[name] = next(leaves(value, name, (list,)))[0]
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({name: _described(value) for name, value in self._entries.items()})
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:  # before anything is filled
-            if item.type is LoadItemType.BYTE_IO:
-                name = item.storage_index.fqn
-                self.objects[item.dest_index.fqn] = self.value_of(name)
-        for item in plan.items:
-            if item.type is not LoadItemType.BYTE_IO:
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(_asked(self._entries[item.storage_index.fqn], item))
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+    def read(self, targets: Mapping[str, torch.Tensor | None]) -> None:
+        """Read values (None), and fill tensors, by their names in the checkpoint."""
+        for name in (name for name, live in targets.items() if live is None):
+            self.objects[name] = self.value_of(name)
+        for name, live in targets.items():  # nothing was filled before
+            for target, box in () if live is None else _parts_of(live, name):
+                _copy_box(self.entries[name], box, target)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
-        one, two = self._entries[name], self._entries[other]
+        one, two = self.entries[name], self.entries[other]
         if one is two or (one.dtype, one.shape) != (two.dtype, two.shape):
             return one is two
         return all(map(torch.equal, one.parts(), two.parts()))
 
     def value_of(self, name: str) -> Any:
-        value = replaced(self._entries[name], read_now)
+        value = replaced(self.entries[name], read_now)
         untrusted.check_data(value, name, self._path, "leave this entry out of the state")
 
         def leaf(each: Any) -> Any:
             return in_memory(each) if isinstance(each, Streamed) else storable(each, name)
 
         return replaced(value, leaf)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return os.path.exists(checkpoint_id)
 
 
 def _containers(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -503,21 +477,24 @@ def _containers(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _containers(item, where)
 
 
-def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(value, Streamed):
-        return BytesStorageMetadata()
-    boxes = [chunk.box for chunk in _boxes(value)] or [Box.whole(value.shape)]
-    return untrusted.tensor_metadata(value.dtype, value.shape, boxes)
+def _parts_of(live: Any, path: str) -> Iterator[tuple[torch.Tensor, Box]]:
+    """The memory of this rank for a tensor, and the boxes that belong there."""
+    if isinstance(live, ShardedTensor):
+        for shard in live.local_shards():
+            at = shard.metadata
+            yield shard.tensor.detach(), Box(tuple(at.shard_offsets), tuple(at.shard_sizes))
+    elif not isinstance(live, DTensor) or live.device_mesh.get_coordinate() is not None:
+        rank, world = rank_and_world()
+        local = local_of(live).detach()
+        place = placed(live, path, rank if world > 1 else None)
+        yield local, place.box or Box.whole(local.shape)
 
 
-def _boxes(value: Streamed) -> list[StreamedChunk]:
-    """The chunks, if they are boxes of the tensor; none if they are runs of its elements."""
-    return [chunk for chunk in value.chunks if len(chunk.box.shape) == len(value.shape)]
-
-
-def _asked(value: Streamed, item: ReadItem) -> torch.Tensor:
-    """The part of a chunk that a planner asks for."""
-    at = tuple(item.storage_index.offset or ())
-    found = next((chunk for chunk in _boxes(value) if chunk.box.offsets == at), None)
-    values = in_memory(value) if found is None else found.elements(value.dtype)
-    return part_of(values, Box(tuple(item.storage_offsets), tuple(item.lengths)))
+def _copy_box(value: Streamed, box: Box, target: torch.Tensor) -> None:
+    boxes = [chunk for chunk in value.chunks if len(chunk.box.shape) == len(value.shape)]
+    if not boxes:  # they are runs of its elements
+        target.copy_(part_of(in_memory(value), box))
+    for chunk in boxes:
+        if (common := chunk.box.intersection(box)) is not None:
+            values = part_of(chunk.elements(value.dtype), common.relative_to(chunk.box))
+            part_of(target, common.relative_to(box)).copy_(values)

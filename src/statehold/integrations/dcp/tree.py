@@ -77,29 +77,20 @@ def _closed(item: Any) -> Any:
 
 def leaves(tree: Any) -> dict[str, Leaf]:
     """Every leaf by its name, in the order of the tree."""
-    return {name_of(path): Leaf(path, node) for path, node in _walk((), tree) if path}
+    return {
+        name_of(path): Leaf(path, node) for path, node in _below((), tree) if _members(node) is None
+    }
 
 
 def containers(tree: Any) -> dict[str, Any]:
     """Every mapping and list that `leaves` enters, by its name."""
-    found: dict[str, Any] = {}
-    left: list[tuple[Path, Any]] = [((), tree)]
-    while left:
-        path, node = left.pop()
-        for key, item in _members(node) or ():
-            if _members(item) is not None:
-                found[name_of((*path, key))] = item
-                left.append(((*path, key), item))
-    return found
+    return {name_of(path): node for path, node in _below((), tree) if _members(node) is not None}
 
 
-def _walk(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
-    members = _members(node)
-    if members is None:
-        yield path, node
-        return
-    for key, item in members:
-        yield from _walk((*path, key), item)
+def _below(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+    for key, item in _members(node) or ():
+        yield (*path, key), item
+        yield from _below((*path, key), item)
 
 
 def _members(node: Any) -> list[tuple[str | int, Any]] | None:

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import errno
 import json
-import logging
 import os
 import re
 import secrets
@@ -63,6 +62,7 @@ from statehold.layout.share import HeldTensor
 from statehold.options import Options, check_peer_timeout
 from statehold.options.io import Io
 from statehold.options.keywords import answering
+from statehold.process.warn import logger
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
@@ -70,8 +70,6 @@ from statehold.steps.directories import delete, make_directories, parent_of, unl
 from statehold.steps.publish import Replaced, make_durable, publish, settle
 from statehold.tensors.devices.graphs import refuse_in_capture
 from statehold.tensors.nodes import value_of
-
-logger = logging.getLogger("statehold")
 
 # -- the writer ------------------------------------------------------------------------------------
 # A rank that fails removes the directory with the files of all ranks at once: then nobody publishes

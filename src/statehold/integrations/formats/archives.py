@@ -19,7 +19,8 @@ import struct
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,14 +34,13 @@ from statehold.errors import (
     UsageError,
 )
 from statehold.integrations.formats import untrusted
-from statehold.integrations.formats.partial import OutFile, PartialExport
+from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import (
     PART_BYTES,
     MappedFile,
     Streamed,
     in_memory,
     leaves,
-    memory_of,
     nbytes_of,
     replaced,
     whole,
@@ -256,29 +256,17 @@ def write(work: PartialExport, name: str, tree: Any) -> None:
         out.sync()
         sums = {}
         for tensor, place in _places(path, tree).items():
-            key = f"{name}:{place}"
-            known = work.journal.get(key)
-            if known is None:
-                known = _written(work, out, tensor, place)
-                out.note(key, known)
-            else:
-                work.done(tensor.nbytes)
-            sums[place] = int(known, 16)
+            key, views = f"{name}:{place}", tensor.views()
+            found = out.put(key, tensor.nbytes, views, place, work.done, _Crc())
+            sums[place] = int(found, 16)
         for data, place in _patches(path, sums):
             out.write(data, place)
 
 
 def packed(work: PartialExport, tree: Any) -> bytes:
     """A small tree as an archive in memory."""
-    made: dict[Streamed, torch.Tensor] = {}
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, Streamed) and leaf not in made:
-            made[leaf] = in_memory(leaf, work.done)
-        return made[leaf] if isinstance(leaf, Streamed) else leaf
-
     file = io.BytesIO()
-    torch.save(replaced(tree, real), file)
+    torch.save(_with_tensors(tree, lambda tensor: in_memory(tensor, work.done)), file)
     return file.getvalue()
 
 
@@ -294,22 +282,23 @@ def put(work: PartialExport, name: str, tree: Any) -> None:
 
 def _skeleton(path: str, tree: Any) -> None:
     """The archive without the bytes of its tensors."""
-    made: dict[Streamed, torch.Tensor] = {}
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Streamed):
-            return leaf
-        if leaf not in made:
-            made[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        return made[leaf]
+    def fake(tensor: Streamed) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def save() -> None:
         with FakeTensorMode():
-            faked = replaced(tree, fake)
+            faked = _with_tensors(tree, fake)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch_save(faked, path)
 
     apart(save)  # what torch keeps of both belongs to the thread
+
+
+def _with_tensors(tree: Any, make: Callable[[Streamed], torch.Tensor]) -> Any:
+    """The same tree with tensors of torch; ties stay ties."""
+    made = cache(make)
+    return replaced(tree, lambda leaf: made(leaf) if isinstance(leaf, Streamed) else leaf)
 
 
 def torch_save(value: Any, path: str) -> None:
@@ -334,15 +323,17 @@ def _places(path: str, tree: Any) -> dict[Streamed, int]:
     }
 
 
-def _written(work: PartialExport, out: OutFile, tensor: Streamed, place: int) -> str:
-    crc = 0
-    for part in tensor.parts():
-        view = memory_of(part)
-        crc = zlib.crc32(view, crc)
-        out.write(view, place)
-        place += len(view)
-        work.done(len(view))
-    return f"{crc:08x}"
+class _Crc:
+    """The checksum of a record."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def add(self, view: memoryview) -> None:
+        self._crc = zlib.crc32(view, self._crc)
+
+    def end(self) -> str:
+        return f"{self._crc:08x}"
 
 
 def _patches(path: str, sums: dict[int, int]) -> Iterator[tuple[bytes, int]]:

@@ -26,9 +26,7 @@ from statehold.encoding import values
 from statehold.encoding.strictjson import show
 from statehold.errors import (
     CorruptionError,
-    InvariantError,
     NoSpaceError,
-    StateMismatchError,
     UnsupportedValueError,
     UsageError,
     storing,
@@ -49,7 +47,6 @@ from statehold.integrations.formats.streamed import (
     PART_BYTES,
     Streamed,
     nbytes_of,
-    part_of,
     read_now,
     replaced,
     runs,
@@ -57,12 +54,11 @@ from statehold.integrations.formats.streamed import (
     whole,
     without,
 )
-from statehold.integrations.formats.streamed import memory_of as view_of
-from statehold.io.clients import open_engine
+from statehold.io.clients import engine_alone
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, plan_save
-from statehold.observe.background_log import Progress
+from statehold.observe.background_log import counted
 from statehold.options.paths import absolute, check_path
 from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
@@ -71,6 +67,7 @@ from statehold.steps.lock import RunLock
 from statehold.steps.owners import begin_run
 from statehold.steps.store import Store
 from statehold.tensors import dtypes, nodes
+from statehold.tensors.destinations import Destination
 from statehold.units import MiB
 
 _SHOWN = 12
@@ -139,7 +136,7 @@ def _exported(
     if name is None:
         has_it = isinstance(saved.state, dict) and kind.name in saved.state
         name = kind.name if has_it else ""
-    with engine_for_parts() as engine:
+    with engine_alone(STAGING_BYTES, BUFFER_BYTES, 2) as engine:
         found = StepTree(saved, place.directory, engine, name)
         if not isinstance(found.root, Mapping):
             found.root = {name.rpartition(".")[2]: found.root}
@@ -232,20 +229,6 @@ def _check_unchanged(path: str, before: list[list[Any]]) -> None:
         )
 
 
-@contextlib.contextmanager
-def counted(what: str, total: int, report: Report | None) -> Iterator[Done]:
-    """Counts bytes, and logs how far they are if that takes long."""
-    so_far = [0]
-
-    def done(nbytes: int) -> None:
-        so_far[0] += nbytes
-        if report is not None:
-            report(min(so_far[0], total), total)
-
-    with Progress(what, lambda: (so_far[0], total)):
-        yield done
-
-
 # -- the tensors of a step -------------------------------------------------------------------------
 # Every byte was verified before it is handed out. Memory is the engine's buffers and one part.
 
@@ -267,10 +250,8 @@ class StepTree:
         self._made: dict[str, Streamed] = {}
         self.arrays: list[str] = []
         node = node_of(saved.state, name, directory)
-        if (differing := nodes.differing(node)) is not None:
-            facts = {"step": directory, "saved": str(differing)}
-            hint = "name=... exports a part; statehold.load(..., rank=R) takes the values of a rank"
-            raise StateMismatchError("ranks saved different values", facts=facts, hint=hint)
+        hint = "name=... exports a part; statehold.load(..., rank=R) takes the values of a rank"
+        nodes.check_same(node, hint, step=directory)
         self.root = values.decode(node, self._leaf)
 
     def _leaf(self, tag: str, payload: Any) -> Any:
@@ -308,29 +289,12 @@ class StepTree:
             plan = ReadPlan(self._saved, hint="statehold verify lists all damage")
             at, flat = 0, part.view(dtype)
             for box in boxes_of_run(shape, begin, end):
-                self._place(plan, name, box, flat[at : at + box.numel].view(box.shape))
+                target = flat[at : at + box.numel].view(box.shape)
+                stored = dtypes.stored_box(dtype, box, name)
+                plan.fill(Destination(name, target, False, stored, shared=False))
                 at += box.numel
             plan.start(self._engine, lambda file, *_: f"{self._directory}/{file}").finish()
             yield part
-
-    def _place(self, plan: ReadPlan, name: str, box: Box, target: torch.Tensor) -> None:
-        stored = dtypes.stored_shape(target.dtype, box.shape, name)
-        offsets = dtypes.stored_shape(target.dtype, box.offsets, name)
-        for chunk in self._saved.chunks(name, Box(offsets, stored)):
-            held = dtypes.torch_box(target.dtype, chunk.box)
-            common = held if not box.shape else held.intersection(box)
-            if common is not None:
-                inner = part_of(target, common.relative_to(box))
-                plan.place(name, chunk, common.relative_to(held), inner)
-
-
-@contextlib.contextmanager
-def engine_for_parts() -> Iterator[Engine]:
-    """An engine whose memory does not depend on the step."""
-    with contextlib.closing(_core.open_fs()) as fs:
-        engine = open_engine(fs, STAGING_BYTES, BUFFER_BYTES, 2)
-        with contextlib.closing(engine):
-            yield engine
 
 
 # -- writing a step --------------------------------------------------------------------------------
@@ -429,36 +393,17 @@ def _write(
     path: str, plan: SavePlan, tensors: Mapping[str, Streamed], journal: Journal, done: Done
 ) -> bytes:
     """Write the data file; returns the checksums of its pieces."""
-    sums = []
     with contextlib.closing(OutFile(path, journal)) as out:
         out.size(plan.file_bytes)
         out.write(plan.header, 0)
         of_header = _Sums(0)
         of_header.add(memoryview(plan.header))
-        sums.append(of_header.end())
+        sums = of_header.end()
         for spec, begin in zip(plan.specs, plan.begins, strict=True):
-            known = journal.get(spec.name)
-            if known is None:
-                known = _write_tensor(out, tensors[spec.name], begin, done).hex()
-                out.note(spec.name, known)
-            else:
-                done(spec.nbytes)
-            sums.append(bytes.fromhex(known))
+            views = tensors[spec.name].views()
+            sums += out.put(spec.name, spec.nbytes, views, begin, done, _Sums(begin))
         out.sync()
-    return b"".join(sums)
-
-
-def _write_tensor(out: OutFile, tensor: Streamed, begin: int, done: Done) -> bytes:
-    sums = _Sums(begin)
-    for part in tensor.parts():
-        view = view_of(part)
-        out.write(view, sums.at)
-        sums.add(view)
-        done(len(view))
-    if sums.at != begin + tensor.nbytes:
-        facts = {"expected": tensor.nbytes, "got": sums.at - begin}
-        raise InvariantError("a tensor has another number of bytes than it said", facts=facts)
-    return sums.end()
+    return bytes.fromhex(sums)
 
 
 class _Sums:
@@ -467,7 +412,7 @@ class _Sums:
     def __init__(self, at: int) -> None:
         self.at = at
         self._piece = bytearray()  # the beginning of one that is not complete
-        self._sums: list[bytes] = []
+        self._sums = bytearray()
 
     def add(self, view: memoryview) -> None:
         while view:
@@ -478,11 +423,11 @@ class _Sums:
             if len(cut) == room:
                 self._complete()
 
-    def end(self) -> bytes:
+    def end(self) -> str:
         if self._piece:
             self._complete()
-        return b"".join(self._sums)
+        return self._sums.hex()
 
     def _complete(self) -> None:
-        self._sums.append(_core.xxh3_64(bytes(self._piece)).to_bytes(_SUM_BYTES, "little"))
+        self._sums += _core.xxh3_64(bytes(self._piece)).to_bytes(_SUM_BYTES, "little")
         self._piece.clear()

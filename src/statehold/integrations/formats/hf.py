@@ -29,7 +29,6 @@ from statehold.integrations.formats.streamed import (
     assembled,
     grouped,
     leaves,
-    memory_of,
 )
 from statehold.tensors import dtypes
 from statehold.units import GiB
@@ -112,16 +111,8 @@ def _write(work: PartialExport, file: str, shard: Mapping[Streamed, Sequence[str
     with work.file(file) as out:
         out.write(raw, 0)
         for entry, tensor in zip(entries, placed, strict=True):
-            key = f"{file}:{entry.name}"
-            if work.journal.get(key) is None:
-                offset = len(raw) + entry.begin
-                for part in tensor.parts():
-                    out.write(memory_of(part), offset)
-                    offset += part.numel()
-                    work.done(part.numel())
-                out.note(key)
-            else:
-                work.done(tensor.nbytes)
+            key, begin = f"{file}:{entry.name}", len(raw) + entry.begin
+            out.put(key, tensor.nbytes, tensor.views(), begin, work.done)
         out.size(len(raw) + at)
 
 

@@ -9,7 +9,8 @@ journal of other work, or of a source that has changed since, is thrown away wit
 about. What no export has left at DST.partial is refused, and stays. The destination appears whole,
 by one rename, after every byte of it was synced. One process works on a destination at a time. No
 link is followed out of it, and a directory that another user has made is refused.
-Not here: what is written (one module for each format).
+Not here: what is written (one module for each format). torch is not imported: a command refuses a
+destination without it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from statehold._version import __version__
-from statehold.errors import NoSpaceError, RunBusyError, UnsupportedValueError, UsageError, storing
+from statehold.errors import (
+    InvariantError,
+    NoSpaceError,
+    RunBusyError,
+    UnsupportedValueError,
+    UsageError,
+    storing,
+)
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.units import MiB
@@ -102,6 +110,13 @@ def _opened(path: str, how: int) -> int:
     return fd
 
 
+class Checksums(Protocol):
+    """Of bytes, as they pass."""
+
+    def add(self, view: memoryview) -> None: ...
+    def end(self) -> str: ...
+
+
 class OutFile:
     """A file of the work, written at offsets."""
 
@@ -122,6 +137,34 @@ class OutFile:
         self._journal.note(key, note)
         if self._unsynced >= SYNC_BYTES:
             self.sync()
+
+    def put(
+        self,
+        key: str,
+        nbytes: int,
+        views: Iterator[memoryview],
+        begin: int,
+        done: Done,
+        sums: Checksums | None = None,
+    ) -> str:
+        """Write a tensor from `begin` on, unless it is durable; returns its checksums."""
+        known = self._journal.get(key)
+        if known is not None:
+            done(nbytes)
+            return known
+        at = begin
+        for view in views:
+            self.write(view, at)
+            at += len(view)
+            if sums is not None:
+                sums.add(view)
+            done(len(view))
+        if at != begin + nbytes:
+            facts = {"expected": nbytes, "got": at - begin}
+            raise InvariantError("a tensor has another number of bytes than it said", facts=facts)
+        found = "" if sums is None else sums.end()
+        self.note(key, found)
+        return found
 
     def sync(self) -> None:
         os.fdatasync(self._fd)

@@ -27,6 +27,7 @@ from statehold.errors import CorruptionError, MissingFileError, UnsupportedValue
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
+from statehold.tensors.storable import part_of
 from statehold.units import MiB
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -52,6 +53,11 @@ class Streamed:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def views(self) -> Iterator[memoryview]:
+        """The bytes of each part, until the next one is asked for."""
+        for part in self.parts():  # which lives as long as its view
+            yield memory_of(part)
 
 
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -252,19 +258,13 @@ def _fill(
         target = memory[at : at + box.numel].view(box.shape)
         at += box.numel
         for chunk in chunks:
-            common = box if not box.shape else chunk.box.intersection(box)
-            if common is not None:
+            if (common := chunk.box.intersection(box)) is not None:
                 inner = part_of(target, common.relative_to(box))
                 inner = inner.unsqueeze(-1).view(torch.uint8) if chunk.is_raw else inner
                 inner.copy_(part_of(chunk.values, common.relative_to(chunk.box)))
                 used |= {chunk.file} if chunk.file else set()
     for file in used:
         file.forget()
-
-
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a tensor, as a view."""
-    return tensor[tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))]
 
 
 def whole(values: torch.Tensor, file: MappedFile | None = None) -> Streamed:

@@ -17,7 +17,6 @@ Not here: the moment of a save in its batch (moments).
 from __future__ import annotations
 
 import contextlib
-import logging
 import operator
 import os
 import threading
@@ -51,13 +50,12 @@ from statehold.integrations.lightning.moments import (
     shown,
 )
 from statehold.integrations.trained import persistent_buffers
+from statehold.process.warn import logger
 from statehold.process.worker import Thread
 from statehold.reading.load import load
 from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
-
-log = logging.getLogger("statehold")
 
 # -- the strategy ----------------------------------------------------------------------------------
 # Lightning has three seams, and none is enough alone. A CheckpointIO is called on rank 0 only, with
@@ -150,13 +148,13 @@ class StrategyLayer:
                 hint='fit(..., ckpt_path="last"), or choose another dirpath for ModelCheckpoint',
             )
         if newer:
-            log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
+            logger.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
             go_on_from(self.ckpt, step)
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):
             if (doubt := doubts(each)) is not None:
-                log.warning("%s: %s", type(each).__name__, doubt)
+                logger.warning("%s: %s", type(each).__name__, doubt)
 
     def leave(self) -> None:
         """Save the step that is the last, as the last checkpoint; raises SystemExit."""
@@ -435,7 +433,7 @@ class Restoring:
     def _warn(self, step: int) -> None:
         saved, now = self._known["world"], self._trainer.world_size
         if saved != now:
-            log.warning(_OTHER_RANKS, step, saved, now)
+            logger.warning(_OTHER_RANKS, step, saved, now)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The last of what is restored, so the generators follow here for the first time."""
@@ -464,7 +462,7 @@ class Restoring:
 
     def _nothing(self, path: Any) -> dict[str, Any]:
         """A checkpoint of the state as it is: the only save was killed before it was committed."""
-        log.warning("there is no committed step to resume for %s: beginning", path)
+        logger.warning("there is no committed step to resume for %s: beginning", path)
         weights = self._strategy.lightning_module.state_dict()
         return {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "global_step": 0,
                 "state_dict": weights, "optimizer_states": LiveOptimizers(),
@@ -668,7 +666,7 @@ class Finisher:
                     self._do(save, checkpoint)
                 except OSError as error:
                     self._has_failed = True
-                    log.warning("%s was not finished: %s", checkpoint.path, error)
+                    logger.warning("%s was not finished: %s", checkpoint.path, error)
                 self._jobs.popleft()
                 done.release()
             elif rest == 0.0:
@@ -705,5 +703,5 @@ class Finisher:
             self._write(checkpoint)
         except Exception as error:  # torch.save runs here, over values of any class
             if checkpoint.is_ours:  # otherwise it was removed meanwhile
-                log.warning("%s has no weights for load_from_checkpoint(): %s",
+                logger.warning("%s has no weights for load_from_checkpoint(): %s",
                             checkpoint.path, error)  # fmt: skip

@@ -15,7 +15,6 @@ Not here: who fills the folders, and when (transformers).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shutil
@@ -31,6 +30,7 @@ from torch import nn
 from statehold.errors import UsageError
 from statehold.integrations.trained import give_second_names, persistent_buffers, step_name
 from statehold.options.paths import NamedStep
+from statehold.process.warn import logger
 from statehold.process.whole_files import replace_file
 from statehold.reading.places import file_system, find
 from statehold.tensors.marks import Volatile
@@ -175,9 +175,6 @@ class Folders:
 # public name, and keeps its shape: others are results of a step, and may be large. What is made
 # later could not be restored when the training begins again, so a warning names its modules.
 
-
-log = logging.getLogger("statehold")
-
 SAMPLED = 64  # elements of a tensor
 CONTAINED_MAX = 4096  # more are data
 _OF_OTHERS = ("builtins", "torch", "transformers", "accelerate")  # their objects hold no models
@@ -213,7 +210,7 @@ class Beside:
         if self._ranks > 1:
             new = gather_object(new)
         if found := ", ".join(sorted(set(new))):
-            log.info("changed since the training began, so steps hold it, too: %s", found)
+            logger.info("changed since the training began, so steps hold it, too: %s", found)
         self._changed.update(new, known)
         models = self.models.items()
         return {name: Volatile(each) for name, each in models if name in self._changed}
@@ -227,7 +224,7 @@ class Beside:
         modules = {name for name, each in now.items() if isinstance(each, nn.Module)}
         if late := sorted(modules - self._shapes.keys() - self._late):
             self._late.update(late)
-            log.warning(
+            logger.warning(
                 "made after the training began, so no step holds it: %s. Make it before, or in "
                 "on_train_begin() of a callback",
                 ", ".join(late),

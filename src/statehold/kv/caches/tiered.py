@@ -15,7 +15,6 @@ Not here: where pages lie (store), a cache for the next process (conversation).
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -28,9 +27,8 @@ from statehold.errors import StorageError, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.caches.plain import as_pages, is_plain, plain_layers, views
 from statehold.kv.store import PageStore
+from statehold.process.warn import logger
 from statehold.units import format_bytes, parse_bytes
-
-logger = logging.getLogger("statehold")
 
 DEADLINE_S = 60.0
 _GOLDEN = 0.6180339887498949  # multiples of it, without their whole part, are spread evenly

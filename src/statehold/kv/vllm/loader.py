@@ -17,15 +17,15 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from statehold import _core
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
 from statehold.errors import UsageError, refused
-from statehold.io.clients import open_engine
+from statehold.format.saved import PlacedChunk
+from statehold.io.clients import engine_alone
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.opening import Sums, serve
 from statehold.layout.layout import Box
@@ -34,10 +34,8 @@ from statehold.reading.load import part_of
 from statehold.reading.places import StepPlace, at_rest, file_system
 from statehold.tensors import dtypes
 from statehold.tensors.composed import value_of
+from statehold.tensors.destinations import Destination
 from statehold.units import MiB
-
-if TYPE_CHECKING:
-    from statehold.format.saved import PlacedChunk
 
 _BUFFER_BYTES = 4 * MiB
 _STAGING_BYTES = 16 * _BUFFER_BYTES
@@ -83,9 +81,7 @@ class StepReader:
         self.parts = self._parts(part_of(self._saved.state, name, place.label), place.label)
         self.read_bytes = 0
         with contextlib.ExitStack() as opened:
-            files = opened.enter_context(contextlib.closing(_core.open_fs()))
-            self._engine = open_engine(files, _STAGING_BYTES, _BUFFER_BYTES, 2)
-            opened.callback(self._engine.close)
+            self._engine = opened.enter_context(engine_alone(_STAGING_BYTES, _BUFFER_BYTES, 2))
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -135,12 +131,8 @@ class StepReader:
         for part in parts:
             target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
             made.append(target)
-            for chunk in self._chunks(part):
-                cut = chunk.box.intersection(part.box)
-                assert cut is not None
-                there = cut.relative_to(part.box)
-                to = target[tuple(map(slice, there.offsets, there.ends))]
-                plan.place(part.name, chunk, cut.relative_to(chunk.box), to)
+            stored = dtypes.stored_box(part.dtype, part.box, part.name)
+            plan.fill(Destination(part.name, target, False, stored, shared=False))
             self.read_bytes += part.nbytes
         reading = plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}")
         reading.finish()

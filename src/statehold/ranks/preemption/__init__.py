@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from statehold.errors import StateholdError
-from statehold.observe.background_log import BackgroundLog, logger
+from statehold.observe.background_log import BackgroundLog
+from statehold.process.warn import logger
 from statehold.ranks.peers import Peers
 from statehold.ranks.preemption.deadline import LATE as LATE
 from statehold.ranks.preemption.deadline import LEFT as LEFT

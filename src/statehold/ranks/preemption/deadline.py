@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, refused, shown
 from statehold.process.worker import Thread
 from statehold.units import WAIT_S_MAX
 
@@ -228,8 +228,6 @@ def _check_signals(given: Sequence[object]) -> None:
 def _checked(within_s: float) -> float:
     is_number = isinstance(within_s, int | float) and not isinstance(within_s, bool)
     if not is_number or not within_s > 0:
-        raise UsageError(
-            "the time to leave must be a number of seconds",
-            facts={"expected": "a number above 0, such as 25", "got": shown(within_s)},
-        )
+        expected = "a number above 0, such as 25"
+        raise refused("the time to leave must be a number of seconds", expected, shown(within_s))
     return min(within_s, WAIT_S_MAX)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
-from statehold.errors import DatasetError, UsageError
+from statehold.errors import DatasetError, UsageError, refused
 from statehold.resilience.data.course import Course
 from statehold.resilience.data.draws import Draw, Drawn
 from statehold.resilience.data.purity import Purity
@@ -169,11 +169,9 @@ class _InWorker(Exception):
 
 def _check(dataset: Any, course: Course, workers: int, prefetch: int) -> None:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise UsageError(
-            "a loader takes a data set whose samples have numbers",
-            facts={"expected": "__getitem__", "got": type(dataset).__qualname__},
-            hint="a stream cannot be drawn again from the same place by another replica",
-        )
+        text = "a loader takes a data set whose samples have numbers"
+        hint = "a stream cannot be drawn again from the same place by another replica"
+        raise refused(text, "__getitem__", type(dataset).__qualname__, hint)
     if hasattr(dataset, "__len__") and (size := len(dataset)) != course.size:
         raise UsageError(
             "the data set has another number of samples than the training",

@@ -1,8 +1,8 @@
 """The exact sum: the same bits for any number of members, in any order, with or without failures.
 
-Gradients become integers (grid), each member adds those of its microbatches (integers), and the
-members add their sums. A report before that tells all members the exponents of all
-gradients, so all know which sums there are and what the bases of the next step are (report).
+Gradients become integers (grid), each member adds those of its microbatches, and the members add
+their sums. A report before that tells all members the exponents of all gradients, so all know which
+sums there are and what the bases of the next step are (report).
 
 Invariants: what `reduce` computes is a function of the bases and of the set of gradients. The bases
 change in `finish` only, to a function of that set.
@@ -27,9 +27,8 @@ from torch import Tensor
 
 from statehold.errors import InvariantError, StateMismatchError
 from statehold.resilience.sums.grid import LEAST, Grid, exponent_of
-from statehold.resilience.sums.integers import Integers
 from statehold.resilience.sums.interface import Pending, Start
-from statehold.resilience.sums.pieces import Temporaries, piece_of
+from statehold.resilience.sums.pieces import Temporaries, piece_of, slices
 from statehold.resilience.sums.report import Report, fingerprint_of
 from statehold.resilience.sums.sites import Site, sites_of
 from statehold.tensors.storable import local_of
@@ -331,3 +330,68 @@ class Transit:
     def held_bytes(self) -> int:
         """The memory of scratch at most, if nothing fails."""
         return IN_FLIGHT * 8 * self._capacity
+
+
+# -- the integers of one member --------------------------------------------------------------------
+# For each tensor a sum, or several with different limits (grid). A sum is changed by `add` only.
+# Memory is kept for one sum of each tensor that ever had one, and reused by later steps.
+
+
+class Integers:
+    """Sums of gradients as multiples of 2**(limit - bits)."""
+
+    def __init__(self, sites: Sequence[Site], grid: Grid) -> None:
+        self._sites = sites
+        self._grid = grid
+        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._idle: dict[int, Tensor] = {}
+        self._temporaries = Temporaries()
+
+    def clear(self) -> None:
+        """Drop all sums."""
+        for (number, _), total in self._sums.items():
+            self._idle[number] = total
+        self._sums.clear()
+
+    def of(self, number: int, limit: int) -> Tensor | None:
+        """The sum of a tensor; None if this member has added nothing to it."""
+        return self._sums.get((number, limit))
+
+    def add(self, number: int, limit: int, grad: Tensor) -> None:
+        """Add a flat gradient whose elements are below 2**limit."""
+        total = self._sums.get((number, limit))
+        if is_first := total is None:
+            total = self._memory(number)
+        scale = self._grid.scale(limit)
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        for part in slices(total):
+            length = part.stop - part.start
+            scaled = self._temporaries.of(grad.device, dtype, length)
+            scaled.copy_(grad[part]).mul_(scale).round_()
+            if is_first:
+                total[part].copy_(scaled)
+            else:
+                integers = self._temporaries.of(grad.device, torch.int64, length)
+                total[part].add_(integers.copy_(scaled))
+        self._sums[number, limit] = total
+
+    def merge(self, other: Integers) -> None:
+        """Add all sums of another one, and clear it."""
+        for (number, limit), total in other._sums.items():
+            own = self._sums.get((number, limit))
+            if own is None:
+                self._sums[number, limit] = self._memory(number).copy_(total)
+            else:
+                own.add_(total)
+        other.clear()
+
+    def _memory(self, number: int) -> Tensor:
+        if number in self._idle:
+            return self._idle.pop(number)
+        site = self._sites[number]
+        return torch.empty(site.numel, dtype=torch.int64, device=site.device)
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of all sums, also of those that are kept for later steps."""
+        return sum(each.nbytes for each in [*self._sums.values(), *self._idle.values()])

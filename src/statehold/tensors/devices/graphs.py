@@ -20,15 +20,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import accelerator, cuda
+from torch.optim import Optimizer
 
 from statehold.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
 
 # Called with the optimizers whose steps are in the graph, as far as they are known.
 Action = Callable[[Iterable[Any]], None]

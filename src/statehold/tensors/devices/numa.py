@@ -11,7 +11,6 @@ stay where they are.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import platform
 from pathlib import Path
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 from torch import cuda
 
+from statehold.process.warn import logger
+
 SYSFS = Path("/sys")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED, _MOVE = 1, 1 << 1
 _NODES_MAX = 1024
-
-logger = logging.getLogger("statehold")
 
 
 def node_of(device: torch.device) -> int | None:

@@ -9,7 +9,6 @@ user holds the memory, and unpins it.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
 import time
@@ -18,11 +17,10 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from statehold.process.warn import logger
 from statehold.tensors.devices.backends import StreamBackend
 
 PAUSE_S = 0.001  # for threads that wait for the driver's lock; a buffer of 16 MiB takes 3 ms
-
-logger = logging.getLogger("statehold")
 
 
 def mapped(nbytes: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from statehold.errors import ManifestError, UsageError
+from statehold.errors import ManifestError, refused
 from statehold.format.saved import SavedStep
 from statehold.format.selection import EVERYTHING, Answer, Names, Selection, check_answers
 from statehold.format.trees import tensors_of
@@ -124,11 +124,9 @@ def capture(
     Raises UnsupportedValueError, with the path, for what no step can hold.
     """
     if not isinstance(state, Mapping):
-        raise UsageError(
-            "the state must be a mapping of names to values",
-            facts={"expected": "a dict", "got": type(state).__name__},
-            hint='give the parts names: save(step, {"model": model, "optimizer": optimizer})',
-        )
+        text = "the state must be a mapping of names to values"
+        hint = 'give the parts names: save(step, {"model": model, "optimizer": optimizer})'
+        raise refused(text, "a dict", type(state).__name__, hint)
     found = list(parts(state))
     entries, names = modules.look_into(found)
     replicas = {} if rank is None else modules.replicas_in(found)
@@ -195,11 +193,9 @@ def finish(restoration: Restoration, *, draws: bool = True) -> None:
 def check_takes_values(state: object) -> MutableMapping[Any, Any]:
     """A state that is restored. Raises UsageError for what cannot be one."""
     if not isinstance(state, MutableMapping):
-        raise UsageError(
-            "the state of a restore must be a mutable mapping",
-            facts={"expected": "a dict", "got": type(state).__name__},
-            hint='give the parts names: restore({"model": model, "optimizer": optimizer})',
-        )
+        text = "the state of a restore must be a mutable mapping"
+        hint = 'give the parts names: restore({"model": model, "optimizer": optimizer})'
+        raise refused(text, "a dict", type(state).__name__, hint)
     return state
 
 

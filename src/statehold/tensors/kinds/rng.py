@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from statehold.errors import StateMismatchError, UsageError
+from statehold.errors import StateMismatchError, UsageError, refused
 from statehold.tensors.captured import Capturing
 from statehold.tensors.matching import ABSENT, Matching, Walk
 
@@ -42,12 +42,11 @@ class Rng:
 
     def __init__(self, generators: Mapping[str, Any] | None = None) -> None:
         if not isinstance(generators, Mapping | None):
-            raise UsageError(
-                "Rng takes generators by name",
-                facts={"expected": "a dict", "got": type(generators).__name__},
-                hint="Rng() holds all generators of the process; "
-                'Rng({"data": generator}) also holds this one',
+            hint = (
+                "Rng() holds all generators of the process; "
+                'Rng({"data": generator}) also holds this one'
             )
+            raise refused("Rng takes generators by name", "a dict", type(generators).__name__, hint)
         self.generators = dict(generators or {})
         for name, generator in self.generators.items():
             _kind(generator, name)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 import socket
 import threading
@@ -34,11 +33,10 @@ from statehold.checkpoint.levels.hosts.serving import FileServer
 from statehold.errors import PeerFailedError, StateholdError, UsageError
 from statehold.layout.layout import Ranks
 from statehold.process.host_memory import SHARED_MEMORY
+from statehold.process.warn import logger
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import Round
 from statehold.steps.near_files import NearFiles
-
-logger = logging.getLogger("statehold")
 
 # -- the meeting -----------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import threading
@@ -45,10 +44,11 @@ from statehold.errors import (
     StorageError,
     storage_error,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
+from statehold.process.warn import logger
 from statehold.steps.directories import each_of
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
 from statehold.steps.store import check_newest
@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from statehold.steps.copying import Copy
     from statehold.steps.near_files import NearFiles
     from statehold.steps.store import Store
-
-logger = logging.getLogger("statehold")
 
 # -- the level -------------------------------------------------------------------------------------
 
@@ -507,7 +505,7 @@ def _manifest_of(store: Store, step: int) -> tuple[str, str]:
     The code that opens the step finds out why.
     """
     try:
-        raw = store.read(step, MANIFEST_NAME, DOCUMENT_BYTES_MAX)
+        raw = store.manifest(step)
         created = Manifest.decode(raw, MANIFEST_NAME).created
     except StateholdError:
         return "", ""

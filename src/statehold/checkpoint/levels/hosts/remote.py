@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from statehold.checkpoint.levels.hosts.serving import ABSENT, DOOR, ENDS, REASONS
 from statehold.encoding import strictjson
@@ -32,9 +32,7 @@ from statehold.io.objects.parallel import Extent, move
 from statehold.net import addresses
 from statehold.net.secret import of_job
 from statehold.net.wire import SecretError, Wire, connect
-
-if TYPE_CHECKING:
-    from statehold.steps.shelf import ShelfFile
+from statehold.steps.shelf import ShelfFile
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import socket
@@ -34,10 +33,9 @@ from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import Wire
+from statehold.process.warn import logger
 from statehold.steps.directories import REPLACED, step_of
 from statehold.steps.objects import is_file_name
-
-logger = logging.getLogger("statehold")
 
 DOOR = "files"
 CONNECTIONS_MAX = 64
