@@ -176,7 +176,7 @@ def test_a_smaller_batch_trains_on(
     again = trainer(out, more=[NoMemory(fails_at)], **changes)
     again.train(resume_from_checkpoint=str(out / resume) if isinstance(resume, str) else resume)
     assert again.state.global_step == STEPS
-    assert again.state.train_batch_size < again.args.train_batch_size
+    assert again._train_batch_size < again.args.train_batch_size
     assert committed(out)[-1] == STEPS
     assert len(committed(out)) <= (limit or STEPS)
     assert folders(out) == [f"checkpoint-{step}" for step in committed(out)]
