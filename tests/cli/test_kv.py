@@ -176,10 +176,10 @@ def test_a_directory_without_a_store_is_named_and_stays_as_it_is(
 @pytest.mark.parametrize(
     "damage",
     [
-        b"", b"{", b"[]", b"\xff\xfe", b"[" * 4096, b'{"format": 1}', b"null",
-        b'{"format": 1, "geometry": {"slot_bytes": 0, "segment_slots": 1, "slots": 1}}',
-        b'{"format": 1, "geometry": {"slot_bytes": "8", "segment_slots": 1, "slots": 1}}',
-        b'{"format": 1, "geometry": {"slot_bytes": 4096, "segment_slots": 1, "slots": 1e99}}',
+        b"", b"{", b"[]", b"\xff\xfe", b"[" * 4096, b'{"format": 2}', b"null",
+        b'{"format": 2, "geometry": {"slot_bytes": 0, "segment_slots": 1, "slots": 1}}',
+        b'{"format": 2, "geometry": {"slot_bytes": "8", "segment_slots": 1, "slots": 1}}',
+        b'{"format": 2, "geometry": {"slot_bytes": 4096, "segment_slots": 1, "slots": 1e99}}',
     ],
 )  # fmt: skip
 def test_a_damaged_store_json_is_named_with_what_to_do(
