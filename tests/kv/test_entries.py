@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from statehold._core import PAGE_ENTRY_BYTES
+from statehold.errors import RunBusyError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look, prune
 from statehold.kv.tiers import FileTier, Geometry
@@ -69,6 +70,22 @@ def test_a_lost_table_is_made_again_without_the_headers_of_full_segments(
         assert store.stats()["pages"] == PAGES
         assert get(store, *range(PAGES)) == [HIT] * PAGES
         assert put(store, *range(PAGES, 2 * PAGES)) == [PageVerdict.STORED] * PAGES
+
+
+def test_a_table_that_is_lost_while_processes_use_it_is_made_again_after_them(
+    tmp_path: Path,
+) -> None:
+    """The next one was told that another host uses the store."""
+    with made(tmp_path) as store:
+        put(store, *range(PAGES))
+        (tmp_path / "index").unlink()
+        with pytest.raises(RunBusyError, match="have an index that is lost") as caught:
+            made(tmp_path)
+        assert caught.value.hint is not None
+        assert "end them" in caught.value.hint
+        assert get(store, *range(PAGES)) == [HIT] * PAGES
+    with made(tmp_path) as store:
+        assert get(store, *range(PAGES)) == [HIT] * PAGES
 
 
 def test_only_slots_that_no_page_had_are_read_once(tmp_path: Path, read: list[int]) -> None:

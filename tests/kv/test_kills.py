@@ -117,6 +117,16 @@ def test_the_next_store_gives_back_the_memory_of_a_killed_one_whose_directory_is
         assert not killed.exists()
 
 
+def test_a_killed_store_that_was_moved_has_the_pages_of_its_memory(
+    tmp_path: Path, killed: Path
+) -> None:
+    (tmp_path / "killed").rename(tmp_path / "moved")
+    with made(tmp_path / "moved") as store:
+        store.flush()
+        must(killed.exists())
+        assert get(store, *range(6)) == [PageVerdict.HIT] * 6
+
+
 def test_another_store_of_that_name_gives_it_back_too(tmp_path: Path, killed: Path) -> None:
     shutil.rmtree(tmp_path / "killed")
     with made(tmp_path / "killed") as store:

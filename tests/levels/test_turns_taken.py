@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,8 @@ import torch
 
 import statehold
 from statehold import Directory, Save
+from statehold.checkpoint.cadence.every import Cadence
+from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.errors import (
     PeerLostError,
     StateholdError,
@@ -20,9 +25,12 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from support.faults import DEADLINE_S, SMALL, spy_on
+from statehold.options import Options
+from statehold.ranks.membership import ALONE
+from support.faults import DEADLINE_S, SMALL, must, spy_on
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import borrowed, inside, passage, trainer
+from support.interrupts import Interrupts
 from support.levels import settle, steps_at
 from support.rank_states import state
 from support.ranks import Ranks
@@ -170,6 +178,24 @@ def test_a_time_counts_from_the_newest_step_that_is_there(
             ckpt.save(20, content(20), tags="no list")
         inside(ckpt).pipeline.drain()
         assert saved(ckpt, clock, range(21, 25)) == [23]
+
+
+def test_a_failure_is_heard_of_once_at_whatever_moment_of_a_call() -> None:
+    """The thread that commits tells of it. A call compared a step with None, which raised."""
+    for moment in itertools.count():
+        levels: list[Any] = [Directory(every="60s")]
+        alone: Any = (ALONE, Options(), [SimpleNamespace()])
+        schedule = Schedule(levels, [], *alone, lambda _: -math.inf, lambda: 0.0)
+        call = partial(schedule.is_due, wanted=False, is_saving=False, gate_s=0.0)
+        must(call(0, 1))
+        functions = [Cadence.is_due, Cadence.go_on_from, Schedule.is_due]
+        failure = Interrupts(functions, moment, act=lambda told=schedule: told.failed(0))
+        with failure.armed():
+            found = [call(1, 2)]
+        if not failure.fired:
+            break
+        assert sum([*found, call(2, 3), call(3, 4)]) == 1
+    assert moment > len(functions)
 
 
 def test_the_status_says_how_often_and_why() -> None:

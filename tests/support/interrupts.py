@@ -25,18 +25,23 @@ LOCKS: list[Callable[..., Any]] = [
 LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD")
 
 
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupts:
-    """Raises KeyboardInterrupt before the `at`-th bytecode of `functions`, in this thread.
+    """Calls `act` before the `at`-th bytecode of `functions`, in this thread.
 
     only_signals: count only the bytecodes before which a signal's handler may run.
     """
 
     def __init__(
-        self, functions: list[Callable[..., Any]], at: int, *, only_signals: bool = False
-    ) -> None:
+        self, functions: list[Callable[..., Any]], at: int, *, only_signals: bool = False,
+        act: Callable[[], object] = ctrl_c,
+    ) -> None:  # fmt: skip
         self._codes: set[CodeType] = {function.__code__ for function in functions}
         self._left = at
-        self._only_signals = only_signals
+        self._only_signals, self._act = only_signals, act
         self.fired: str | None = None
 
     @contextmanager
@@ -72,7 +77,7 @@ class Interrupts:
     def _count(self, frame: FrameType) -> None:
         if self._left == 0:
             self.fired = f"{frame.f_code.co_name}, line {frame.f_lineno}"
-            raise KeyboardInterrupt
+            self._act()
         self._left -= 1
 
 

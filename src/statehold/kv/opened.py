@@ -286,11 +286,15 @@ def is_unused(lock: LockFile) -> bool:
 
 
 def refuse_other_host(table: PageTable, lock: LockFile) -> None:
-    """Raises RunBusyError if processes of another host, whose memory is not here, use a table."""
+    """Raises RunBusyError if processes of another host, whose memory is not here, use a table, or
+    if this one is new and they have another, which is lost."""
     if table.boot != boot() and not is_unused(lock):
+        text = "another host uses the store of pages"
         hint = "give each host a directory on its own disk"
-        facts = {"path": os.path.dirname(lock.path)}
-        raise RunBusyError("another host uses the store of pages", facts=facts, hint=hint)
+        if table.is_new:
+            text = "processes that use the store of pages have an index that is lost"
+            hint = "end them: the next process makes the index again"
+        raise RunBusyError(text, facts={"path": os.path.dirname(lock.path)}, hint=hint)
 
 
 def address_of(view: memoryview) -> int:

@@ -98,8 +98,8 @@ class MemoryTier(MappedTable):
 
     def __init__(self, root: str, nbytes: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        _free_lost()
         path = memory_path(root, slot_bytes)
+        _free_lost(path)
         slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
         room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
         if more > room.nbytes and not os.path.exists(path):
@@ -331,9 +331,10 @@ def _name_of(root: str) -> str:
     return hashlib.sha256(repr((made.st_dev, made.st_ino, made.st_mtime_ns)).encode()).hexdigest()
 
 
-def _free_lost() -> None:
-    """Give back the memory of stores whose directory is gone, and that no process has."""
-    for each in Path(home()).glob("kv-*"):
+def _free_lost(kept: str) -> None:
+    """Give back the memory of stores whose directory is gone, and that no process has. kept: stays,
+    although its directory may have had another name."""
+    for each in {*Path(home()).glob("kv-*")} - {Path(kept)}:
         with contextlib.suppress(OSError), open(each, "rb") as file:
             file.seek(-_ROOT_BYTES, os.SEEK_END)
             mark, root = file.read(len(_ROOT)), os.fsdecode(file.read().rstrip(b"\0"))

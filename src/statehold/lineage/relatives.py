@@ -94,21 +94,26 @@ def nearest(
     digests = [each.digest for of in (graph.layers, graph.by_tensors) for each in of.layers]
     catalog.scan()
     refuted = set[tuple[str, int]]()  # a manifest, and what it does not share after all
-    for _ in range(LOOKS_MAX):
+    looks = LOOKS_MAX
+    while looks:
         shared = catalog.sharing(graph.kind, digests)
         found = [each for each in shared if (each.manifest, each.layers) not in refuted]
         if not found:
             return None
         best = max(found, key=lambda each: _rank(each, metric, lowest))
-        if _is_true(best, graph):
+        shares = _layers_of(best, graph)
+        if shares == best.layers:
             total = len(graph.layers.layers)
             return Relative(best.run, best.step, best.layers, total, best.metrics)
         refuted.add((best.manifest, best.layers))
+        if shares is not None and looks < LOOKS_MAX:
+            continue  # the catalogue is new, so what is wrong is the record of the step
         logger.warning(
             "the catalogue %s is stale: step %d of %s has changed or is gone; making it again",
             catalog.file, best.step, best.run,
         )  # fmt: skip
         catalog.rebuild()
+        looks -= 1
     facts = {"directory": catalog.directory}
     raise StepNotFoundError("steps are deleted as fast as they are found", facts=facts)
 
@@ -120,13 +125,14 @@ def _rank(each: Candidate, metric: str | None, lowest: bool) -> tuple[int, float
     return each.layers, value, each.created, each.step, each.run
 
 
-def _is_true(each: Candidate, graph: Graph) -> bool:
-    """Whether the step has this manifest, and shares so many layers."""
+def _layers_of(each: Candidate, graph: Graph) -> int | None:
+    """How many layers the step shares; None if it has another manifest, or is gone."""
+    shares = None
     with contextlib.closing(file_system()) as fs, contextlib.suppress(StateholdError):
         directory = DirectoryShelf(fs, each.run).where(each.step)
         raw = fs.read_file(f"{directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
         if sha256(raw) == each.manifest:
+            shares = 0  # of a record that cannot be read
             models = models_in(open_step(fs.read_file, directory, each.step, 0, 0))
-            counts = [len(shared_with(graph, model)) for model in models]
-            return max(counts, default=0) == each.layers
-    return False
+            shares = max((len(shared_with(graph, model)) for model in models), default=0)
+    return shares

@@ -217,6 +217,7 @@ class Schedule:
         first, is_alone = self._every[0], membership.world == 1
         is_timed = first.seconds is not None and is_alone
         self._timer = Cadence(first, None, last_saved_s(clock())) if is_timed else None
+        self._failed: int | None = None
         # Whether rank 0 chooses the first level's interval, and announces it to the others.
         self.is_led = first.steps is None and not is_timed
         steps = NEVER if is_timed else first.steps
@@ -243,6 +244,8 @@ class Schedule:
                 under_way.add(self._names[0])
             self._costs.called(step, now_s, gate_s, frozenset(under_way))
         if self._timer is not None:
+            if self._failed == self.turns.due[-1]:
+                self._timer.given_up(None)
             self._timer.go_on_from(self.turns.last_step)
             wanted = wanted or self._timer.is_due(step, now_s)
         is_due = self.turns.call(number, step, wanted=wanted)
@@ -271,9 +274,9 @@ class Schedule:
         self._set(number, self._costs.chosen(needed, fixed_s, self._intervals))
 
     def failed(self, number: int) -> None:
-        """The save with this number has failed, so the newest step at the first level is older."""
-        if self._timer is not None and number == self.turns.due[-1]:
-            self._timer.given_up(None)
+        """The save with this number has failed, so the newest step at the first level is older. The
+        next call hears of it: the timer is of the training thread alone."""
+        self._failed = number
 
     def message(self) -> list[int] | None:
         """Rank 0: the facts for the others in the outcome of a committed save."""
