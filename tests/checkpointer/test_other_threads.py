@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from typing import Any, cast
@@ -118,6 +119,81 @@ def test_an_action_that_is_taken_off_meanwhile_is_not_called_as_none() -> None:
             return (lambda _: None) if self.looks == 1 else None
 
     updates.StepHook.run(Twice(), None)  # type: ignore[arg-type]
+
+
+def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hooks are on in the end, whatever thread takes them off or puts them on."""
+    lock, living, put_on = threading.RLock(), updates._living, updates.graphs.put_on
+    has_come, has_left, comers = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    class Told:
+        """The lock, which tells that a thread has to wait for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                has_come.set()
+                lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    def left() -> list[Any]:
+        found = living()
+        if not found and not comers:  # the last one has left, and the hooks are still on
+            comers.append(threading.Thread(target=comes.stand))
+            comers[0].start()
+            must(has_come.wait(60))
+        return found
+
+    def halfway(action: Any) -> None:
+        if comers:
+            has_come.set()
+            must(has_left.wait(60))
+        put_on(action)
+
+    goes, comes = Gate(), Gate()
+    monkeypatch.setattr(updates, "_watchers", ())
+    goes.stand()
+    monkeypatch.setattr(updates, "_switching", Told())
+    monkeypatch.setattr(updates, "_living", left)
+    monkeypatch.setattr(updates.graphs, "put_on", halfway)
+    goes.remove()
+    has_left.set()
+    must(comers, "nobody has come meanwhile")
+    comers[0].join(60)
+    comes.stand()  # as its next save does
+    optimizer = stepped(nn.Parameter(torch.ones(2)))
+    optimizer.step()
+    assert comes.stepping.take() == [optimizer]
+    comes.remove()
+
+
+def test_a_child_that_is_forked_while_a_thread_puts_hooks_on_can_put_them_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pids, put_on, gate = list[int](), updates.graphs.put_on, Gate()
+
+    def forks(action: Any) -> None:
+        if not pids:
+            forker = threading.Thread(target=fork)
+            forker.start()
+            forker.join(60)
+        put_on(action)
+
+    def fork() -> None:
+        if pid := os.fork():
+            pids.append(pid)
+            return
+        are_free = [each.acquire(timeout=1) for each in (updates._guard, updates._switching)]
+        os._exit(0 if all(are_free) else 3)
+
+    monkeypatch.setattr(updates.graphs, "put_on", forks)
+    gate.stand()
+    gate.remove()
+    must(pids, "nothing was forked")
+    assert os.waitpid(pids[0], 0)[1] == 0
 
 
 def test_a_save_leaves_the_collector_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

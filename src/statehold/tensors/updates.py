@@ -65,21 +65,23 @@ class Watcher(Protocol):
 
 
 _guard = threading.RLock()  # the collector may end a Checkpointer inside
+_switching = threading.RLock()  # who puts the hooks on or takes them off: it is all or none
 _watchers: tuple[weakref.ref[Watcher], ...] = ()
 
 
 def watch(watcher: Watcher) -> None:
     """Ask `watcher` before every update from now on. On the thread that trains."""
     global _watchers, _asks_ahead
-    with _guard:
-        if watcher not in _living():
-            _watchers = (*_watchers, weakref.ref(watcher))
-        elif _asks_ahead:  # all of it is on, as at every save but the first
-            return
-    hook.put_on(_before_step)
-    graphs.put_on(_ask)
-    _wrapping.put_on()
-    _asks_ahead = True
+    with _switching:
+        with _guard:
+            if watcher not in _living():
+                _watchers = (*_watchers, weakref.ref(watcher))
+            elif _asks_ahead:  # all of it is on, as at every save but the first
+                return
+        hook.put_on(_before_step)
+        graphs.put_on(_ask)
+        _wrapping.put_on()
+        _asks_ahead = True
 
 
 def why_unseen() -> list[str]:
@@ -91,12 +93,13 @@ def why_unseen() -> list[str]:
 def unwatch(watcher: Watcher) -> None:
     """Ask it no more. On the thread that trains."""
     global _asks_ahead
-    unwatch_later(watcher)
-    if not _living():
-        hook.action = None
-        graphs.take_off()
-        _wrapping.take_off()
-        _asks_ahead = False
+    with _switching:
+        unwatch_later(watcher)
+        if not _living():
+            hook.action = None
+            graphs.take_off()
+            _wrapping.take_off()
+            _asks_ahead = False
 
 
 def unwatch_later(watcher: Watcher) -> None:
@@ -171,8 +174,9 @@ def _ahead(call: Callable[[], Any], storage: Any) -> Any:
 
 
 def _forget() -> None:
-    global _asks_ahead, _captures
+    global _asks_ahead, _captures, _guard, _switching
     _asks_ahead, _captures = False, ()
+    _guard, _switching = threading.RLock(), threading.RLock()  # a thread may have held those
 
 
 os.register_at_fork(after_in_child=_forget)
