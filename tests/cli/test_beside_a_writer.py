@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.conftest import Asked
 from statehold.cli import checking
 from statehold.cli import places as files
 from statehold.reading import places
@@ -78,6 +79,16 @@ def test_a_step_that_is_saved_again_meanwhile(run, ask, monkeypatch, again, comm
     told.pop("steps", None)  # which say how long it took
     alone.pop("steps", None)
     assert alone == told
+
+
+def test_verify_reads_the_directory_that_it_is_given_and_no_other(run: Path, ask: Asked) -> None:
+    """A save that was stopped has left the step before it under another name."""
+    step = run / "step-000000000002"
+    left = step.with_name(f"{step.name}.replaced")
+    shutil.copytree(step, left)
+    file = next(left.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert [ask("verify", each)[0] for each in (step, left)] == [0, 1]
 
 
 @pytest.mark.parametrize("command", ["tensor", "diff", "verify"])

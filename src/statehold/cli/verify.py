@@ -134,16 +134,19 @@ class _Damage(StateholdError):
 
 def _verify(fs: Fs, place: StepPlace, reader: SpanReader) -> CheckReport | None:
     """The findings in one save of a step; None if it was retired meanwhile."""
-    final = place.directory.removesuffix(REPLACED)
+    named, final = place.directory, place.directory.removesuffix(REPLACED)
+
+    def now() -> str:  # a writer may be giving it its other name
+        return named if fs.is_dir(named) else where(fs, final)
 
     def look() -> CheckReport:
-        report = _read_all(fs, replace(place, directory=where(fs, final)), reader)
+        report = _read_all(fs, replace(place, directory=now()), reader)
         if not report.is_intact:
             raise _Damage(report)
         return report
 
     try:
-        return look_beside_a_writer(look, lambda: directory_id(where(fs, final)), final)
+        return look_beside_a_writer(look, lambda: directory_id(now()), final)
     except _Damage as found:
         return found.report
 
