@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from statehold.errors import MissingFileError, PeerFailedError
+from statehold.errors import MissingFileError, PeerFailedError, UnsupportedValueError
 from statehold.integrations.dcp import StorageReader, StorageWriter, restore_stock, writer
 from support.faults import DEADLINE_S, must
 
@@ -525,6 +525,25 @@ def check_stock_error_of_one_rank(rank: int, world_size: int, directory: Path) -
     except RuntimeError as error:
         caught = error
     must("single memory location" in str(caught), caught)
+    must("rank 1 could not" in str(getattr(caught, "__notes__", "rank 1 could not")), caught)
+
+
+def check_stock_refuses_before_it_fills(rank: int, world_size: int, directory: Path) -> None:
+    """A tensor that has no place in the checkpoint is refused while nothing is filled."""
+    path = directory / "weights.pt"
+    if rank == 0:
+        directory.mkdir()
+        torch.save({"first": torch.ones(4), "sums": torch.ones(4)}, path)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (world_size,))
+    first, sums = torch.zeros(4), DTensor.from_local(torch.zeros(4), mesh, [Partial()])
+    caught = None
+    try:
+        restore_stock(path, {"first": first, "sums": sums})
+    except UnsupportedValueError as error:
+        caught = error
+    must(caught is not None and caught.facts["rank"] == 0, caught)
+    must(not first.any(), "a tensor was filled before the refusal")
 
 
 # -- use_collectives=False -------------------------------------------------------------------------

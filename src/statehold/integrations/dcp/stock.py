@@ -30,7 +30,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from statehold.errors import CorruptionError, StateMismatchError
+from statehold.errors import CorruptionError, StateholdError, StateMismatchError, annotate
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.dcp.machine import rank_and_world
 from statehold.integrations.formats import untrusted
@@ -116,17 +116,20 @@ def restore_stock(
 
 def _on_all_ranks(read: Callable[[], None]) -> None:
     """An error of a rank is raised on all ranks: none goes on with a state that others lack."""
+    if (world := rank_and_world()[1]) == 1:
+        read()
+        return
     fault: Exception | None = None
     try:
         read()
     except Exception as error:
         fault = error
-    faults, world = [fault], rank_and_world()[1]
-    if world > 1:
-        faults = [None] * world
-        distributed.all_gather_object(faults, fault)
-    for each in filter(None, faults):
-        raise each
+    faults: list[Exception | None] = [None] * world
+    distributed.all_gather_object(faults, fault)
+    for number, each in enumerate(faults):
+        if each is not None:
+            annotate(each, f"rank {number} could not read the checkpoint")
+            raise each.with_fact("rank", number) if isinstance(each, StateholdError) else each
 
 
 # -- matching -----------------------------------------------------------------------------------
@@ -446,9 +449,9 @@ class _ForeignReader:
         """Read values (None), and fill tensors, by their names in the checkpoint."""
         for name in (name for name, live in targets.items() if live is None):
             self.objects[name] = self.value_of(name)
-        for name, live in targets.items():  # nothing was filled before
-            for target, box in () if live is None else _parts_of(live, name):
-                _copy_box(self.entries[name], box, target)
+        parts = [(name, *part) for name in targets for part in _parts_of(targets[name], name)]
+        for name, target, box in parts:  # nothing was filled before
+            _copy_box(self.entries[name], box, target)
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
@@ -478,12 +481,13 @@ def _containers(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of(live: Any, path: str) -> Iterator[tuple[torch.Tensor, Box]]:
-    """The memory of this rank for a tensor, and the boxes that belong there."""
+    """The memory of this rank for a tensor, and the boxes that belong there. None for a value."""
+    mesh = getattr(live, "device_mesh", None)
     if isinstance(live, ShardedTensor):
         for shard in live.local_shards():
             at = shard.metadata
             yield shard.tensor.detach(), Box(tuple(at.shard_offsets), tuple(at.shard_sizes))
-    elif not isinstance(live, DTensor) or live.device_mesh.get_coordinate() is not None:
+    elif live is not None and (mesh is None or mesh.get_coordinate() is not None):
         rank, world = rank_and_world()
         local = local_of(live).detach()
         place = placed(live, path, rank if world > 1 else None)
