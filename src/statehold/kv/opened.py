@@ -289,11 +289,10 @@ def refuse_other_host(table: PageTable, lock: LockFile) -> None:
     """Raises RunBusyError if processes of another host, whose memory is not here, use a table, or
     if this one is new and they have another, which is lost."""
     if table.boot != boot() and not is_unused(lock):
-        text = "another host uses the store of pages"
-        hint = "give each host a directory on its own disk"
-        if table.is_new:
-            text = "processes that use the store of pages have an index that is lost"
-            hint = "end them: the next process makes the index again"
+        lost = "processes that use the store of pages have an index that is lost"
+        other = "another host uses the store of pages", "give each host a directory on its own disk"
+        again = "end them: the next process makes the index again"
+        text, hint = (lost, again) if table.is_new else other
         raise RunBusyError(text, facts={"path": os.path.dirname(lock.path)}, hint=hint)
 
 

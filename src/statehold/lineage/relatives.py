@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from statehold.errors import StateholdError, StepNotFoundError
-from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
+from statehold.format.entries import sha256
 from statehold.format.graphs import models_in
-from statehold.format.saved import MANIFEST_NAME, open_step
+from statehold.format.saved import open_step
 from statehold.lineage.catalog import Candidate, Catalog
 from statehold.process.warn import logger
 from statehold.reading.places import file_system
@@ -93,27 +93,22 @@ def nearest(
         catalog = Catalog(catalog)
     digests = [each.digest for of in (graph.layers, graph.by_tensors) for each in of.layers]
     catalog.scan()
-    refuted = set[tuple[str, int]]()  # a manifest, and what it does not share after all
-    looks = LOOKS_MAX
-    while looks:
-        shared = catalog.sharing(graph.kind, digests)
-        found = [each for each in shared if (each.manifest, each.layers) not in refuted]
-        if not found:
+    for look in range(LOOKS_MAX):
+        found = catalog.sharing(graph.kind, digests)
+        for best in sorted(found, key=lambda each: _rank(each, metric, lowest), reverse=True):
+            shares = _layers_of(best, graph)
+            if shares == best.layers:
+                total = len(graph.layers.layers)
+                return Relative(best.run, best.step, best.layers, total, best.metrics)
+            if shares is None or not look:
+                break  # later the catalogue is new, so what is wrong is the record of the step
+        else:
             return None
-        best = max(found, key=lambda each: _rank(each, metric, lowest))
-        shares = _layers_of(best, graph)
-        if shares == best.layers:
-            total = len(graph.layers.layers)
-            return Relative(best.run, best.step, best.layers, total, best.metrics)
-        refuted.add((best.manifest, best.layers))
-        if shares is not None and looks < LOOKS_MAX:
-            continue  # the catalogue is new, so what is wrong is the record of the step
         logger.warning(
             "the catalogue %s is stale: step %d of %s has changed or is gone; making it again",
             catalog.file, best.step, best.run,
         )  # fmt: skip
         catalog.rebuild()
-        looks -= 1
     facts = {"directory": catalog.directory}
     raise StepNotFoundError("steps are deleted as fast as they are found", facts=facts)
 
@@ -129,10 +124,9 @@ def _layers_of(each: Candidate, graph: Graph) -> int | None:
     """How many layers the step shares; None if it has another manifest, or is gone."""
     shares = None
     with contextlib.closing(file_system()) as fs, contextlib.suppress(StateholdError):
-        directory = DirectoryShelf(fs, each.run).where(each.step)
-        raw = fs.read_file(f"{directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
-        if sha256(raw) == each.manifest:
+        shelf = DirectoryShelf(fs, each.run)
+        if sha256(shelf.manifest(each.step)) == each.manifest:
             shares = 0  # of a record that cannot be read
-            models = models_in(open_step(fs.read_file, directory, each.step, 0, 0))
-            shares = max((len(shared_with(graph, model)) for model in models), default=0)
+            step = open_step(fs.read_file, shelf.where(each.step), each.step, 0, 0)
+            shares = max((len(shared_with(graph, model)) for model in models_in(step)), default=0)
     return shares

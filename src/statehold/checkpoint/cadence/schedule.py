@@ -244,9 +244,8 @@ class Schedule:
                 under_way.add(self._names[0])
             self._costs.called(step, now_s, gate_s, frozenset(under_way))
         if self._timer is not None:
-            if self._failed == self.turns.due[-1]:
-                self._timer.given_up(None)
-            self._timer.go_on_from(self.turns.last_step)
+            is_lost = self._failed == self.turns.due[-1]  # then the level has an older step
+            self._timer.go_on_from(-1 if is_lost else self.turns.last_step)
             wanted = wanted or self._timer.is_due(step, now_s)
         is_due = self.turns.call(number, step, wanted=wanted)
         if is_due and self._timer is not None:
