@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import weakref
 from typing import Any, cast
@@ -125,7 +126,7 @@ def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hooks are on in the end, whatever thread takes them off or puts them on."""
-    lock, living, put_on = threading.RLock(), updates._living, updates.graphs.put_on
+    lock, put_on = threading.RLock(), updates.graphs.put_on
     has_come, has_left, comers = threading.Event(), threading.Event(), list[threading.Thread]()
 
     class Told:
@@ -139,13 +140,12 @@ def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
         def __exit__(self, *error: object) -> None:
             lock.release()
 
-    def left() -> list[Any]:
-        found = living()
-        if not found and not comers:  # the last one has left, and the hooks are still on
+    def taken_off(hook: Any, action: Any) -> None:
+        if action is None and not comers:  # the last one has left, and the hooks are still on
             comers.append(threading.Thread(target=comes.stand))
             comers[0].start()
             must(has_come.wait(60))
-        return found
+        vars(hook)["action"] = action
 
     def halfway(action: Any) -> None:
         if comers:
@@ -155,10 +155,11 @@ def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
 
     goes, comes = Gate(), Gate()
     monkeypatch.setattr(updates, "_watchers", ())
-    goes.stand()
-    monkeypatch.setattr(updates, "_switching", Told())
-    monkeypatch.setattr(updates, "_living", left)
+    monkeypatch.setattr(updates, "_switching", Told(), raising=False)
     monkeypatch.setattr(updates.graphs, "put_on", halfway)
+    goes.stand()
+    action = property(lambda hook: vars(hook)["action"], taken_off)
+    monkeypatch.setattr(updates.StepHook, "action", action, raising=False)
     goes.remove()
     has_left.set()
     must(comers, "nobody has come meanwhile")
@@ -173,22 +174,24 @@ def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
 def test_a_child_that_is_forked_while_a_thread_puts_hooks_on_can_put_them_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pids, put_on, gate = list[int](), updates.graphs.put_on, Gate()
+    forkers, pids, put_on = list[threading.Thread](), list[int](), updates.graphs.put_on
 
     def forks(action: Any) -> None:
-        if not pids:
-            forker = threading.Thread(target=fork)
-            forker.start()
-            forker.join(60)
+        if not forkers:
+            forkers.append(threading.Thread(target=fork))
+            forkers[0].start()
+            forkers[0].join(60)
         put_on(action)
 
     def fork() -> None:
         if pid := os.fork():
             pids.append(pid)
             return
-        are_free = [each.acquire(timeout=1) for each in (updates._guard, updates._switching)]
-        os._exit(0 if all(are_free) else 3)
+        signal.alarm(20)  # ends a child that waits for a thread of its parent
+        Gate().stand()
+        os._exit(0)
 
+    gate = Gate()
     monkeypatch.setattr(updates.graphs, "put_on", forks)
     gate.stand()
     gate.remove()
