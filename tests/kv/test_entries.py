@@ -75,7 +75,7 @@ def test_a_lost_table_is_made_again_without_the_headers_of_full_segments(
 def test_a_table_that_is_lost_while_processes_use_it_is_made_again_after_them(
     tmp_path: Path,
 ) -> None:
-    """The next one was told that another host uses the store."""
+    """PageStore() said before that another host uses the store."""
     with made(tmp_path) as store:
         put(store, *range(PAGES))
         (tmp_path / "index").unlink()
