@@ -20,7 +20,9 @@ from pathlib import Path
 
 import story_alone
 import story_offload
-from story import Demo, DemoError
+from story import Demo, DemoError, OtherArithmetic
+
+ATTEMPTS = 3  # while torch computes other bits from an equal state
 
 
 def parse(arguments: Sequence[str]) -> Demo:
@@ -87,28 +89,37 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--die-in-update"]:
         story_offload.train_until_killed(int(arguments[1]), arguments[2:])
         return 0
-    try:
-        demo = parse(arguments)
-        if demo.serving:
-            import story_serving
+    demo = parse(arguments)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            carry_out(demo)
+            return 0
+        except OtherArithmetic as error:
+            print(f"\nattempt {attempt} of {ATTEMPTS}: {error}", file=sys.stderr, flush=True)
+        except DemoError as error:
+            print(f"\nthe demo failed: {error}", file=sys.stderr)
+            return 1
+    return 1
 
-            story_serving.carry_out(demo)
-        elif demo.replicas:
-            import story_replicas  # imports torch, as story_ranks does
 
-            story_replicas.carry_out(demo)
-        elif demo.offload is not None:
-            story_offload.carry_out(demo)
-        elif demo.ranks == 1:
-            story_alone.carry_out(demo)
-        else:
-            import story_ranks  # which imports torch; the story of one process has no need of it
+def carry_out(demo: Demo) -> None:
+    """The story that was asked for. Those that import torch are imported when they are told."""
+    if demo.serving:
+        import story_serving
 
-            story_ranks.carry_out(demo)
-    except DemoError as error:
-        print(f"\nthe demo failed: {error}", file=sys.stderr)
-        return 1
-    return 0
+        story_serving.carry_out(demo)
+    elif demo.replicas:
+        import story_replicas
+
+        story_replicas.carry_out(demo)
+    elif demo.offload is not None:
+        story_offload.carry_out(demo)
+    elif demo.ranks == 1:
+        story_alone.carry_out(demo)
+    else:
+        import story_ranks
+
+        story_ranks.carry_out(demo)
 
 
 if __name__ == "__main__":

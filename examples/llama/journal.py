@@ -51,6 +51,7 @@ class StepRecord:
     loss_hex: str
     step_s: float
     blocked_s: float
+    began_with: str | None  # the checksum of the state before it, with --checksums
 
     @property
     def loss(self) -> float:
@@ -58,17 +59,22 @@ class StepRecord:
         return float.fromhex(self.loss_hex)
 
 
-def read_events(path: Path, event: str) -> Iterator[dict[str, Any]]:
-    """The records of one event, in the order in which they were written."""
+def read_events(path: Path, *events: str) -> Iterator[dict[str, Any]]:
+    """The records of these events, in the order in which they were written."""
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        if record["event"] == event:
+        if record["event"] in events:
             yield record
 
 
 def read_steps(path: Path) -> list[StepRecord]:
     """The training steps of a log, in the order in which they ran."""
-    return [
-        StepRecord(record["step"], record["loss"], record["step_s"], record["blocked_s"])
-        for record in read_events(path, "step")
-    ]
+    found, states = [], {}
+    for record in read_events(path, "step", "state"):
+        step = record["step"]
+        if record["event"] == "state":
+            states[step] = record["sha256"]
+            continue
+        timings = record["step_s"], record["blocked_s"]
+        found.append(StepRecord(step, record["loss"], *timings, states.get(step - 1)))
+    return found

@@ -57,10 +57,15 @@ def train_until_killed(kill_at: int, arguments: Sequence[str]) -> None:
 # -- the process that watches ------------------------------------------------------------------
 
 
+def _options(demo: Demo, run: Path, label: str) -> list[str]:
+    """The command line of train.py. The checksums tell a wrong state from other arithmetic."""
+    return [*demo.train_options(run, label), "--checksums"]
+
+
 def run_reference(demo: Demo) -> None:
     """Phase 1."""
     heading(1, "the reference: uninterrupted, saves nothing")
-    arguments = [*demo.train_options(demo.reference, "reference"), "--no-save"]
+    arguments = [*_options(demo, demo.reference, "reference"), "--no-save"]
     code = call("train.py", arguments)
     if code != 0:
         raise DemoError(f"the reference run ended with {code}")
@@ -71,7 +76,7 @@ def run_killed(demo: Demo) -> int:
     heading(
         2, f"the same, saving at every step, until it kills itself in a save (from {demo.kill_at})"
     )
-    arguments = ["--die-at", str(demo.kill_at), *demo.train_options(demo.run, "killed")]
+    arguments = ["--die-at", str(demo.kill_at), *_options(demo, demo.run, "killed")]
     code = call("demo.py", arguments)
     if code != -signal.SIGKILL:
         raise DemoError(f"the run should have died by SIGKILL in a save, and ended with {code}")
@@ -86,7 +91,7 @@ def run_resumed(demo: Demo, killed_in: int) -> int:
     """Phase 3: the same command to the end; the step it resumed from."""
     heading(3, "the same command again: resumes from the newest committed step")
     newest = committed_steps(demo.run)[-1]
-    arguments = demo.train_options(demo.run, "resumed")
+    arguments = _options(demo, demo.run, "resumed")
     code = call("train.py", arguments)
     if code != 0:
         raise DemoError(f"the resumed run ended with {code}")

@@ -110,8 +110,13 @@ class Trainer:
 
     @torch.no_grad()
     def checksum(self) -> str:
-        """Of every tensor of the model and its optimizer, whole: the same on however many ranks."""
+        """Of every tensor of the model and its optimizer, whole, and of the position in the data.
+
+        It is the same on however many ranks.
+        """
         found = hashlib.sha256()
+        position = self.loader.state_dict()
+        found.update(f"{position['epoch']} {position['position']}\n".encode())
         kept = state_of(self.optimizer)
         for name, parameter in self.model.named_parameters():
             of_optimizer = kept.get(parameter, {})

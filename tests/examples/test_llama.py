@@ -220,6 +220,55 @@ def test_the_demo_dies_in_a_save_and_loses_nothing(llama, tmp_path, monkeypatch,
         llama.story.compare(demo)
 
 
+def logged(path: Path, losses: dict[int, float], states: dict[int, str]) -> Path:
+    """A log as train.py writes it: the state of a step, then its loss."""
+    records: list[dict[str, Any]] = []
+    for step in sorted({*losses, *states}):
+        if step in states:
+            records.append({"event": "state", "step": step, "sha256": states[step]})
+        if step in losses:
+            loss = losses[step].hex()
+            records.append({"event": "step", "step": step, "loss": loss, "step_s": 1.0,
+                            "blocked_s": 0.0})  # fmt: skip
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("states", "kind"),
+    [
+        ({0: "a", 1: "b", 2: "other"}, "OtherArithmetic"),
+        ({0: "a", 1: "wrong", 2: "c"}, "DemoError"),  # the state was wrong before the loss was
+        ({0: "a"}, "DemoError"),  # nobody knows
+        ({}, "DemoError"),
+    ],
+)
+def test_another_loss_from_an_equal_state_is_not_a_wrong_restore(llama, tmp_path, states, kind):
+    reference = logged(tmp_path / "a", {1: 3.0, 2: 2.0}, {0: "a", 1: "b", 2: "c"})
+    other = logged(tmp_path / "b", {1: 3.0, 2: 2.5}, states)
+    with pytest.raises(llama.story.DemoError, match="1 of 2 losses differ") as caught:
+        llama.story.same_losses(reference, other)
+    assert type(caught.value).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "status"), [("DemoError", 1, 1), ("OtherArithmetic", 3, 1), (None, 1, 0)]
+)
+def test_the_demo_starts_over_only_where_torch_computed_other_bits(
+    llama, monkeypatch, error, told, status
+):
+    stories = []
+
+    def carry_out(demo: Any) -> None:
+        stories.append(demo)
+        if error:
+            raise getattr(llama.story, error)("as told")
+
+    monkeypatch.setattr(llama.demo, "carry_out", carry_out)
+    assert llama.demo.main(["--steps", "4"]) == status
+    assert len(stories) == told
+
+
 def test_the_demo_removes_nothing_but_demos(llama, tmp_path):
     (tmp_path / "thesis.tex").touch()
     demo = llama.story.Demo(out=tmp_path, steps=6, kill_at=3, options=())

@@ -111,7 +111,7 @@ def test_every_number_of_ranks_divides_the_batch(llama, tmp_path, ranks):
 
 def test_a_run_too_short_to_settle_is_still_measured(llama):
     measured = llama.report.Measured([], [], [], starts=[0, 2])
-    steps = [llama.journal.StepRecord(step, (1.0).hex(), 0.1, 0.0) for step in (1, 2, 3, 4)]
+    steps = [llama.journal.StepRecord(step, (1.0).hex(), 0.1, 0.0, None) for step in (1, 2, 3, 4)]
     assert measured.settled(steps, measured.starts) == steps
     assert [each.step for each in measured.settled(steps, [0])] == [3, 4]
 
