@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def carry_out(demo: Demo) -> None:
-    """The story that was asked for. Those that import torch are imported when they are told."""
+    """Tell the story that was asked for. It is imported here if it imports torch."""
     if demo.serving:
         import story_serving
 
