@@ -397,10 +397,25 @@ def test_what_was_not_committed_does_not_count(tmp_path: Path) -> None:
 
 
 def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:
-    fit(tmp_path / "run", max_epochs=1)
+    out = tmp_path / "run"
+    fit(out, max_epochs=1)
+    Checkpoint(out / "other.ckpt").announce(str(out), 99)  # another job is saving
     with pytest.raises(UsageError, match="has steps already"):
-        fit(tmp_path / "run")
-    fit(tmp_path / "run", "last")  # everything was given back
+        fit(out)
+    assert (out / "other.ckpt").exists()
+    fit(out, "last")  # everything was given back
+
+
+def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> None:
+    def steps() -> list[str]:
+        return [path.name[-1] for path in sorted((tmp_path / "run").glob("step-*"))]
+
+    fit(tmp_path / "run", saves={"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"})
+    older, never = tmp_path / "run/step=6.ckpt", {"every_n_train_steps": 100}
+    assert len(fit(tmp_path / "run", older, saves=never)[0].seen) == 2
+    assert steps() == ["6", "7", "8"]
+    fit(tmp_path / "run", older, saves={"every_n_train_steps": 1}, max_steps=7)
+    assert steps() == ["6", "7"]
 
 
 # -- which checkpoints stay ------------------------------------------------------------------------
