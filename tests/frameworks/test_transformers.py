@@ -251,6 +251,19 @@ def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> 
     assert (steps(), folders(out)) == ([1, 2], ["checkpoint-1", "checkpoint-2"])
 
 
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    """Such as one of DeepSpeed, which has its weights in a format of its own."""
+    out = tmp_path / "out"
+    for step in (8, 9):
+        (out / f"checkpoint-{step}").mkdir(parents=True)
+        (out / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+    (out / "checkpoint-9/global_step9").mkdir()
+    with pytest.raises(StepNotFoundError):
+        trainer(out).train(resume_from_checkpoint=str(out / "checkpoint-9"))
+    trainer(out, max_steps=1).train()
+    assert folders(out) == ["checkpoint-1", "checkpoint-9"]
+
+
 @pytest.mark.thorough
 def test_a_folder_that_a_person_has_deleted_does_not_count(tmp_path: Path) -> None:
     out = tmp_path / "out"
