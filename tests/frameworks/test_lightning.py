@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 import statehold  # noqa: E402
 from statehold import _core  # noqa: E402
 from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
-from statehold.integrations.lightning import StateholdCallback  # noqa: E402
+from statehold.integrations.lightning import StateholdCallback, checkpoints  # noqa: E402
 from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
 from statehold.integrations.lightning.strategy import Finisher  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
@@ -482,6 +483,40 @@ def test_a_path_that_was_removed_after_the_resumed_step_stays(tmp_path: Path) ->
     assert path.exists()
     settle(str(tmp_path), 4)
     assert path.exists(), "the note is of a training that has not happened"
+
+
+def test_a_note_that_a_power_cut_has_emptied_leads_to_the_run(tmp_path: Path) -> None:
+    stopped(tmp_path, 5)
+    shutil.rmtree(tmp_path / "last.ckpt.steps/step-000000000005")  # nor was that on the disk
+    (tmp_path / "last.ckpt.steps/step-000000000005.json").write_bytes(b"")
+    assert [step for _, step, _ in fit(tmp_path, "last")[0].seen] == [5, 6, 7]
+
+
+def test_weights_that_a_kill_has_cut_off_take_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = b"half of the weights"
+
+    def killed(values: Any, new: Any) -> None:
+        Path(new).write_bytes(half)
+        raise Stop
+
+    fit(tmp_path, max_epochs=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "torch_save", killed)
+        patched.setattr(os, "unlink", lambda _: None)
+        patched.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(Stop):
+            Checkpoint(tmp_path / "last.ckpt").write({})
+    fit(tmp_path, "last")
+    assert half not in [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_directory_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.steps").mkdir()
+    (tmp_path / "mine.steps/notes.txt").write_text("of a person")
+    settle(str(tmp_path), 3)
+    assert (tmp_path / "mine.steps/notes.txt").exists()
 
 
 def test_a_removed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:
