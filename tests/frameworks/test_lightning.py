@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 import statehold  # noqa: E402
 from statehold import _core  # noqa: E402
 from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
-from statehold.integrations.lightning import StateholdCallback  # noqa: E402
+from statehold.integrations.lightning import StateholdCallback, checkpoints  # noqa: E402
 from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
 from statehold.integrations.lightning.strategy import Finisher  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
@@ -397,10 +398,25 @@ def test_what_was_not_committed_does_not_count(tmp_path: Path) -> None:
 
 
 def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:
-    fit(tmp_path / "run", max_epochs=1)
+    out = tmp_path / "run"
+    fit(out, max_epochs=1)
+    Checkpoint(out / "other.ckpt").announce(str(out), 99)  # another job is saving
     with pytest.raises(UsageError, match="has steps already"):
-        fit(tmp_path / "run")
-    fit(tmp_path / "run", "last")  # everything was given back
+        fit(out)
+    assert (out / "other.ckpt").exists()
+    fit(out, "last")  # everything was given back
+
+
+def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> None:
+    def steps() -> list[str]:
+        return [path.name[-1] for path in sorted((tmp_path / "run").glob("step-*"))]
+
+    fit(tmp_path / "run", saves={"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"})
+    older, never = tmp_path / "run/step=6.ckpt", {"every_n_train_steps": 100}
+    assert len(fit(tmp_path / "run", older, saves=never)[0].seen) == 2
+    assert steps() == ["6", "7", "8"]
+    fit(tmp_path / "run", older, saves={"every_n_train_steps": 1}, max_steps=7)
+    assert steps() == ["6", "7"]
 
 
 # -- which checkpoints stay ------------------------------------------------------------------------
@@ -467,6 +483,40 @@ def test_a_path_that_was_removed_after_the_resumed_step_stays(tmp_path: Path) ->
     assert path.exists()
     settle(str(tmp_path), 4)
     assert path.exists(), "the note is of a training that has not happened"
+
+
+def test_a_note_that_a_power_cut_has_emptied_leads_to_the_run(tmp_path: Path) -> None:
+    stopped(tmp_path, 5)
+    shutil.rmtree(tmp_path / "last.ckpt.steps/step-000000000005")  # nor was that on the disk
+    (tmp_path / "last.ckpt.steps/step-000000000005.json").write_bytes(b"")
+    assert [step for _, step, _ in fit(tmp_path, "last")[0].seen] == [5, 6, 7]
+
+
+def test_weights_that_a_kill_has_cut_off_take_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = b"half of the weights"
+
+    def killed(values: Any, new: Any) -> None:
+        Path(new).write_bytes(half)
+        raise Stop
+
+    fit(tmp_path, max_epochs=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "torch_save", killed)
+        patched.setattr(os, "unlink", lambda _: None)
+        patched.setattr(os, "getpid", lambda: 1)
+        with pytest.raises(Stop):
+            Checkpoint(tmp_path / "last.ckpt").write({})
+    fit(tmp_path, "last")
+    assert half not in [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_directory_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.steps").mkdir()
+    (tmp_path / "mine.steps/notes.txt").write_text("of a person")
+    settle(str(tmp_path), 3)
+    assert (tmp_path / "mine.steps/notes.txt").exists()
 
 
 def test_a_removed_checkpoint_gives_its_space_back(tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ from transformers import (  # noqa: E402
 )
 
 import statehold  # noqa: E402
-from statehold.errors import StateMismatchError, StepNotFoundError, UsageError  # noqa: E402
+from statehold.errors import (  # noqa: E402
+    ChecksumError,
+    StateMismatchError,
+    StepNotFoundError,
+    UsageError,
+)
 from statehold.integrations.transformers import (  # noqa: E402
     Exporter,
     StateholdTrainer,
@@ -218,6 +223,45 @@ def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     assert same_weights(back.model, whole.model)
     with pytest.raises(StepNotFoundError, match="no committed step"):
         trainer(out).train(resume_from_checkpoint=str(out / "checkpoint-77"))
+
+
+def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def back(**changes: Any) -> None:
+        trainer(out, **changes).train(resume_from_checkpoint=str(out / "checkpoint-1"))
+
+    def steps() -> list[int]:
+        with statehold.Checkpointer(out) as ckpt:
+            return ckpt.steps()
+
+    trainer(out, max_steps=3).train()
+    with pytest.raises(StateMismatchError):
+        back(optim="sgd")
+    back(save_strategy="no", max_steps=2)
+    assert (steps(), len(folders(out))) == ([1, 2, 3], 3)
+    (data,) = (out / "step-000000000001").glob("*.safetensors")
+    content = data.read_bytes()
+    data.write_bytes(content[:-100] + bytes(100))
+    with pytest.raises(ChecksumError):
+        back()
+    assert (steps(), len(folders(out))) == ([1, 2, 3], 3)
+    data.write_bytes(content)
+    back(max_steps=2)
+    assert (steps(), folders(out)) == ([1, 2], ["checkpoint-1", "checkpoint-2"])
+
+
+def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
+    """Such as one of DeepSpeed, which has its weights in a format of its own."""
+    out = tmp_path / "out"
+    for step in (8, 9):
+        (out / f"checkpoint-{step}").mkdir(parents=True)
+        (out / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+    (out / "checkpoint-9/global_step9").mkdir()
+    with pytest.raises(StepNotFoundError):
+        trainer(out).train(resume_from_checkpoint=str(out / "checkpoint-9"))
+    trainer(out, max_steps=1).train()
+    assert folders(out) == ["checkpoint-1", "checkpoint-9"]
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
-"""Ranks of torchtitan that train its smallest model: python titan_ranks.py option|example OUT
+"""Ranks of torchtitan that train its smallest model: python titan_ranks.py option|example OUT ...
 
-option: the checkpointer is chosen by --override.imports; example: by examples/titan.py.
+option: the checkpointer is chosen by --override.imports; example: by examples/titan.py. After OUT
+come more options of torchtitan.
 
 The Trainer, the model, FSDP2, the data and the checkpointer are torchtitan's (0.3.0). What it
 cannot do without a GPU is replaced here: it takes "cuda" for the device where it finds none; its
@@ -103,10 +104,11 @@ def assets(folder: Path) -> list[str]:
     return [f"--hf-assets-path={folder}", f"--dataloader.dataset-path={data}"]
 
 
-def main(way: str, out: str) -> None:
+def main(way: str, out: str, *more: str) -> None:
     without_a_gpu()
     losses = recorded_losses()
-    options = [*SMALL, *assets(Path(f"{out}.assets-{os.environ['RANK']}")), f"--dump-folder={out}"]
+    text = assets(Path(f"{out}.assets-{os.environ['RANK']}"))
+    options = [*SMALL, *text, f"--dump-folder={out}", *more]
     if way == "example":
         sys.argv = [str(EXAMPLE), *options]
         sys.path.insert(0, str(EXAMPLE.parent))

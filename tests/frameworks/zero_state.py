@@ -213,6 +213,19 @@ def methods(engine: Any, run: str) -> None:
     with pytest.raises(StepNotFoundError):
         engine.load_checkpoint(run, "missing")
     fails_once(engine, run)
+    weights_alone(engine, f"{run}/alone")
+
+
+def weights_alone(engine: Any, run: str) -> None:
+    """No training goes on from a step whose weights were loaded alone: none is discarded."""
+    for tag in ("old", "new"):
+        train(engine)
+        engine.save_checkpoint(run, tag)
+    engine.load_checkpoint(run, "old", load_module_only=True)
+    train(engine)
+    engine.save_checkpoint(run, "newest")
+    for tag in ("new", "newest"):
+        engine.load_checkpoint(run, tag)
 
 
 def fails_once(engine: Any, run: str) -> None:

@@ -140,6 +140,25 @@ def test_room_that_others_take_meanwhile_is_an_error_and_no_signal(small, monkey
     assert not list(small.iterdir())
 
 
+def test_room_that_other_ranks_take_meanwhile_is_found_elsewhere(tmp_path, monkeypatch) -> None:
+    first, second, allocate = tmp_path / "first", tmp_path / "second", os.posix_fallocate
+    first.mkdir()
+    second.mkdir()
+
+    def full(fd: int, *extent: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(first)):
+            raise OSError(errno.ENOSPC, "full")
+        allocate(fd, *extent)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    near = NearFiles([str(first), str(second)])
+    path = Path(near.bring(1, NAME, len(FAR), None, Far()))
+    assert path.is_relative_to(second)
+    assert path.read_bytes() == FAR
+    assert not list(first.iterdir())
+    near.close()
+
+
 def test_a_directory_that_is_gone_is_an_error_with_a_name(tmp_path) -> None:
     with pytest.raises(StorageError):
         NearFiles([str(tmp_path / "nothing")]).bring(1, NAME, 10, None, Far())

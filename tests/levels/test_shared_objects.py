@@ -140,6 +140,19 @@ def test_what_a_dead_job_left_is_swept(tmp_path: Path) -> None:
     run.check()
 
 
+def test_what_others_have_beside_the_objects_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    folder = run.bucket / "llama" / SHARED
+    folder.mkdir(parents=True)
+    theirs = [folder / name for name in ("tokenizer.json", "base.safetensors")]
+    for each in theirs:
+        each.write_bytes(b"not of a run")
+    for step in (1, 2):
+        run.save(step)
+    assert all(each.exists() for each in theirs)
+    run.check()
+
+
 def test_nothing_is_deleted_when_a_reference_is_damaged(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=1)
     run.save(1)

@@ -213,6 +213,20 @@ def test_an_upload_that_fails_in_the_middle_leaves_nothing(
     assert steps.has(1, ATTEMPT, NAME, len(DATA))
 
 
+def test_an_upload_whose_last_answer_is_lost_is_there_for_the_next_copy(
+    steps: ObjectSteps, proxy: s3.Proxy
+) -> None:
+    """It is no damage, for which a copy deletes what is there, and an agent takes an older step."""
+    faults = iter(["lose", "ended"])
+    proxy.fault = lambda method, target: (
+        next(faults, None) if method == "POST" and "uploadId=" in target else None
+    )
+    with pytest.raises(StorageError):
+        upload(steps)
+    assert proxy.fired == {"lose": 1, "ended": 1}
+    assert steps.has(1, ATTEMPT, NAME, len(DATA))
+
+
 @pytest.mark.thorough
 def test_a_commit_whose_answer_is_lost_counts(
     steps: ObjectSteps, hasty: ObjectSteps, proxy: s3.Proxy

@@ -40,7 +40,11 @@ SKEWED = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Length: 49\r\nConnection: close\r\n\r\n"
     b"<Error><Code>RequestTimeTooSkewed</Code></Error>\n"
 )
-REFUSALS = {"busy": BUSY, "denied": DENIED, "skewed": SKEWED}
+ENDED = (
+    b"HTTP/1.1 404 Not Found\r\nContent-Length: 41\r\nConnection: close\r\n\r\n"
+    b"<Error><Code>NoSuchUpload</Code></Error>\n"
+)
+REFUSALS = {"busy": BUSY, "denied": DENIED, "skewed": SKEWED, "ended": ENDED}
 Fault = Callable[[str, str], "str | None"]
 
 
@@ -81,6 +85,7 @@ class Proxy:
 
     "drop": the connection ends without an answer; "reset": it is reset; "lose": the request is
     carried out, its answer is lost; "busy", "denied", "skewed": 503, 403, 403 because of the clock;
+    "ended": 404, as stores say of an upload that was put together before;
     "truncate": half of the answer's body; "cut": the connection ends in the middle of the request's
     body; "stall": no answer, until the proxy is closed; "whole": the whole object, whatever range
     is asked for.

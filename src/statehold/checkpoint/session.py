@@ -182,7 +182,7 @@ class Session:
 
         Raises StepNotFoundError if `step` is not there, because the run could be left without one.
         A level that cannot be reached fails the call before any level has lost a step.
-        is_elsewhere: the state was loaded from a copy that does not belong to the run.
+        is_elsewhere: the state may have been loaded from a copy that does not belong to the run.
         """
         called(self.peers, f"rewind({step})", lambda: None)
         with self.levels.protected(step):  # from the saves and copies that are under way

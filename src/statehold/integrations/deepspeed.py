@@ -33,9 +33,8 @@ from statehold.errors import (
     UnsupportedValueError,
     UsageError,
 )
-from statehold.integrations.trained import check_names, persistent_buffers
+from statehold.integrations.trained import check_names, discard_newer, persistent_buffers
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
-from statehold.process.warn import logger
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
 from statehold.tensors.placements import Piece
@@ -536,11 +535,8 @@ def _run(name: str, at: int, numel: int, size: int, mesh: Mesh) -> PartitionRun:
 def _cut_equally(optimizer: Any, index: int, names: dict[int, str]) -> Partition:
     layout, runs, at = _split(mesh_of(optimizer.dp_process_group)), [], 0
     for parameter in optimizer.fp16_groups[index]:
-        name, numel, size = (
-            name_of(parameter, names),
-            parameter.ds_numel,
-            parameter.partition_numel(),
-        )
+        name, numel = name_of(parameter, names), parameter.ds_numel
+        size = parameter.partition_numel()
         if size != math.ceil(numel / len(layout.mesh.ranks)):
             raise UnsupportedValueError(
                 "ZeRO-3 cuts a parameter in a way that is not known",
@@ -615,9 +611,7 @@ class _Methods:
             )
         key, step = str(save_dir), self._engine.global_steps
         ckpt = self._opened(key)
-        if (loaded := self._loaded.pop(key, None)) is not None and ckpt.steps()[-1] > loaded:
-            logger.warning("training goes on from step %d: the newer steps are discarded", loaded)
-            ckpt.rewind(loaded)
+        discard_newer(ckpt, self._loaded.pop(key, None))
         name = f"global_step{step}" if tag is None else str(tag)
         state = {**self._state, CLIENT: dict(client_state or {}), TAG: name}
         self._last[key] = ckpt.save(step, state, force=True)
@@ -652,7 +646,7 @@ class _Methods:
         only = ["model", "fp32", CLIENT] if load_module_only else None
         chosen = None if tag is None else self._step_of(ckpt, str(tag), load_dir)
         step = ckpt.restore(state, chosen, only=only, skip=skip or None)
-        if step is not None:
+        if step is not None and not load_module_only:  # of weights alone, nothing goes on
             self._loaded[key] = step
         return f"{load_dir}/{step}", client
 

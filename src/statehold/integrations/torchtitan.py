@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.errors import UsageError
-from statehold.integrations.trained import check_names
+from statehold.integrations.trained import check_names, discard_newer
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Gated
 
@@ -45,6 +45,7 @@ class StateholdCheckpointManager(CheckpointManager):
         super().__init__(replace(config, keep_latest_k=0, async_mode="disabled"), **built)
         if self.enable:
             self._rng = Rng()
+            self._loaded: int | None = None  # until the first save
             self._ckpt = self.checkpointer(self.folder, config.keep_latest_k or None)
             self._model = _Model(self.states[MODEL].model)
 
@@ -64,6 +65,8 @@ class StateholdCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        loaded, self._loaded = self._loaded, None
+        discard_newer(self._ckpt, loaded)
         if last_step and self.last_save_model_only:
             self._save_last_step(curr_step)  # calls dcp_save()
         else:
@@ -97,15 +100,12 @@ class StateholdCheckpointManager(CheckpointManager):
         steps = self._ckpt.steps()
         if not steps or step not in (-1, *steps):
             return self._load_initially(step)
-        newer = [each for each in steps if step != -1 and each > step]
-        if newer:
-            logger.warning("Step %d is loaded, and %d newer ones are discarded.", step, len(newer))
-            self._ckpt.rewind(step)
         is_seed = (steps[-1] if step == -1 else step) == 0
         wanted = None if step == -1 else step
         # Without a step, so that a damaged one is set aside, and the one before it is loaded.
         found = self._ckpt.restore(self._state(), wanted, **self._chosen(is_seed))
         logger.info("Loaded step %s of %s.", found, self.folder)
+        self._loaded = wanted
         return True
 
     def _load_initially(self, step: int) -> bool:

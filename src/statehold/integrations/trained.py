@@ -1,7 +1,8 @@
 """Which tensors of a model go into a step: all of them, or all but the frozen base of a peft model.
 
-Owns: that choice; the names that an object of a framework has, against those of a step; a step that
-stays after its run has retired it.
+Owns: that choice; the names that an object of a framework has, against those of a step. When a
+training that goes back to an older step discards the newer ones. A step that stays after its run
+has retired it.
 Invariants: a step holds every adapter of a peft model, and any other model as a whole. The frozen
 base comes from where the script takes it, so a step does not hold it. Any other frozen parameter
 may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.errors import StateMismatchError
+from statehold.process.warn import logger
 
 
 def trained_part(
@@ -88,6 +90,19 @@ def check_names(where: str, expected: Iterable[str], got: Iterable[Any]) -> None
         "only in the step": ", ".join(sorted(there - here)[:5]) or "nothing",
     }
     raise StateMismatchError("the state and the step differ; nothing was changed", facts=facts)
+
+
+# -- an older step ---------------------------------------------------------------------------------
+# The newer steps go when the first save comes, and not when the older step is loaded. It may turn
+# out to be damaged, or not to fit, and a training that saves nothing discards nothing.
+
+
+def discard_newer(ckpt: Checkpointer, step: int | None) -> None:
+    """All ranks, before a save: discard what is newer than the step that was loaded, if one was."""
+    newer = [] if step is None else [each for each in ckpt.steps() if each > step]
+    if step is not None and newer:
+        logger.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
+        go_on_from(ckpt, step)
 
 
 # -- the end of a process --------------------------------------------------------------------------

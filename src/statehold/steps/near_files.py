@@ -11,6 +11,7 @@ Not here: how ranges are fetched (objects, levels/hosts/remote), which ranges (r
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
@@ -58,12 +59,8 @@ class NearFiles:
         """
         self._drop(step, name)
         wanted = coalesced([(0, nbytes)] if needed is None else needed)
-        folder = self._folder_for(sum(end - begin for begin, end in wanted))
-        with self._guard:
-            self._folders[step, name] = folder
-        path = f"{folder}/{name}"
         try:
-            memory = _allocated(path, nbytes, wanted)
+            path, memory = self._room_for(step, name, nbytes, wanted)
             fetch([(begin, memory[begin:end]) for begin, end in wanted])
         except BaseException:
             self._drop(step, name)
@@ -104,15 +101,23 @@ class NearFiles:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _folder_for(self, nbytes: int) -> str:
-        """A new directory with space for so many bytes."""
+    def _room_for(
+        self, step: int, name: str, nbytes: int, wanted: Sequence[Range]
+    ) -> tuple[str, memoryview]:
+        """A new file with storage for the ranges, where there is space: its path, and memory."""
+        needed = sum(end - begin for begin, end in wanted)
         for directory in self._directories:
-            with contextlib.suppress(OSError):
-                if free_bytes(directory) > nbytes:
-                    return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
+            with contextlib.suppress(OSError, NoSpaceError):  # other ranks take space, too
+                if free_bytes(directory) > needed:
+                    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
+                    with self._guard:
+                        self._folders[step, name] = folder
+                    return f"{folder}/{name}", _allocated(f"{folder}/{name}", nbytes, wanted)
+            self._drop(step, name)
         raise NoSpaceError(
             "not enough space to fetch a file of a step",
-            facts={"needed": f"{nbytes} bytes", "looked at": ", ".join(self._directories)},
+            errno=errno.ENOSPC,
+            facts={"needed": f"{needed} bytes", "looked at": ", ".join(self._directories)},
         )
 
 

@@ -540,7 +540,9 @@ class SharedObjects:
                 self._client.delete(path)
 
     def _there(self) -> set[str]:
-        return set(self._client.list(SHARED)[0])
+        """The shared objects. Whatever else lies there is of somebody else."""
+        paths = self._client.list(SHARED)[0]
+        return {path for path in paths if _SHARED_OBJECT.fullmatch(path.rpartition("/")[2])}
 
     def _wanted_by(self, directories: Iterable[str]) -> set[str]:
         """The paths of the objects to which directories refer."""

@@ -40,14 +40,7 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.format.entries import About, Origin, sha256
-from statehold.format.manifest import (
-    Commit,
-    Manifest,
-    RecordEntry,
-    Shared,
-    groups_of,
-    record_name,
-)
+from statehold.format.manifest import Commit, Manifest, RecordEntry, Shared, groups_of, record_name
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks

@@ -23,13 +23,7 @@ from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, HeaderError, UnsupportedValueError, UsageError
 from statehold.integrations.formats.archives import indexed
 from statehold.integrations.formats.partial import PartialExport
-from statehold.integrations.formats.streamed import (
-    MappedFile,
-    Streamed,
-    assembled,
-    grouped,
-    leaves,
-)
+from statehold.integrations.formats.streamed import MappedFile, Streamed, assembled, grouped, leaves
 from statehold.tensors import dtypes
 from statehold.units import GiB
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from statehold.integrations.formats.archives import torch_save
 from statehold.integrations.trained import give_second_names, step_name
 
-STEPS, MANIFEST, REMOVED = ".steps", "manifest.json", ".removed"
+STEPS, MANIFEST, REMOVED, HALF = ".steps", "manifest.json", ".removed", ".half"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.
 WEIGHTS_FOLLOW = (
     b"statehold: the weights of this checkpoint follow; its step is beside it, in .steps\n"
@@ -97,7 +97,7 @@ class Checkpoint:
     def write(self, values: dict[str, Any]) -> None:
         """Make the file one that Lightning loads. Its time stays, which is that of the save."""
         times = self.path.stat()
-        new = f"{self.path}.{os.getpid()}.new"
+        new = f"{self.steps}/{os.getpid()}{HALF}"  # after a kill, hold() removes it
         try:
             torch_save(values, new)
             os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -135,15 +135,18 @@ class Checkpoint:
         return self.steps / f"{step_name(step)}.json"
 
     def _noted(self, step: int) -> tuple[str, str | None]:
-        note = json.loads(self._note(step).read_bytes())
+        try:
+            note = json.loads(self._note(step).read_bytes())
+        except ValueError:  # it is empty, as a power cut leaves a file that was not synced
+            return os.pardir, None
         return note["run"], note["last_of"]
 
     def _drop_older(self, name: str) -> None:
-        """Remove what is older than the step `name`, and what an interrupted hold() has left."""
+        """Remove what is older than the step `name`, and what a kill has left."""
         for path in self.steps.iterdir():
             if path.is_dir() and path.name != name:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix == ".json" and path.stem < name:
+            elif path.suffix == HALF or (path.suffix == ".json" and path.stem < name):
                 path.unlink()
 
 
@@ -152,8 +155,9 @@ def settle(folder: str, resumed: int) -> None:
 
     Paths get what was committed. A path without a step goes: its first save was not committed, so
     no state of a callback says that it is there. A path that Lightning had removed by then goes.
+    A directory without a note is of somebody else, or of a save that had not begun.
     """
-    for steps in sorted(Path(folder).glob(f"*{STEPS}")):
+    for steps in sorted({note.parent for note in Path(folder).glob(f"*{STEPS}/step-*")}):
         checkpoint = Checkpoint(str(steps).removesuffix(STEPS))
         is_gone = any(int(each.stem[5:]) <= resumed for each in checkpoint.removals())
         if is_gone or (checkpoint.found() is None and not checkpoint.has_weights()):

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import SequentialSampler
 
-from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
+from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.integrations.lightning import moments
@@ -49,7 +49,7 @@ from statehold.integrations.lightning.moments import (
     results_of,
     shown,
 )
-from statehold.integrations.trained import persistent_buffers
+from statehold.integrations.trained import discard_newer, persistent_buffers
 from statehold.process.warn import logger
 from statehold.process.worker import Thread
 from statehold.reading.load import load
@@ -91,6 +91,7 @@ class StrategyLayer:
         self._opener = opener
         self._finisher = Finisher(_export)
         self._run = ""
+        self._begins_at: int | None = None  # before the first save
         self._saved: _Saved | None = None
         self._given: list[Any] = []
         self._is_leaving = False
@@ -135,10 +136,7 @@ class StrategyLayer:
     def open(self, run: str) -> None:
         """Open the run directory for saves; all ranks call this, when the training begins."""
         self._run, step = _local(run), self._trainer.global_step
-        if self._trainer.is_global_zero:
-            self._warn()
-            for folder in {run, *(str(each.dirpath) for each in self._callbacks())}:
-                settle(folder, step)
+        self._begins_at = step
         self.ckpt = self._opener(run)
         newer = [each for each in self.ckpt.steps() if each > step]
         if newer and not self._trainer.ckpt_path:
@@ -147,9 +145,10 @@ class StrategyLayer:
                 facts={"run": run, "newest step": newer[-1]},
                 hint='fit(..., ckpt_path="last"), or choose another dirpath for ModelCheckpoint',
             )
-        if newer:
-            logger.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            go_on_from(self.ckpt, step)
+        if self._trainer.is_global_zero:
+            self._warn()
+            for folder in {run, *(str(each.dirpath) for each in self._callbacks())}:
+                settle(folder, step)
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):
@@ -200,6 +199,8 @@ class StrategyLayer:
 
     def _save(self, path: str, step: int, checkpoint: dict[str, Any]) -> None:
         assert self.ckpt is not None
+        begins_at, self._begins_at = self._begins_at, None
+        discard_newer(self.ckpt, begins_at)
         progress = _progress(checkpoint)
         states = checkpoint.get("optimizer_states", ())
         if states and all(map(operator.is_, states, self._given)):

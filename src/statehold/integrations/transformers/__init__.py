@@ -31,11 +31,11 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
-from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
+from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
-from statehold.integrations.trained import leave_on_signals, step_name, trained_part
+from statehold.integrations.trained import discard_newer, leave_on_signals, step_name, trained_part
 from statehold.integrations.transformers.folders import Beside, Folders, step_named
 from statehold.process.worker import Thread
 from statehold.reading.copying import copy_step
@@ -77,8 +77,9 @@ class _OpenRun:
     """What is open while train() runs.
 
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
-    _Resumed; kept: the names of its extra entries. has_saved: since the Trainer has begun its loop.
-    told: the callbacks that a warning has named.
+    _Resumed; kept: the names of its extra entries. is_asked: it is that step or none; otherwise a
+    damaged one is set aside, and the one before it is restored. has_saved: since the Trainer has
+    begun its loop. told: the callbacks that a warning has named.
     """
 
     run: str
@@ -89,6 +90,7 @@ class _OpenRun:
     stack: contextlib.ExitStack
     step: int | None = None
     source: str | None = None
+    is_asked: bool = False
     kept: frozenset[str] = frozenset()
     has_saved: bool = False
     beside: Beside | None = None
@@ -186,7 +188,7 @@ class StateholdTrainer(Trainer):
             opened.settle()
             opened.ckpt.flush()  # weights are read from the run directory
             if self.args.should_save:
-                opened.exporter.finish(self._surplus(opened))
+                opened.exporter.finish(self._surplus(opened) if opened.has_saved else [])
             return result
 
     def _check_supported(self) -> None:
@@ -220,17 +222,20 @@ class StateholdTrainer(Trainer):
 
     def _found(self, opened: _OpenRun) -> str | None:
         """The folder to resume from; with a step of it, if that is not a stock checkpoint."""
-        decided = [self._decided(opened)]  # by rank 0, for all
+        newest = max(opened.ckpt.steps(), default=None)
+        decided = [(*self._decided(opened), newest)]  # by rank 0, for all
         if self.args.world_size > 1:
             broadcast_object_list(decided)
-        step, source, stock = decided[0]
+        step, source, stock, newest = decided[0]
         opened.step, opened.source = step, source
+        opened.is_asked = source is not None or (opened.wanted is not True and step != newest)
         if step is None:
             is_new = stock is None and not opened.ckpt.steps()
             if is_new and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
-        self._discard_newer(opened, step)
+        if opened.wanted is True:  # a person has deleted the folders of newer ones
+            self._discard_newer(opened)
         for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}
@@ -290,16 +295,14 @@ class StateholdTrainer(Trainer):
         log.warning("there is no step to resume in %s: beginning", out)
         return _Resumed()
 
-    def _discard_newer(self, opened: _OpenRun, step: int) -> None:
-        newer = [each for each in opened.ckpt.steps() if each > step]
-        if newer:
-            log.warning("step %d is resumed, and %d newer steps are discarded", step, len(newer))
-            if opened.source is not None and self.args.process_index == 0:
-                # never a run without steps
-                copy_step(os.path.join(opened.source, step_name(step)), opened.run)
-            opened.source = None
-            go_on_from(opened.ckpt, step)
-        if self.args.should_save:
+    def _discard_newer(self, opened: _OpenRun) -> None:
+        step = -1 if opened.step is None else opened.step
+        is_older = -1 < step < max(opened.ckpt.steps(), default=-1)
+        if is_older and opened.source and self.args.process_index == 0:
+            # never a run without steps
+            copy_step(os.path.join(opened.source, step_name(step)), opened.run)
+        discard_newer(opened.ckpt, opened.step)
+        if opened.step is not None and self.args.should_save:
             opened.folders.discard_after(step)
 
     # -- what the Trainer calls ------------------------------------------------------------
@@ -324,6 +327,8 @@ class StateholdTrainer(Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._warn_of_readers(opened)
+        if not opened.has_saved:
+            self._discard_newer(opened)
         step = self.state.global_step
         self._note_best(opened, step)
         text = self._state_text()
@@ -356,17 +361,13 @@ class StateholdTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state = {**self._model_part(), **self._training_parts(opened)}
-        skip = [
-            "trainer",
-            *(["rng"] if "rng" in state else []),
-            *(["extra"] if opened.kept else []),
-        ]
+        later = {"rng": "rng" in state, "extra": opened.kept}
+        skip = ["trainer", *(name for name, is_there in later.items() if is_there)]
         if not opened.is_same_world and state.pop("loss", None) is not None:
             skip.append("loss")
         opened.loss = state.get("loss")
-        # Without a step, so that a damaged one is set aside, and the one before it is restored.
-        step = opened.step if opened.source else None
-        if opened.restore(state, step=step, skip=skip) != opened.step:
+        asked = opened.step if opened.is_asked else None
+        if opened.restore(state, step=asked, skip=skip) != opened.step:
             raise _Damaged
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -501,9 +502,8 @@ class StateholdTrainer(Trainer):
         opened = self._open_run
         assert opened is not None
         run = opened.folders.path(step) if opened.folders.holds(step) else opened.run
-        whole = load(
-            run, "model", step=step, mapped=True
-        )  # a restore would put random generators back
+        # A restore would put random generators back.
+        whole = load(run, "model", step=step, mapped=True)
         with opened.folders.beside(step) as new:
             self._save(str(new), state_dict=whole)
 

@@ -39,6 +39,7 @@ STATE = "trainer_state.json"
 STOCK = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _FOLDER = re.compile(r"checkpoint-([0-9]+)")
+_NEW = ".new-"
 
 
 def step_named(path: str) -> tuple[str, int] | None:
@@ -95,9 +96,11 @@ class Folders:
         return any(os.path.exists(f"{path}/{name}") for name in STOCK)
 
     def make(self, step: int, state: str) -> None:
-        """A folder with the trainer's state, written as a whole."""
+        """A folder with the trainer's state, written as a whole, without what a kill has left."""
         folder = self.path(step)
         os.makedirs(folder, exist_ok=True)
+        for left in Path(folder).glob(f"{_NEW}*"):
+            shutil.rmtree(left, ignore_errors=True)
         replace_file(f"{folder}/{STATE}", state.encode())  # several ranks of a host may write it
 
     def has_weights(self, step: int) -> bool:
@@ -124,9 +127,9 @@ class Folders:
                 self.remove(newer)
 
     def is_unfinished(self, step: int) -> bool:
-        """Whether the folder can be that of a save which was killed before its commit."""
-        path = self.path(step)
-        return self.has(step) and not (self.is_stock(path) or self.has_weights(step))
+        """Whether the folder can be that of a save which was killed before its commit: it has
+        nothing but what make() puts there."""
+        return self.has(step) and all(n.startswith(STATE) for n in os.listdir(self.path(step)))
 
     def discard_unfinished(self) -> None:
         """Remove what killed jobs have left, where no step is committed."""
@@ -155,7 +158,7 @@ class Folders:
         """A new folder in that of the step; at the end of the block its entries move up, each as a
         whole."""
         folder = Path(self.path(step))
-        new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
         try:
             yield new
             for path in new.iterdir():

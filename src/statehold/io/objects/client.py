@@ -555,7 +555,8 @@ def naming(operation: str, path: str, action: Callable[[], T]) -> T:
 def _named(fault: Exception, operation: str, path: str) -> StateholdError:
     text = str(fault)
     status, code = _first(_STATUS, text), _first(_CODE, text)
-    if isinstance(fault, FileNotFoundError) and code != "NoSuchBucket":
+    # In a write, it is an upload that has ended before: the store's answer was lost.
+    if isinstance(fault, FileNotFoundError) and code != "NoSuchBucket" and operation != "write":
         return missing(operation, path)
     if _NO_RANGE.search(text):
         return not_given_back(operation, path)
