@@ -154,7 +154,7 @@ class Saver:
             with updates.noted() as moved:
                 captured = self.trainer.capture(save, state, self.rank, self.membership.world)
                 try:
-                    held = gate.hold_for(save, captured.tensors.storages)
+                    held = gate.hold_for(save, captured.tensors.live.storages)
                     if moved and held.copies_from(moved):
                         raise _moved()
                     return self._begin_with(captured, held, number, about, is_last=ends), captured

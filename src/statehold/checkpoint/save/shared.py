@@ -456,7 +456,7 @@ def windows(plan: SavePlan) -> list[tuple[int, int]]:
 
 def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
     plan, tensors, sums = claim
-    places = zip(plan.begins, plan.specs, tensors.addresses, windows(plan), strict=True)
+    places = zip(plan.begins, plan.specs, tensors.live.addresses, windows(plan), strict=True)
     for index, (at, spec, address, (low, high)) in enumerate(places):
         cuts = pieces(at, spec.nbytes, BLOCK_BYTES)
         expected = struct.iter_unpack("<Q", sums[low:high])
