@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from statehold._core import hash_memory
 from statehold.checkpoint.save.gate import HeldSave
 from statehold.checkpoint.save.handle import Passage, Save, Work
 from statehold.checkpoint.save.sharing import Sharing
@@ -187,7 +188,6 @@ class Saver:
         )
         names = {name for each in comparisons for name in each.names}
         compared = captured.named(names) if names else []
-        hash_memory = self.runtime.hash_memory
         self.trainer.watched.append(save)
         work = Work(
             save=save,
