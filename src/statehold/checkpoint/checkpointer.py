@@ -180,16 +180,15 @@ class Checkpointer:
         """
         enter("save()")
         refuse_in_capture("save()")
+        number = self._trainer.calls
         self._trainer.calls += 1
-        return self._opened().save(
-            self._trainer.calls - 1,
-            step,
-            state,
-            partial(labels, metrics, tags),
-            force=force,
-            is_last=self.is_last,
-            preemption=self._preemption,
+        session, said = self._opened(), partial(labels, metrics, tags)
+        handle, work = session.parts.save(
+            number, step, state, said, force=force, is_last=self.is_last
         )
+        if work is not None and work.is_last and self._preemption is not None:
+            session.leave(work, self._preemption)
+        return handle
 
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.

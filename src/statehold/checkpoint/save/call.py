@@ -107,7 +107,8 @@ class Saver:
     ) -> tuple[Save, Work | None]:
         """Begin to save if the step is due. Returns the handle, and the work of the pipeline.
 
-        about: what the caller says about the step; raises UsageError.
+        number: of the call, the same on all ranks. about: what the caller says about the step;
+            raises UsageError. is_last: whether this process saves no step after this one.
         """
         gate = self.trainer.gate
         try:
