@@ -452,9 +452,9 @@ class Checkpointer:
                 what = "another Checkpointer of this process took the run over from this one"
             raise ClosedError(what, facts={"run": self._run})
         if self._open is None:
+            self._gate.stand()  # first: Ctrl-C never leaves a session without it
             self._open = self._open_now()
             remember(self)
-            self._gate.stand()
         self._open.check_process()
         return self._open
 
@@ -470,6 +470,7 @@ class Checkpointer:
             weakref.finalize(self, self._keeper.drop).atexit = False
         except BaseException:
             self._keeper = None
+            self._gate.remove()
             owned.close()
             raise
         return session
