@@ -381,7 +381,6 @@ class Pipeline:
             self._write_out(work)
             return
         with work.save.stage("open"):
-            work.attempt = self.publisher.attempt(work.number)
             file, reused = self._level_choice.open(work)
         try:
             work.save.record(reused=reused)

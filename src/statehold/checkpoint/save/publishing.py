@@ -77,9 +77,6 @@ class Publisher(Protocol):
     rank: int | None
     leads: bool
 
-    def attempt(self, number: int) -> str | None:
-        """The name of this attempt, which makes its directory unique; None if one rank saves."""
-
     def publish(self, work: Work, sums: bytes) -> None:
         """D3 to D7, once this rank's file is durable. sums: the checksums of the file."""
 
@@ -113,9 +110,6 @@ class Alone:
         self._schedule = schedule
         self._log = log
         self._sealing = Sealing()
-
-    def attempt(self, number: int) -> str | None:
-        return None
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
@@ -168,9 +162,6 @@ class Together:
         self._arrived = -1  # the newest save of which it has
         self._outcome = b""
         self._sealing = Sealing()
-
-    def attempt(self, number: int) -> str | None:
-        return self.peers.attempt(number)
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
