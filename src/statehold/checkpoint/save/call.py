@@ -122,7 +122,7 @@ class Saver:
                 number,
                 step,
                 wanted=force or is_last(step),
-                is_saving=self.pipeline.is_saving,
+                is_saving=self.pipeline.newest_step() is not None,
                 gate_s=gate.waited_s,
             )
             said = about()

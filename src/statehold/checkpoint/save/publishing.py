@@ -48,7 +48,7 @@ from statehold.format.manifest import (
     groups_of,
     record_name,
 )
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.saved import MANIFEST_NAME, cached
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
@@ -511,17 +511,12 @@ class Descent:
     ) -> None:
         self._near = near
         self._restored = restored
-        self._parent: Origin | None = None
-        self._is_known = False
 
-    @property
+    @cached
     def parent(self) -> Origin | None:
         """None if the run began with nothing."""
-        if not self._is_known:
-            said = next(self._said(), None)
-            self._parent = self._restored() if said is None else said.parent
-            self._is_known = True
-        return self._parent
+        said = next(self._said(), None)
+        return self._restored() if said is None else said.parent
 
     def _said(self) -> Iterator[About]:
         """What the steps of the run say, the newest step of the nearest level first."""
