@@ -164,7 +164,6 @@ def test_a_watcher_that_comes_while_the_last_one_leaves_is_asked(
     has_left.set()
     must(comers, "nobody has come meanwhile")
     comers[0].join(60)
-    comes.stand()  # as its next save does
     optimizer = stepped(nn.Parameter(torch.ones(2)))
     optimizer.step()
     assert comes.stepping.take() == [optimizer]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from typing import Any
 
@@ -14,6 +16,7 @@ import statehold
 from statehold.errors import ClosedError, StepNotFoundError, UsageError
 from statehold.tensors import updates
 from support.faults import DEADLINE_S, SMALL, small
+from support.interrupts import Interrupts
 from support.training import Training, bits
 
 
@@ -184,3 +187,29 @@ def test_one_hook_stays_and_does_nothing_after_close(run) -> None:
         ckpt.save(2, training.state)
     assert set(_global_optimizer_pre_hooks) == hooks
     assert updates.hook.action is None
+
+
+def test_a_run_that_cannot_be_opened_leaves_no_hook(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise UsageError("the run cannot be opened")
+
+    monkeypatch.setattr("statehold.checkpoint.checkpointer.open_session", refuse)
+    ckpt = statehold.Checkpointer(run, **SMALL)
+    with pytest.raises(UsageError, match="cannot be opened"):
+        ckpt.steps()
+    assert updates.hook.action is None
+
+
+def test_ctrl_c_while_a_run_is_opened_leaves_no_session_without_a_gate(run) -> None:
+    for at in itertools.count():
+        ckpt = statehold.Checkpointer(run, **SMALL)
+        assert updates.hook.action is None
+        opened = vars(statehold.Checkpointer)["_opened"]
+        interrupts = Interrupts([opened], at, only_signals=True)
+        with interrupts.armed(), contextlib.suppress(KeyboardInterrupt):
+            ckpt.steps()
+        ckpt.steps()
+        assert updates.hook.action is not None, interrupts.fired
+        ckpt.close()
+        if interrupts.fired is None:
+            break

@@ -86,7 +86,7 @@ def test_aliases_show_the_memory_as_it_was(change: Callable[[nn.Module], None]) 
     gc.collect()
     for index, alias in enumerate(tensors.aliases(range(COUNT))):
         assert alias.tolist() == torch.full((2, 3), float(index)).tolist()
-        assert alias.data_ptr() == tensors.addresses[index]
+        assert alias.data_ptr() == tensors.live.addresses[index]
 
 
 def test_other_data_is_no_change_of_what_is_saved() -> None:
@@ -115,7 +115,7 @@ def test_a_capture_keeps_no_graph_alive() -> None:
 def test_a_capture_keeps_memory_and_not_the_tensors_data() -> None:
     live = module()
     tensors = recognised(live)
-    before = weakref.ref(tensors.storages[3])
+    before = weakref.ref(tensors.live.storages[3])
     other_data(live)
     gc.collect()
     assert before() is not None

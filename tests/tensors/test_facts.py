@@ -77,7 +77,7 @@ def test_addresses_are_those_of_the_elements() -> None:
     tensors = [of[3:], of, of[5], of[:0]]
     reading = columns.read(tensors)
     assert reading is not None
-    assert reading.addresses == [each.data_ptr() for each in tensors]
+    assert reading.live.addresses == [each.data_ptr() for each in tensors]
 
 
 @pytest.mark.usefixtures("way")

@@ -56,14 +56,14 @@ ONE_BY_ONE: list[Defect] = [
 ]
 TOGETHER: list[Defect] = [
     (Found, "nodes", "and address not in self._places", "", 47),
-    (Found, "recognised", "batch.observed == observed", "True", 0),
-    (Found, "recognised", "or reading.facts != batch.facts", "", 0),
-    (Found, "recognised", "not self._taken.isdisjoint(batch.names)", "False", 46),
+    (Found, "_recognised", "batch.observed == observed", "True", 0),
+    (Found, "_recognised", "or reading.facts != batch.facts", "", 0),
+    (Found, "_recognised", "not self._taken.isdisjoint(batch.names)", "False", 46),
     (Found, "_add_places", "len(self._places) == count", "True", 180),
     (Found, "_add_places", "and (not self._held or self._held.keys().isdisjoint(places))", "", 47),
     (
         Found,
-        "remember",
+        "_remember",
         "and form.dtype is sight.dtype  # else a view of another dtype is stored",
         "",
         0,
@@ -75,15 +75,15 @@ TOGETHER: list[Defect] = [
     (columns, "read", "any(map(_is_neg, tensors))", "False", 1),
     (columns, "read", "), layouts)", "), [])", 9),
     (Found, "_learned", " or reading.facts.layouts", "", 1),
-    (Found, "recognised", " or not self._add_places(reading.places)", "", 0),
+    (Found, "_recognised", " or not self._add_places(reading.places)", "", 0),
     (found_module, "_stored", " and not dtype.is_complex", "", 20),
-    (modules, "_captured", "eager is Eager.ALL or not each", "not each", 4),
-    (modules, "_captured", "if place_of is None else None\n        found", "\n        found", 3),
+    (modules, "capture", "eager is Eager.ALL or not each", "not each", 4),
+    (modules, "capture", "if place_of is None else None\n", "\n", 3),
     (_States, "_batch", "marked is Eager.ALL)", "False)", 15),
     (_States, "_batch", "places is None and not", "not", 3),
-    (modules, "_captured", "to.rank, names, ", "to.rank, ", 117),
-    (modules, "_captured", "are_parameters, to", "to", 90),
-    (modules, "_captured", "to.layouts_of(held)", "None", 81),
+    (modules, "capture", "to.rank, names, ", "to.rank, ", 117),
+    (modules, "capture", "are_parameters, to", "to", 90),
+    (modules, "capture", "to.layouts_of(held)", "None", 81),
     (Capturing, "_owners_of", "self._gated_ids.issuperset(map(id, tensors))", "True", 2),
     (Seen, "mapping", " or list(map(id, known.parts)) != list(map(id, parts))", "", 0),
     (Tensors, "_is_of", " and self._parts == known.parts", "", 0),
@@ -207,7 +207,7 @@ def test_each_condition_of_recognition_is_needed(
     if batch:
         make_small(monkeypatch, batch)
     else:
-        monkeypatch.setattr(Found, "recognised", lambda *_: None)
+        monkeypatch.setattr(Found, "_recognised", lambda *_: None)
     if "devices_of" in condition:
         on_device(monkeypatch, lambda tensor: tensor.untyped_storage().nbytes() > 24)
     monkeypatch.setattr(captured_module, "TOLD_BYTES_MIN", 1)

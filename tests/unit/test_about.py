@@ -41,7 +41,7 @@ def test_a_step_that_says_nothing_keeps_its_version(kind: int) -> None:
 
 
 MANY = [str(number) for number in range(NAMES_MAX + 1)]
-PARENT = SAID.document()["parent"]
+PARENT = SAID.document()["about"]["parent"]
 
 
 @pytest.mark.parametrize(

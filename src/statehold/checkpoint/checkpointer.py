@@ -180,16 +180,15 @@ class Checkpointer:
         """
         enter("save()")
         refuse_in_capture("save()")
+        number = self._trainer.calls
         self._trainer.calls += 1
-        return self._opened().save(
-            self._trainer.calls - 1,
-            step,
-            state,
-            partial(labels, metrics, tags),
-            force=force,
-            is_last=self.is_last,
-            preemption=self._preemption,
+        session, said = self._opened(), partial(labels, metrics, tags)
+        handle, work = session.parts.save(
+            number, step, state, said, force=force, is_last=self.is_last
         )
+        if work is not None and work.is_last and self._preemption is not None:
+            session.leave(work, self._preemption)
+        return handle
 
     def gate(self, timeout: float | None = None) -> None:
         """Wait until every save under way is staged: after this the state may be updated.
@@ -453,9 +452,9 @@ class Checkpointer:
                 what = "another Checkpointer of this process took the run over from this one"
             raise ClosedError(what, facts={"run": self._run})
         if self._open is None:
+            self._gate.stand()  # first: Ctrl-C never leaves a session without it
             self._open = self._open_now()
             remember(self)
-            self._gate.stand()
         self._open.check_process()
         return self._open
 
@@ -471,6 +470,7 @@ class Checkpointer:
             weakref.finalize(self, self._keeper.drop).atexit = False
         except BaseException:
             self._keeper = None
+            self._gate.remove()
             owned.close()
             raise
         return session

@@ -1,6 +1,6 @@
 """Session: the work of a Checkpointer while its ranks stay the same, and its end.
 
-    save       Saver         what a session has open, and one call of save() with it; the pipeline
+    parts      Saver         what a session has open, and one call of save() with it; the pipeline
                              commits in the background
     restore    RestoreCalls  one call of restore()
     rewind, flush, status    work of the levels, on all ranks together
@@ -17,18 +17,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from statehold.checkpoint.keeper import make_way, others_of
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
-from statehold.checkpoint.save.handle import Save, forked
+from statehold.checkpoint.save.handle import Work, forked
 from statehold.errors import StateholdError, failing, no_such_step
-from statehold.format.entries import About
 from statehold.process.warn import logger
 from statehold.ranks.preemption import Preemption
 from statehold.ranks.rounds import Round, called, everyone, led, together
@@ -85,7 +83,10 @@ def flush(
 
 
 class Session:
-    """The open `parts` of one rank of a job. Not thread-safe."""
+    """The open `parts` of one rank of a job. Not thread-safe.
+
+    has_saved: whether a save, or another change of the run, was asked for.
+    """
 
     def __init__(self, parts: Saver, owned: contextlib.ExitStack) -> None:
         """owned: closes the parts, in the opposite order; close() does, too."""
@@ -95,43 +96,16 @@ class Session:
         self.parts = parts
         self._owned = owned
         self._pid = os.getpid()
-        self._is_prepared = self._has_saved = False
+        self._is_prepared = self.has_saved = False
         self._flushes = 0
         parts.prepare = self.prepare_saving
         self.restores = RestoreCalls(parts, self.claim)
 
     # -- saving ----------------------------------------------------------------------------
 
-    def save(
-        self,
-        number: int,
-        step: int,
-        state: Mapping[str, Any],
-        about: Callable[[], About],
-        *,
-        force: bool,
-        is_last: Callable[[int], bool],
-        preemption: Preemption | None,
-    ) -> Save:
-        """The call of save() with this number, the same on all ranks.
-
-        about: what the caller says about the step; raises UsageError.
-        is_last: whether this process saves no step after this one; `preemption` then ends it.
-        """
-        handle, work = self.parts.save(number, step, state, about, force=force, is_last=is_last)
-        if preemption is not None and work is not None and work.is_last:
-            outcome = partial(self.levels.having, work.save.step, work.place)
-            preemption.end(partial(work.save.wait, "committed"), self.wait_idle, outcome)
-        return handle
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether a save, or another change of the run, was asked for."""
-        return self._has_saved
-
     def prepare_saving(self) -> None:
         """Create the run directory; the leading rank locks it and clears leftovers of a crash."""
-        self._has_saved = True
+        self.has_saved = True
         if not self._is_prepared:
             others = others_of(self.parts.run, self)
             self.levels.prepare(partial(make_way, others))
@@ -220,6 +194,11 @@ class Session:
         error, interval = self.parts.level_choice.first_error, self.schedule.interval(name)
         return self.levels.status(LevelStatus(name, error=error, interval=interval))
 
+    def leave(self, last: Work, preemption: Preemption) -> None:
+        """Have `preemption` end this process, once the `last` save has ended."""
+        outcome = partial(self.levels.having, last.save.step, last.place)
+        preemption.end(partial(last.save.wait, "committed"), self.wait_idle, outcome)
+
     def wait_idle(self, timeout_s: float | None) -> None:
         """Return once no save and no copy is under way. Raises WaitTimeout."""
         left = Countdown(timeout_s)
@@ -255,7 +234,7 @@ class Session:
         alike: all ranks call this. Otherwise this rank waits only a few seconds for the others.
         """
         # All of several ranks flush, even if one of them could not prepare to save.
-        has_saved = self._is_prepared if self.peers is None else self._has_saved
+        has_saved = self._is_prepared if self.peers is None else self.has_saved
         try:
             self.pipeline.finish_staging()
             if flush and has_saved and self.levels.promotions.promoters:

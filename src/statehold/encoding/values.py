@@ -19,7 +19,7 @@ import functools
 import json
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any, NoReturn
 
@@ -218,12 +218,14 @@ class Encoder:
             return value
         where = path if key is _ROOT else join(path, key)
         write = _CONTAINERS.get(kind)
-        return self._tagged(value, where) if write is None else self.within(write, value, where)
+        if write is None:
+            return self._tagged(value, where)
+        with self.within(value, where):
+            return write(self, value, where)
 
-    def within(
-        self, write: Callable[[Encoder, Any, str], Any], value: Any, path: str, levels: int = 1
-    ) -> Any:
-        """The node that `write` makes of what holds others, so many levels of nodes below it."""
+    @contextlib.contextmanager
+    def within(self, value: Any, path: str, levels: int = 1) -> Iterator[None]:
+        """The nodes of what `value` holds are made here, so many levels of nodes below it."""
         self.containers += 1
         if id(value) in self.active:
             summary = "a container in the state holds itself"
@@ -235,7 +237,7 @@ class Encoder:
         self.active.add(id(value))
         self.depth += levels
         try:
-            return write(self, value, path)
+            yield
         finally:
             self.depth -= levels
             self.active.discard(id(value))

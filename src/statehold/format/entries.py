@@ -23,7 +23,7 @@ from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError, refused
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
-from statehold.layout.plan import BLOCK_BYTES, WORLD_MAX, SavePlan, piece_count
+from statehold.layout.plan import BLOCK_BYTES, STEP_MAX, WORLD_MAX, SavePlan, piece_count
 from statehold.units import GiB, KiB, MiB, format_bytes
 
 # -- the members of documents ----------------------------------------------------------------------
@@ -417,13 +417,16 @@ class About:
         return bool(self.metrics or self.tags or self.parent)
 
     def document(self) -> dict[str, Any]:
-        """The member `about` of a manifest."""
+        """The member `about` of a manifest; empty if a step says nothing of itself."""
+        if not self:
+            return {}
         parent = self.parent
-        return {
+        about = {
             "metrics": {name: _number_document(value) for name, value in self.metrics.items()},
             "tags": list(self.tags),
             "parent": {name: getattr(parent, name) for name in _PARENT} if parent else None,
         }
+        return {"about": about}
 
 
 NOTHING = About()
@@ -442,9 +445,11 @@ def check_origin(run: str) -> None:
         raise refused(text, _RUN_NAMED, ascii(run)[:300], hint)
 
 
-def check_about(check: Checker, node: Any, step_max: int) -> About:
-    """The value of a member `about`. Fails as `check` does."""
-    found = check.members(node, "about", _MEMBERS)
+def check_about(check: Checker, document: Mapping[str, Any]) -> About:
+    """What a manifest says of its step: NOTHING without a member `about`. Fails as `check` does."""
+    if "about" not in document:
+        return NOTHING
+    found = check.members(document["about"], "about", _MEMBERS)
     metrics = check.object(found["metrics"], "about.metrics")
     tags = check.array(found["tags"], "about.tags")
     _count(check, len(metrics), "about.metrics")
@@ -458,7 +463,7 @@ def check_about(check: Checker, node: Any, step_max: int) -> About:
     return About(
         metrics={name: _number(check, value, name) for name, value in metrics.items()},
         tags=tuple(tags),
-        parent=_origin(check, found["parent"], step_max),
+        parent=_origin(check, found["parent"]),
     )
 
 
@@ -479,13 +484,13 @@ def _number_document(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _origin(check: Checker, node: Any, step_max: int) -> Origin | None:
+def _origin(check: Checker, node: Any) -> Origin | None:
     if node is None:
         return None
     found = check.members(node, "about.parent", _PARENT)
     return Origin(
         check.text(found["run"], "about.parent.run", _RUN, _RUN_NAMED),
-        check.integer(found["step"], "about.parent.step", high=step_max),
+        check.integer(found["step"], "about.parent.step", high=STEP_MAX),
         check.text(found["manifest_sha256"], "about.parent.manifest_sha256", _DIGEST,
                    "64 hex digits"),
     )  # fmt: skip

@@ -93,8 +93,8 @@ class Manifest:
         raw = seal(document, "manifest")
         if is_known:
             rest = seal({**document, "files": [], "tensors": {}}, "manifest")
-            known = self.tensors
-            proven(rest, lambda raw, path: Manifest.decode(raw, path, known, value_of), "manifest")
+            check_rest = partial(_check_rest, tensors=self.tensors, value_of=value_of)
+            proven(rest, check_rest, "manifest")
             return raw
         return proven(raw, partial(Manifest.decode, value_of=value_of), "manifest")
 
@@ -116,16 +116,13 @@ class Manifest:
                 for name, entry in self.tensors.items()
             },
             "state": self.state,
-            **_about_member(self.about),
+            **self.about.document(),
         }
 
     @staticmethod
-    def decode(
-        raw: bytes, path: str, names: Container[str] = (), value_of: LeafReader | None = None
-    ) -> Manifest | Commit:
+    def decode(raw: bytes, path: str, value_of: LeafReader | None = None) -> Manifest | Commit:
         """The manifest in `raw`, of either kind, validated in full. `path` is for messages.
 
-        names: tensors that the state may name although `raw` does not hold them.
         value_of: as for check_state().
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
@@ -133,7 +130,7 @@ class Manifest:
         version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
         if _is_of_ranks(document, version):
             return _commit(check, document, version)
-        return _manifest(check, document, version, names, value_of)
+        return _manifest(check, document, version, value_of)
 
     @staticmethod
     def listed(raw: bytes, path: str, step: int) -> tuple[FileEntry, ...] | Commit:
@@ -158,7 +155,7 @@ class Manifest:
         Raises as decode() does.
         """
         check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
-        return _about(check, unseal(check, raw, "manifest", FORMAT, VERSION)[1])
+        return check_about(check, unseal(check, raw, "manifest", FORMAT, VERSION)[1])
 
     @staticmethod
     def saved_at(raw: bytes, path: str) -> float:
@@ -221,7 +218,7 @@ class Commit:
             ],
             "state": {key: [group.ranges for group in to] for key, to in self.state.items()},
             "shared": [{"ranks": to.ranks.ranges, "names": to.names} for to in self.shared],
-            **_about_member(self.about),
+            **self.about.document(),
         }
         return proven(seal(document, "manifest"), Manifest.decode, "manifest")
 
@@ -256,16 +253,8 @@ def _head(document: Manifest | Commit, version: int) -> dict[str, Any]:
     }
 
 
-def _about_member(about: About) -> dict[str, Any]:
-    return {"about": about.document()} if about else {}
-
-
 def _members(names: tuple[str, ...], version: int) -> tuple[str, ...]:
     return (*names, "about") if version >= 5 else names
-
-
-def _about(check: Checker, members: Mapping[str, Any]) -> About:
-    return check_about(check, members["about"], STEP_MAX) if "about" in members else NOTHING
 
 
 def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +266,7 @@ def _check_head(check: Checker, members: Mapping[str, Any]) -> dict[str, Any]:
         "world_size": check.integer(members["world_size"], "world_size", 1, WORLD_MAX),
         "created": check.text(members["created"], "created", _CREATED, "a UTC time, ISO 8601"),
         "writer": check.text(members["writer"], "writer", _WRITER, "1 to 200 ASCII characters"),
-        "about": _about(check, members),
+        "about": check_about(check, members),
     }
 
 
@@ -296,18 +285,14 @@ def _entries(check: Checker, members: Mapping[str, Any], version: int) -> EntryR
 
 
 def _manifest(
-    check: Checker,
-    document: dict[str, Any],
-    version: int,
-    names: Container[str],
-    value_of: LeafReader | None,
+    check: Checker, document: dict[str, Any], version: int, value_of: LeafReader | None
 ) -> Manifest:
     members = check.members(document, "manifest", _members(_MEMBERS, version))
     head, reader = _check_head(check, members), _entries(check, members, version)
     nodes = check.object(members["tensors"], "tensors")
     tensors = {name: _tensor(reader, name, node, version) for name, node in nodes.items()}
     reader.check_tiling((name, entry.chunks) for name, entry in tensors.items())
-    check_state(check, members["state"], tensors or names, version, value_of)
+    check_state(check, members["state"], tensors, version, value_of)
     return Manifest(
         **head,
         block_bytes=reader.block_bytes,
@@ -315,6 +300,17 @@ def _manifest(
         tensors=tensors,
         state=members["state"],
     )
+
+
+def _check_rest(
+    raw: bytes, path: str, tensors: Container[str], value_of: LeafReader | None
+) -> None:
+    """Check a manifest, its files and `tensors` aside. Raises as decode() does."""
+    check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
+    version, document = unseal(check, raw, "manifest", FORMAT, VERSION)
+    members = check.members(document, "manifest", _members(_MEMBERS, version))
+    _check_head(check, members)
+    check_state(check, members["state"], tensors, version, value_of)
 
 
 def _is_file(name: str, world_size: int, version: int) -> bool:

@@ -167,6 +167,7 @@ class SavedStep:
     world_size: int
     block_bytes: int
     attempt: str | None = None  # which save of the job it was; None for a step of one rank
+    is_narrow = False  # only this rank's record is read: entries of other ranks are missing here
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
@@ -220,11 +221,6 @@ class SavedStep:
         """The chunks that this rank has written, by tensor: none if it is not at its place again,
         and all of a step of one rank."""
         raise NotImplementedError
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether only this rank's record is read, so entries of other ranks are missing here."""
-        return False
 
     def widened(self) -> SavedStep:
         """The same step with the entries of all ranks; itself if it is not narrow."""
@@ -330,19 +326,15 @@ class _SharedStep(SavedStep):
         self._records = records
         self._commit = records.commit
         self._own = own
-        self._narrow = narrow
+        self.is_narrow = narrow
         self.step = self._commit.step
         self.world_size = self._commit.world_size
         self.attempt = self._commit.attempt
         # A step always has a record; an empty state has no groups that would need one.
         self.block_bytes = records[own or 0].block_bytes
 
-    @property
-    def is_narrow(self) -> bool:
-        return self._narrow
-
     def widened(self) -> SavedStep:
-        return _SharedStep(self._records, self._own, narrow=False) if self._narrow else self
+        return _SharedStep(self._records, self._own, narrow=False) if self.is_narrow else self
 
     @property
     def records_read(self) -> int:
@@ -363,7 +355,7 @@ class _SharedStep(SavedStep):
             for ranks in all_ranks:
                 if self._own is not None and self._own in ranks:
                     groups.setdefault(key, []).append((ranks, self._own))
-                elif not self._narrow:
+                elif not self.is_narrow:
                     groups.setdefault(key, []).append((ranks, ranks.lowest))
         return groups
 
@@ -460,7 +452,7 @@ class _SharedStep(SavedStep):
         own = self._own_version(versions)
         if own is not None and (among is None or _covers(own.held.layout, among)):
             return own
-        if self._narrow:
+        if self.is_narrow:
             raise StateMismatchError(
                 "ranks hold a tensor together, but each of them saved its own",
                 facts={"tensor": name, "saved here": _described(versions[0].held)},

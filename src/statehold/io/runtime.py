@@ -44,12 +44,21 @@ class Runtime:
     storage: the directory whose profile tunes `options`.
     fs: a file system from the caller, which no profile knows and which close() leaves open.
     world: the ranks of the job. Those on this host share its memory.
+    engine: moves the bytes of saves and restores. devices: copy to and from its buffers. Both are
+        others once the staging memory has grown. staging_bytes: what a save may use of it.
     """
+
+    engine: Engine
+    devices: Devices
+    staging_bytes: int
 
     def __init__(
         self, options: Options, storage: str, *, world: int = 1, fs: Fs | None = None
     ) -> None:
         self.has_own_fs = fs is None
+        self._fits = 0  # bytes of the largest step for which a size was chosen
+        self._copied = 0  # bytes of the largest step so far
+        self.serve(world)
         with contextlib.ExitStack() as owned:
             if fs is None:
                 options, note = tuned(options, storage)
@@ -57,38 +66,69 @@ class Runtime:
                 fs = _open_fs(options)
                 owned.callback(fs.close)
             self.fs, self.options = fs, options
-            self._staging = Staging(fs, options, ranks_on_host(world))
-            self.fit = self._staging.fit  # makes sure that a step has staging memory
-            owned.callback(self._staging.close)
+            size = options.staging_size
+            self._open(chosen(0, memory.available().nbytes, self._ranks) if size is None else size)
+            owned.callback(self._close_engine)
             self._owned = owned.pop_all()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, which moves the bytes of saves and restores."""
-        return self._staging.engine
-
-    @property
-    def staging_bytes(self) -> int:
-        """How much staging memory a save may use."""
-        return self._staging.nbytes
-
-    @property
-    def devices(self) -> Devices:
-        """The devices, which copy to and from the engine's buffers."""
-        return self._staging.devices
-
-    @staticmethod
-    def hash_memory(address: int, nbytes: int) -> int:
-        """XXH3-64 of memory that the caller keeps alive and unchanged."""
-        return _core.hash_memory(address, nbytes)
 
     def serve(self, world: int) -> None:
         """From now on the job has so many ranks."""
-        self._staging.ranks = ranks_on_host(world)
+        self._ranks = ranks_on_host(world)
 
     def close(self) -> None:
         """Release everything. Every session on this runtime has ended."""
         self._owned.close()
+
+    # -- staging memory --------------------------------------------------------------------
+
+    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        """Make sure that there is memory for copying `step_bytes`. `drain` ends the work under
+        way."""
+        if self.options.staging_bytes is not None:
+            return
+        if step_bytes > max(self._fits, self.staging_bytes):
+            self._choose(step_bytes, drain)
+        self._copied = max(self._copied, step_bytes)
+
+    def _choose(self, step_bytes: int, drain: Callable[[], None]) -> None:
+        before = self.staging_bytes
+        drain()
+        room = memory.available()
+        # The old memory is released before new memory is taken.
+        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self._ranks)
+        if size > before:
+            self._close_engine()
+            try:
+                self._open(size)
+            except StorageError as error:
+                logger.warning("cannot enlarge the staging memory: %s", error)
+                self._open(before)
+        self._fits = step_bytes + step_bytes // 4
+        self._log_size(step_bytes, room)
+
+    def _open(self, size: int) -> None:
+        moving = settled(self.options.io)
+        buffer = moving.buffer_bytes
+        whole = max(2, size // buffer) * buffer
+        self.engine = open_engine(self.fs, whole, buffer, moving.copy_threads)
+        self.staging_bytes = whole
+        self.devices = Devices(_core.call_copies)
+
+    def _close_engine(self) -> None:
+        """Every job has ended."""
+        self.devices.close()
+        self.engine.close()
+
+    def _log_size(self, step_bytes: int, room: Room) -> None:
+        size = self.staging_bytes
+        shared = f", shared by {self._ranks} ranks" if self._ranks > 1 else ""
+        text = (
+            f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "
+            f"most a third of {format_bytes(room.nbytes)} {room.limit}{shared}"
+        )
+        if size < step_bytes:
+            text += "; updates also wait for writes, and staging_bytes=... overrides this"
+        logger.info("%s", text)
 
 
 def _open_fs(options: Options) -> Fs:
@@ -99,7 +139,6 @@ def _open_fs(options: Options) -> Fs:
     return fs
 
 
-# -- staging memory --------------------------------------------------------------------------------
 FIRST_BYTES = GiB
 # The ranks of a host get one part in so many of the available memory. The rest is for training
 # after its first save: activations, data loaders, page cache.
@@ -114,72 +153,3 @@ def chosen(step_bytes: int, available_bytes: int, ranks: int) -> int:
     """
     wanted = max(FIRST_BYTES, step_bytes + step_bytes // 4)
     return min(wanted, available_bytes // SHARE // ranks)
-
-
-class Staging:
-    """An engine and its devices. `ranks`: how many share the memory of the host."""
-
-    engine: Engine
-    devices: Devices
-    nbytes: int  # what a save, or another client of the engine, may use
-
-    def __init__(self, fs: Fs, options: Options, ranks: int) -> None:
-        self._fs = fs
-        self._options = options
-        self.ranks = ranks
-        self._fits = 0  # bytes of the largest step for which a size was chosen
-        self._copied = 0  # bytes of the largest step so far
-        size = options.staging_size
-        self._open(chosen(0, memory.available().nbytes, ranks) if size is None else size)
-
-    def fit(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        """Make sure that there is memory for copying `step_bytes`. `drain` ends the work under
-        way."""
-        if self._options.staging_bytes is not None:
-            return
-        if step_bytes > max(self._fits, self.nbytes):
-            self._choose(step_bytes, drain)
-        self._copied = max(self._copied, step_bytes)
-
-    def close(self) -> None:
-        """Release the memory. Every job has ended."""
-        self.devices.close()
-        self.engine.close()
-
-    def _choose(self, step_bytes: int, drain: Callable[[], None]) -> None:
-        before = self.nbytes
-        drain()
-        room = memory.available()
-        # The old memory is released before new memory is taken.
-        size = chosen(step_bytes, room.nbytes + min(before, self._copied), self.ranks)
-        if size > before:
-            self._reopen(size, before)
-        self._fits = step_bytes + step_bytes // 4
-        self._log_size(step_bytes, room)
-
-    def _reopen(self, size: int, before: int) -> None:
-        self.close()
-        try:
-            self._open(size)
-        except StorageError as error:
-            logger.warning("cannot enlarge the staging memory: %s", error)
-            self._open(before)
-
-    def _open(self, size: int) -> None:
-        moving = settled(self._options.io)
-        buffer = moving.buffer_bytes
-        whole = max(2, size // buffer) * buffer
-        self.engine = open_engine(self._fs, whole, buffer, moving.copy_threads)
-        self.nbytes = whole
-        self.devices = Devices(_core.call_copies)
-
-    def _log_size(self, step_bytes: int, room: Room) -> None:
-        size = self.nbytes
-        shared = f", shared by {self.ranks} ranks" if self.ranks > 1 else ""
-        text = (
-            f"staging memory of {format_bytes(size)} for {format_bytes(step_bytes)} of a step: at "
-            f"most a third of {format_bytes(room.nbytes)} {room.limit}{shared}"
-        )
-        if size < step_bytes:
-            text += "; updates also wait for writes, and staging_bytes=... overrides this"
-        logger.info("%s", text)

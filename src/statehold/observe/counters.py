@@ -71,10 +71,6 @@ class _Histogram:
         self.counts = [0] * (len(BUCKETS_S) + 1)
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
-        self.sum += seconds
-
 
 class Figures:
     """The figures of one rank of one run, of one level of it, or of one store of pages."""
@@ -113,7 +109,9 @@ class Figures:
 
     def observe(self, name: str, seconds: float) -> None:
         with self._guard:
-            self._histograms[name].observe(seconds)
+            histogram = self._histograms[name]
+            histogram.counts[bisect_left(BUCKETS_S, seconds)] += 1
+            histogram.sum += seconds
 
     def samples(self, name: str) -> Iterator[str]:
         """The lines of one metric; none for a gauge that was never set."""

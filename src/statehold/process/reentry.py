@@ -29,7 +29,7 @@ def enter(what: str) -> None:
     """
     frame = sys._getframe(1)
     _calls[frame.f_code] = what
-    _refuse(frame.f_back, what, "")
+    refuse(what, within=frame.f_back)
 
 
 def note(what: str) -> None:
@@ -37,13 +37,10 @@ def note(what: str) -> None:
     _calls[sys._getframe(1).f_code] = what
 
 
-def refuse(what: str, among: str = "") -> None:
+def refuse(what: str, among: str = "", within: FrameType | None = None) -> None:
     """Raises UsageError if a handler makes the call inside one that takes locks. among: only those
-    that end with this."""
-    _refuse(sys._getframe(1), what, among)
-
-
-def _refuse(frame: FrameType | None, what: str, among: str) -> None:
+    that end with this. within: where the call was made; None: by the caller."""
+    frame: FrameType | None = within or sys._getframe(1)
     inner: list[CodeType] = []  # what runs inside of `frame`
     while frame is not None:
         outer = _calls.get(frame.f_code)

@@ -48,7 +48,6 @@ ELSEWHERE_MAX = 10
 # What may be wrong with one copy, and not with another.
 _OF_ONE_COPY = (StorageError, CorruptionError, StepNotFoundError)
 
-_FAILURES = (StorageError, CorruptionError, StepNotFoundError)
 _UNREADABLE = ""
 _UNKNOWN = "unknown"  # the storage failed, which says nothing about the step
 
@@ -142,7 +141,7 @@ class Saves:
                 self._at.setdefault(key, sha256(raw))
                 Manifest.decode(raw, MANIFEST_NAME)
                 self._intact[key] = sha256(raw)
-            except (*_FAILURES, FormatVersionError):
+            except (*_OF_ONE_COPY, FormatVersionError):
                 self._intact[key] = _UNREADABLE
         return self._intact[key]
 
@@ -150,7 +149,7 @@ class Saves:
 def _read(step: int, level: Shelf) -> str:
     try:
         return sha256(level.manifest(step))
-    except _FAILURES:
+    except _OF_ONE_COPY:
         return _UNREADABLE
 
 
@@ -169,11 +168,12 @@ class StepChanged(Exception):
 
 
 class Nearest(Shelf):
-    """All steps of a run, for one restore; `places` with the nearest first. Not thread-safe."""
+    """All steps of the run directory `run`, for one restore; `places` with the nearest first. Not
+    thread-safe."""
 
     def __init__(self, places: Sequence[Shelf], run: str) -> None:
         self._places = list(places)
-        self.name = self._run = run
+        self.name = self.run = run
         self._bad: set[tuple[int, str, str]] = set()  # step, file, level
         self._unreadable: dict[tuple[int, str], StorageError] = {}
         self._served: dict[tuple[int, str], Shelf] = {}
@@ -203,18 +203,13 @@ class Nearest(Shelf):
             raise self._unread
         return found
 
-    @property
-    def run(self) -> str:
-        """The run directory."""
-        return self._run
-
     def path(self, step: int) -> str:
         """The name of a step's place, for messages and errors: at the nearest place."""
-        return f"{self._run}/step-{step:012d}"
+        return f"{self.run}/step-{step:012d}"
 
     def open(self, step: int, rank: int | None = None, world_size: int = 1) -> SavedStep:
         if step not in self.steps():
-            raise no_such_step(step, self._run, self.steps())
+            raise no_such_step(step, self.run, self.steps())
         return super().open(step, rank, world_size)
 
     def said(self, step: int) -> About | None:

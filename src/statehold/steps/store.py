@@ -318,7 +318,7 @@ class Store(DirectoryShelf):
             self._unmap(*self._mapped)
             self._has_spares = False
             self.ready.drop()
-            self.look_again()
+            self.known_newest.look_again()
 
     def recover(self, token: str | None = None) -> None:
         """Clear the leftovers of a crash. Call once, holding the run's lock.
@@ -330,7 +330,7 @@ class Store(DirectoryShelf):
         with self._guard:
             self._settle_names()
             self.known_newest.take_over()
-            self.look_again()
+            self.known_newest.look_again()
             self._settle_replaced()
             for hidden in (SPARE_NAME, READY_NAME):
                 if self.fs.is_dir(f"{self.root}/{hidden}"):
@@ -369,10 +369,6 @@ class Store(DirectoryShelf):
         with self._guard:
             self.intact = step
             self.retention.forget(step)
-
-    def look_again(self) -> None:
-        """Every rank: steps may have been discarded, so the newest one is no longer known."""
-        self.known_newest.look_again()
 
     def begin(self, step: int, attempt: str | None = None) -> None:
         """D1, before the first byte: an empty directory for the step. Every rank calls this."""

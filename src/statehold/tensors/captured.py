@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -48,7 +48,7 @@ from statehold.tensors.columns import (
 )
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
-from statehold.tensors.found import Eager, Found, New, NewTensors, Seen
+from statehold.tensors.found import Eager, Found, NewTensors, Seen
 from statehold.tensors.marks import Gated, Mark, Volatile
 from statehold.tensors.placements import OWN, Piece, Placed
 from statehold.tensors.stepping import MARKED, Owners, Storages, owned_tensors, storages
@@ -164,7 +164,7 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
             copies |= {index: _owned_copy(tensors[index]) for index in eager}
     # A clone of each number takes three times as long.
     with torch.no_grad():
-        stacks = [torch.stack([tensors.live[index] for index in some]) for some in numbers]
+        stacks = [torch.stack([tensors.live.tensors[index] for index in some]) for some in numbers]
     tensors.copied(copies, list(zip(numbers, stacks, strict=True)))
 
 
@@ -325,17 +325,14 @@ class Capturing:
 
     def inside(self, value: Any, content: Callable[[], Any], path: str) -> Any:
         """The node of what an object gives for itself."""
-
-        def taken(to: values.Encoder, _: Any, path: str) -> Any:
+        with self.values.within(value, path, 0):
             try:
                 inside = content()
             except Exception as error:
                 when = f'while the state of "{path}" was taken; nothing of the step is saved'
                 annotate(error, when)
                 raise
-            return to.encode(inside, path)
-
-        return self.values.within(taken, value, path, 0)
+            return self.values.encode(inside, path)
 
     def tell(self, path: str, doubt: str) -> None:
         self.doubts.append(f'a restart may continue differently in "{path}": {doubt}')
@@ -375,24 +372,6 @@ class Capturing:
 
     # -- dicts of tensors ------------------------------------------------------------------
 
-    def batch(
-        self,
-        key: tuple[str, int],
-        observed: Any,
-        flat: Flat,
-        paths: Callable[[], list[str]],
-        one_by_one: Callable[[], list[Any]],
-        new: New | None = None,
-    ) -> tuple[list[Any], bool]:
-        """The nodes of dicts of tensors, and whether these were added together."""
-        nodes = self.found.recognised(key, observed, flat.tensors, new)
-        if nodes is not None:
-            return flat.with_others(nodes, paths()) if flat.others else nodes, True
-        begin = len(self.tensors)
-        nodes = one_by_one()
-        self.found.remember(key, observed, flat.tensors, begin, nodes)
-        return nodes, False
-
     def _members_of(self, members: Mapping[Any, Any], path: str) -> list[Any] | None:
         """The nodes of the values of a dict of tensors, or of a dict of such dicts."""
         first = next(iter(members.values()), None)
@@ -429,7 +408,7 @@ class Capturing:
         node_of: Callable[[Any, str], Any],
         members: list[Any],
     ) -> list[Any]:
-        """batch() of tensors that come without their module or optimizer."""
+        """The nodes of tensors that come without their module or optimizer."""
 
         def one_by_one() -> list[Any]:
             return list(map(node_of, members, paths))
@@ -440,9 +419,11 @@ class Capturing:
         layouts = self.layouts_of(flat.tensors)
         observed = self._mark, self.rank, paths, flat.shape, layouts, owners
         begin = len(self.tensors)
-        nodes, is_known = self.batch(key, observed, flat, lambda: paths, one_by_one)
+        nodes: list[Any]
+        nodes, is_known = self.found.batch(key, observed, flat.tensors, one_by_one)
         if is_known:
             self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
+            return flat.with_others(nodes, paths) if flat.others else nodes
         return nodes
 
     def _owners_of(self, tensors: list[torch.Tensor]) -> Owners | None:
@@ -543,8 +524,8 @@ class Capturing:
         local = local_of(tensor)
         self.values.check_depth(tensor, path)
         if composed.is_allowed(local):
-            made = partial(self._subclass, lazy=lazy, place=place or self.place(tensor, path))
-            return self.values.within(made, tensor, path)
+            with self.values.within(tensor, path):
+                return self._subclass(tensor, path, lazy, place or self.place(tensor, path))
         check_storable(tensor, path)
         place = place or self.place(tensor, path)
         wrapper = None if local is tensor else tensor
@@ -555,12 +536,10 @@ class Capturing:
         added = self.found.add(alias, path, eager, place=place, wrapper=wrapper, is_gated=is_gated)
         return {COMPLEX: {"$tensor": added}} if is_complex else {"$tensor": added}
 
-    def _subclass(
-        self, to: values.Encoder, tensor: torch.Tensor, path: str, *, lazy: bool, place: Placed
-    ) -> Any:
+    def _subclass(self, tensor: torch.Tensor, path: str, lazy: bool, place: Placed) -> Any:
         """A tensor that is made of others: these, and how to put them together."""
         local = local_of(tensor)
-        form = composed.form_of(local, path, to.depth)
+        form = composed.form_of(local, path, self.values.depth)
         places = composed.places(form, place)
         part = None
         if places is None and place.box is not None and place.shape is not None:

@@ -166,6 +166,17 @@ def described(
 # -- all of them -----------------------------------------------------------------------------------
 
 
+class LiveColumns(NamedTuple):
+    """The fields that differ from capture to capture, in their order in a tensor, by column."""
+
+    tensors: list[Any]
+    storages: list[Any]
+    impls: list[Any]
+    versions: list[Any]
+    addresses: list[Any]
+    wrappers: list[Any]
+
+
 class Stamps:
     """What tells in a later capture which tensors of this one have changed since.
 
@@ -298,13 +309,13 @@ class Structure:
 class Tensors(Sequence[CapturedTensor]):
     """Captured tensors as columns, in the order of the fields of one."""
 
-    __slots__ = ("_columns", "_live", "_parts", "_structure", "_worked_out")
+    __slots__ = ("_columns", "_parts", "_structure", "_worked_out", "live")
 
     def __init__(self, tensors: Iterable[CapturedTensor] = ()) -> None:
         self._parts: list[Part] | None = []  # None: one was replaced since
         self._worked_out = 0  # so many of the parts are in the columns
         self._columns: list[list[Any]] = [[] for _ in _FIELDS[:_STRUCTURE]]
-        self._live: list[list[Any]] = [[] for _ in _FIELDS[_STRUCTURE:]]
+        self.live = LiveColumns([], [], [], [], [], [])
         self._structure: Structure | None = None  # of all, once that is asked for
         for tensor in tensors:
             self.append(tensor)
@@ -346,28 +357,15 @@ class Tensors(Sequence[CapturedTensor]):
     def specs(self) -> Sequence[TensorSpec]:
         return self._all_columns()[0]
 
-    @property
-    def live(self) -> Sequence[torch.Tensor]:
-        """`tensor` of each; see there."""
-        return self._live[0]
-
-    @property
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        return self._live[1]
-
-    @property
-    def addresses(self) -> Sequence[int]:
-        return self._live[4]
-
     def append(self, tensor: CapturedTensor) -> None:
         self._add(tensor[:_STRUCTURE])
-        for column, value in zip(self._live, tensor[_STRUCTURE:], strict=True):
+        for column, value in zip(self.live, tensor[_STRUCTURE:], strict=True):
             column.append(value)
 
-    def extend(self, run: ColumnRun, *live: Iterable[Any]) -> None:
-        """live: the other columns, in the order of the fields of a tensor."""
+    def extend(self, run: ColumnRun, live: LiveColumns) -> None:
+        """Append tensors that were captured one after the other."""
         self._add(run)
-        for column, more in zip(self._live, live, strict=True):
+        for column, more in zip(self.live, live, strict=True):
             column.extend(more)
 
     def _add(self, part: Part) -> None:
@@ -378,7 +376,7 @@ class Tensors(Sequence[CapturedTensor]):
 
     def put(self, index: int, tensor: CapturedTensor) -> None:
         """Put another one in this place, in an equal structure."""
-        for column, value in zip(self._live, tensor[_STRUCTURE:], strict=True):
+        for column, value in zip(self.live, tensor[_STRUCTURE:], strict=True):
             column[index] = value
 
     def copied(
@@ -393,9 +391,9 @@ class Tensors(Sequence[CapturedTensor]):
             end = begin + len(indices) * size
             values = stack, stack.untyped_storage(), _impl(stack), version_of(stack)
             for place, value in enumerate(values):
-                _put(self._live[place], indices, repeat(value, len(indices)))
-            _put(self._live[4], indices, range(begin, end, size))
-            _put(self._live[5], indices, repeat(None, len(indices)))
+                _put(self.live[place], indices, repeat(value, len(indices)))
+            _put(self.live.addresses, indices, range(begin, end, size))
+            _put(self.live.wrappers, indices, repeat(None, len(indices)))
         for index, copy in copies.items():
             self.put(index, copy)
         self._structure = structure
@@ -403,7 +401,7 @@ class Tensors(Sequence[CapturedTensor]):
     def picked(self, indices: Sequence[int], known: Structure | None = None) -> Tensors:
         """These, in this order; `known`: the structure of what that gives, if it is known."""
         picked = Tensors()
-        picked._live = [_picked(column, indices) for column in self._live]
+        picked.live = LiveColumns._make(_picked(column, indices) for column in self.live)
         picked._structure, picked._parts = known, None
         if known is None:
             picked._columns = [_picked(column, indices) for column in self.structure.columns]
@@ -423,16 +421,14 @@ class Tensors(Sequence[CapturedTensor]):
 
     def stamps(self, indices: Sequence[int]) -> Stamps:
         """What tells later which of these have changed."""
-        _, storages, impls, versions, addresses, _ = (
-            _picked(column, indices) for column in self._live
-        )
-        return Stamps(storages, impls, versions, addresses)
+        columns = self.live.storages, self.live.impls, self.live.versions, self.live.addresses
+        return Stamps(*(_picked(column, indices) for column in columns))
 
     def _are_unmoved(self, indices: Sequence[int]) -> bool:
         """Whether none of these has changed; False, too, where that is to be asked one by one."""
-        tensors, _, impls, versions, _, wrappers = (
-            _picked(column, indices) for column in self._live
-        )
+        live = self.live
+        columns = live.tensors, live.impls, live.versions, live.wrappers
+        tensors, impls, versions, wrappers = (_picked(column, indices) for column in columns)
         try:
             now = list(map(_version, tensors))
         except RuntimeError:  # inference tensors have no counter
@@ -450,7 +446,7 @@ class Tensors(Sequence[CapturedTensor]):
         return found
 
     def _aliases(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        aliases = list(map(_detach, _picked(self.live, indices)))
+        aliases = list(map(_detach, _picked(self.live.tensors, indices)))
         shown = zip(
             map(_dtype, aliases),
             map(_size, aliases),
@@ -460,7 +456,7 @@ class Tensors(Sequence[CapturedTensor]):
         )
         is_as_then = (
             list(shown) == _picked(self.structure.columns[1], indices)
-            and list(map(_data_ptr, aliases)) == _picked(self.addresses, indices)
+            and list(map(_data_ptr, aliases)) == _picked(self.live.addresses, indices)
             and not any(map(_is_neg, aliases))
         )
         return aliases if is_as_then else [self[index].alias for index in indices]
@@ -476,7 +472,7 @@ class Tensors(Sequence[CapturedTensor]):
     def __getitem__(self, index: int | slice) -> CapturedTensor | list[CapturedTensor]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        columns = chain(self._all_columns(), self._live)
+        columns = chain(self._all_columns(), self.live)
         return CapturedTensor._make([column[index] for column in columns])
 
     def __setitem__(self, index: int, tensor: CapturedTensor) -> None:
@@ -486,14 +482,14 @@ class Tensors(Sequence[CapturedTensor]):
         self.put(index, tensor)
 
     def __iter__(self) -> Iterator[CapturedTensor]:
-        columns = chain(self._all_columns(), self._live)
+        columns = chain(self._all_columns(), self.live)
         return map(CapturedTensor._make, zip(*columns, strict=True))
 
     def _all_columns(self) -> Sequence[Sequence[Any]]:
         return self._work_out() if self._structure is None else self._structure.columns
 
     def __len__(self) -> int:
-        return len(self._live[0])
+        return len(self.live.tensors)
 
 
 def _as_range(indices: list[int]) -> Sequence[int]:
@@ -517,10 +513,7 @@ def _picked(column: Sequence[Any], indices: Sequence[int]) -> list[Any]:
 
 
 # -- facts -----------------------------------------------------------------------------------------
-_version, _impl = attrgetter("_version"), attrgetter("_cdata")
-_dtype, _local = attrgetter("dtype"), attrgetter("_local_tensor")
-_size, _stride = torch.Tensor.size, torch.Tensor.stride
-_data_ptr, _is_neg = torch.Tensor.data_ptr, torch.Tensor.is_neg
+_local = attrgetter("_local_tensor")
 _storage, _storage_ptr = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 # All that decides where a DTensor lies.
 _layout = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
@@ -542,17 +535,11 @@ class Facts(NamedTuple):
 
 
 class BatchFacts(NamedTuple):
-    """A batch as it is now. tensors: of DTensors what they hold here; wrappers: DTensors, else
-    None; the others are the columns of these names (CapturedTensor). places: what two tensors share
-    when they may be one: addresses, and the ids of DTensors."""
+    """A batch as it is now. places: what two tensors share when they may be one: addresses, and the
+    ids of DTensors."""
 
     facts: Facts
-    tensors: list[torch.Tensor]
-    storages: list[torch.UntypedStorage]
-    impls: list[int]
-    versions: list[int]
-    addresses: list[int]
-    wrappers: list[torch.Tensor | None]
+    live: LiveColumns
     places: list[int]
 
 
@@ -588,7 +575,8 @@ def read(values: list[Any]) -> BatchFacts | None:
         moved = [0 if each is None else _version(each) for each in wrappers]
         versions = list(map(add, versions, moved))
     impls = list(map(_impl, tensors))
-    return BatchFacts(facts, tensors, storages, impls, versions, addresses, wrappers, places)
+    live = LiveColumns(tensors, storages, impls, versions, addresses, wrappers)
+    return BatchFacts(facts, live, places)
 
 
 def _described(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:

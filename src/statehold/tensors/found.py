@@ -12,10 +12,11 @@ Not here: which tensors a state has, where they lie, and which of them are eager
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -130,59 +131,48 @@ class _Mapping(NamedTuple):
     node: Any
 
 
+@dataclass
+class Look:
+    """What one capture has seen: batches, the sights of what is in none, nodes of containers."""
+
+    batches: dict[Key, SeenBatch] = field(default_factory=dict)
+    sights: dict[str, Sight] = field(default_factory=dict)
+    mappings: dict[str, _Mapping] = field(default_factory=dict)
+
+    def sight(self, name: str) -> Sight | None:
+        """How it saw the tensor of this name. For the next capture, when nothing is added."""
+        return self.sights.get(name) or self._in_batches.get(name)
+
+    @cached_property
+    def _in_batches(self) -> dict[str, Sight]:
+        return {
+            name: each for batch in self.batches.values() for name, each in batch.sights.items()
+        }
+
+
 class Seen:
-    """What was seen in the capture that is under way, and in the one before it: batches, the sights
-    of what is in none, nodes of containers, and the structure of all."""
+    """What was seen in the capture that is under way (now), and in the one before it; the structure
+    of all."""
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
-        self.batches_before: dict[Key, SeenBatch] = {}
-        self.batches_now: dict[Key, SeenBatch] = {}
-        self._mappings_before: dict[str, _Mapping] = {}
-        self._mappings_now: dict[str, _Mapping] = {}
-        self._before: dict[str, Sight] = {}
-        self._now: dict[str, Sight] = {}
-        self._in_batches: dict[str, Sight] | None = None
-
-    def begin(self) -> None:
-        """Of a capture."""
-        self._before, self._now = self._now, {}
-        self.batches_before, self.batches_now = self.batches_now, {}
-        self._mappings_before, self._mappings_now = self._mappings_now, {}
-        self._in_batches = None
+        self.before, self.now = Look(), Look()
 
     def mapping(
         self, path: str, parts: list[Any], items: Callable[[], Iterable[tuple[Any, Any]]]
     ) -> Any:
         """The node of the container at `path`, whose members make the nodes `parts`; the one of the
         capture before, where all of these are the same objects."""
-        known = self._mappings_before.get(path)
+        known = self.before.mappings.get(path)
         if known is None or list(map(id, known.parts)) != list(map(id, parts)):
             known = _Mapping(parts, values.mapping_of(dict(items())))
-        self._mappings_now[path] = known
+        self.now.mappings[path] = known
         return known.node
-
-    def before(self, name: str) -> Sight | None:
-        """How the capture before saw the tensor of this name."""
-        if (sight := self._before.get(name)) is not None:
-            return sight
-        if self._in_batches is None:
-            self._in_batches = {}
-            for batch in self.batches_before.values():
-                self._in_batches |= batch.sights
-        return self._in_batches.get(name)
-
-    def now(self, name: str) -> Sight | None:
-        """How this capture saw the tensor, if it was asked about it alone."""
-        return self._now.get(name)
-
-    def saw(self, name: str, sight: Sight) -> None:
-        self._now[name] = sight
 
     def spec_of(self, tensor: torch.Tensor, name: str, eager: bool, place: Placed) -> TensorSpec:
         """The spec of a tensor that lies at `place`. Raises UnsupportedValueError."""
         dtype, shape = tensor.dtype, tensor.shape
-        known = self.before(name)
+        known = self.before.sight(name)
         if known is None or (dtype, shape, eager, place) != (
             known.dtype,
             known.shape,
@@ -192,7 +182,7 @@ class Seen:
             spec = _spec(tensor, name, eager, place)
             is_usual = spec.nbytes > 0 and not dtype.is_complex
             known = Sight(dtype, shape, eager, place, spec, is_usual)
-        self._now[name] = known
+        self.now.sights[name] = known
         return known.spec
 
 
@@ -257,7 +247,7 @@ class Found:
     """What one capture has found so far. `seen`: what the one before saw."""
 
     def __init__(self, seen: Seen) -> None:
-        seen.begin()
+        seen.before, seen.now = seen.now, Look()
         self._seen = seen
         self.tensors = Tensors()
         # By address, or by the id of a DTensor: all ranks have to find the same ties, also those
@@ -275,16 +265,34 @@ class Found:
 
     # -- many at once ----------------------------------------------------------------------
 
-    def recognised(
-        self, key: Key, observed: Any, values: list[Any], new: New | None = None
-    ) -> Any | None:
-        """What remember() was given for the same tensors in the capture before, and adds them; or
-        the nodes of new ones. None, and nothing is added, if any of them shows anything else, or is
-        tied, or is new and out of the ordinary.
+    def batch(
+        self,
+        key: Key,
+        observed: Any,
+        values: list[Any],
+        one_by_one: Callable[[], Any],
+        new: New | None = None,
+    ) -> tuple[Any, bool]:
+        """The nodes of these tensors, and whether they were added together: the capture before had
+        the same ones, or none has seen any. Otherwise `one_by_one` adds them and makes the nodes.
 
         new: what tensors of this rank alone are like that no capture has seen.
         """
-        batch = self._seen.batches_before.get(key)
+        nodes = self._recognised(key, observed, values, new)
+        if nodes is not None:
+            return nodes, True
+        begin = len(self.tensors)
+        nodes = one_by_one()
+        self._remember(key, observed, values, begin, nodes)
+        return nodes, False
+
+    def _recognised(
+        self, key: Key, observed: Any, values: list[Any], new: New | None
+    ) -> Any | None:
+        """Add these together: the nodes of the capture before, or those of new ones. None, and
+        nothing is added, if any of them shows anything else, or is tied, or is new and out of the
+        ordinary."""
+        batch = self._seen.before.batches.get(key)
         if (new if batch is None else batch.observed == observed) in (None, False):
             return None
         reading = read(values)
@@ -295,33 +303,34 @@ class Found:
         if not self._taken.isdisjoint(batch.names) or not self._add_places(reading.places):
             return None
         self._batches.append(batch)
-        self.tensors.extend(batch.run, *reading[1:-1])
-        self._seen.batches_now[key] = batch
+        self.tensors.extend(batch.run, reading.live)
+        self._seen.now.batches[key] = batch
         return batch.nodes
 
     def _learned(self, observed: Any, reading: BatchFacts, new: NewTensors) -> SeenBatch | None:
         """What there would be to remember of tensors, had they been added one by one."""
         names, are_eager, nodes = new
-        forms = forms_of(reading.tensors, reading.facts.devices)
+        forms = forms_of(reading.live.tensors, reading.facts.devices)
         stored: list[Any] = [_stored(form.dtype, form.shape) for form in forms]
-        are_known = any(self._seen.before(name) or self._is_taken(name) for name in names)
-        are_usual = None not in stored and all(map(_is_leaf, reading.tensors))
+        are_known = any(self._seen.before.sight(name) or self._is_taken(name) for name in names)
+        are_usual = None not in stored and all(map(_is_leaf, reading.live.tensors))
         if are_known or not header.are_names(names) or not are_usual or reading.facts.layouts:
             return None
         specs = map(TensorSpec, names, *zip(*stored, strict=True), are_eager)
-        strided, are_gated = list(map(strides_of, reading.tensors)), [False] * len(names)
+        strided, are_gated = list(map(strides_of, reading.live.tensors)), [False] * len(names)
         return SeenBatch(observed, reading.facts, list(specs), forms, strided, are_gated, nodes)
 
-    def remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:
+    def _remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:
         """Keep what the next capture needs to recognise `values`, which were added one by one from
         tensors[begin] on; nothing if any of them is out of the ordinary."""
         added = self.tensors[begin:]
         reading = read(values) if len(added) == len(values) else None
-        if reading is None or not all(map(_is_leaf, reading.tensors)):
+        if reading is None or not all(map(_is_leaf, reading.live.tensors)):
             return  # no capture keeps a graph alive
-        seen = [(each.spec.name, self._seen.now(each.spec.name)) for each in added]
-        sights = {name: sight for name, sight in seen if sight is not None}
-        forms = forms_of(reading.tensors, reading.facts.devices)
+        alone = self._seen.now.sights
+        names = [each.spec.name for each in added]
+        sights = {name: alone[name] for name in names if name in alone}
+        forms = forms_of(reading.live.tensors, reading.facts.devices)
         is_usual = all(
             each.spec is sight.spec
             and form.dtype is sight.dtype  # else a view of another dtype is stored
@@ -333,7 +342,7 @@ class Found:
             are_gated = [each.is_gated for each in added]
             specs, facts = [each.spec for each in added], reading.facts
             batch = SeenBatch(observed, facts, specs, forms, strided, are_gated, nodes, sights)
-            self._seen.batches_now[key] = batch
+            self._seen.now.batches[key] = batch
 
     def _add_places(self, places: Sequence[int]) -> bool:
         """Note these places, if no tensor there is tied. 0 is that of a tensor without memory."""
@@ -374,7 +383,7 @@ class Found:
 
     def nodes(
         self,
-        members: Mapping[Any, Any],
+        members: Iterable[tuple[Any, Any]],
         path: str,
         usual: Eager,
         place_of: PlaceOf | None,
@@ -390,9 +399,9 @@ class Found:
         tensors, held, taken, seen = self.tensors, self._held, self._taken, self._seen
         nodes: dict[Any, Any] = {}
         place, eager = OWN, usual is Eager.ALL
-        for key, value in members.items():
+        for key, value in members:
             name = f"{path}.{key}"
-            sight = seen.before(name)
+            sight = seen.before.sight(name)
             if sight is not None and type(value) in ORDINARY and not self._is_taken(name):
                 if usual is Eager.BUT_PARAMETERS:
                     eager = not isinstance(value, nn.Parameter)
@@ -415,7 +424,7 @@ class Found:
                 except RuntimeError:  # it has no memory, or no shape: a sparse or nested tensor
                     is_known = False
                 if is_known:
-                    seen.saw(name, sight)
+                    seen.now.sights[name] = sight
                     taken.add(name)
                     alias = value.detach()
                     held[address] = [(len(tensors), alias)]

@@ -373,8 +373,6 @@ class Matching:
             self.problems.append((path, f"{saved}, none of which is this rank's: {advice}"))
         return found is not None
 
-    # -- live objects, by kind -------------------------------------------------------------
-
     # -- live things -----------------------------------------------------------------------
 
     def match(self, live: Any, node: Any, path: str) -> Any:

@@ -67,13 +67,14 @@ class Turns:
     steps: the fixed interval; None: rank 0 announces it. lag: the number of saves after which a
         rule holds; LAG among several ranks. last_step: of the last call; or, on all ranks alike,
         the step that the run was restored to, or rewound to. due: the numbers of the newest saves.
+    rule: in force. pending: announced and not in force yet; `since` is the save that announced it.
     """
 
     def __init__(self, steps: int | None, lag: int = LAG) -> None:
-        self._rule = SaveRule(-1, steps or 1)
+        self.rule = SaveRule(-1, steps or 1)
         self._is_growing = steps is None
         self._lag = lag
-        self._pending: SaveRule | None = None
+        self.pending: SaveRule | None = None
         self._pending_last = -1
         self._found: SaveRule | None = None
         self.last_step: int | None = None
@@ -85,18 +86,18 @@ class Turns:
         if step is None:
             step = 0 if self.last_step is None else self.last_step + 1
         found = self._found
-        if found is not None and self._rule.since < found.since < number:
+        if found is not None and self.rule.since < found.since < number:
             self._hold(found)
-        is_due = wanted or is_past_next(self.last_step, step, self._rule.steps)
+        is_due = wanted or is_past_next(self.last_step, step, self.rule.steps)
         self.last_step = step
         if is_due:
             self.due.append(number)
-            pending = self._pending
+            pending = self.pending
             if pending is not None and pending.since <= self.due[-1 - self._lag]:
-                self._pending = None
+                self.pending = None
                 self._hold(SaveRule(number, pending.steps))
             elif self._is_growing:
-                self._rule = SaveRule(-1, min(2 * self._rule.steps, GROWING_MAX))
+                self.rule = SaveRule(-1, min(2 * self.rule.steps, GROWING_MAX))
         return is_due
 
     @property
@@ -105,29 +106,18 @@ class Turns:
         newest has found room."""
         return self.due[-3]
 
-    @property
-    def rule(self) -> SaveRule:
-        """The rule in force."""
-        return self._rule
-
-    @property
-    def pending(self) -> SaveRule | None:
-        """A rule that was announced and is not in force yet. `since` is the save that announced
-        it."""
-        return self._pending
-
     def learn(self, rule: SaveRule) -> None:
         """Take in the rule of a save's outcome; a rule may come several times."""
         if rule.since > self._pending_last:
             self._pending_last = rule.since
-            self._pending = rule
+            self.pending = rule
 
     def adopt(self, rule: SaveRule) -> None:
         """The rule in force on rank 0."""
         self._found = rule
 
     def _hold(self, rule: SaveRule) -> None:
-        self._rule = rule
+        self.rule = rule
         self._is_growing = False
 
 

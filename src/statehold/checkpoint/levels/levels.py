@@ -210,7 +210,7 @@ class Levels:
         """These steps are at no level any more. All ranks call this, with nothing under way."""
         for place in self.near:
             place.forget(steps)
-            place.store.look_again()
+            place.store.known_newest.look_again()
         self.promotions.forget(steps)
 
     def lacks_newest(self) -> bool:

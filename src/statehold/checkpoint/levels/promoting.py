@@ -141,7 +141,7 @@ class Promoter:
         self._round = f"promote {place.name}"
         self.throttle = Throttle(spec.rate, give_way)
         self._guard = threading.Lock()
-        self._status = LevelStatus(place.name)
+        self.status = LevelStatus(place.name)
         self._look()
         self._cadence = self._cadence_of(spec)
         self._thread = Worker(f"statehold-{place.name}")  # as its lane in a trace is called
@@ -154,7 +154,7 @@ class Promoter:
         self.took_s = 0.0  # the newest of them
 
     def _cadence_of(self, spec: Level) -> Cadence:
-        newest = self._status.newest
+        newest = self.status.newest
         every, last_s = parse_every(spec.every), self._clock()
         if self._rank == 0 and every.seconds is not None:
             last_s = last_saved_s(self.place, last_s)
@@ -162,10 +162,6 @@ class Promoter:
         if self._rank == 0 and self.place.is_owed(newest):
             cadence.given_up(newest)  # a step that was due and not copied stays due
         return cadence
-
-    @property
-    def status(self) -> LevelStatus:
-        return self._status
 
     @property
     def level(self) -> str:
@@ -182,7 +178,7 @@ class Promoter:
         if not self.place.takes_steps:
             return False
         # A step that is saved again is copied after its earlier copy, which would stay otherwise.
-        is_again = step in (self._status.newest, self._status.copying)
+        is_again = step in (self.status.newest, self.status.copying)
         is_pinned = self._keep is not None and self._keep.pins(step, tags)
         is_due = self.level == at.name or self._cadence.is_due(step, self._clock())
         return is_pinned or (is_due and (is_again or not self.is_busy))
@@ -199,7 +195,7 @@ class Promoter:
         """
         if not self.place.takes_steps:
             return False
-        newest = self._status.newest
+        newest = self.status.newest
         if newest is None or newest < step:
             return True
         try:  # a step that was saved again has another manifest
@@ -227,7 +223,7 @@ class Promoter:
         kept = contextlib.ExitStack()
         kept.enter_context(source.protect(step))
         self._cadence.taken(step, self._clock())
-        if step == self._status.newest and self.place.is_apart:
+        if step == self.status.newest and self.place.is_apart:
             self._look()  # the copies that the level has may be those of another save
         if not self.is_busy:
             self._set(copying=step, bytes_done=0, bytes_total=0)
@@ -250,8 +246,8 @@ class Promoter:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         if self.is_busy and not self._thread.passed(until):
             raise WaitTimeout(
-                f"step {self._status.copying} did not reach level {self.place.name} in time",
-                facts={"waited": f"{timeout_s} s", "copied": f"{self._status.bytes_done} bytes"},
+                f"step {self.status.copying} did not reach level {self.place.name} in time",
+                facts={"waited": f"{timeout_s} s", "copied": f"{self.status.bytes_done} bytes"},
                 hint="the copy goes on in the background",
             )
 
@@ -261,9 +257,9 @@ class Promoter:
 
     def forget(self, steps: Collection[int]) -> None:
         """These steps are at no level any more. With nothing under way."""
-        if self._status.newest in steps:
+        if self.status.newest in steps:
             self._look()
-            self._cadence.given_up(self._status.newest)
+            self._cadence.given_up(self.status.newest)
 
     def stop(self) -> None:
         """Let copies under way, and later ones, end unfinished. Returns at once."""
@@ -326,7 +322,7 @@ class Promoter:
         return is_there
 
     def _counts(self) -> tuple[int, int]:
-        return self._status.bytes_done, self._status.bytes_total
+        return self.status.bytes_done, self.status.bytes_total
 
     def _retain(self, place: Target) -> None:
         if not place.leads:
@@ -398,7 +394,7 @@ class Promoter:
 
     def _before(self, watch: CopyWatch, nbytes: int) -> None:
         watch.limiting(lambda: self.throttle(nbytes))
-        self._set(bytes_done=self._status.bytes_done + nbytes)
+        self._set(bytes_done=self.status.bytes_done + nbytes)
 
     def _failed(self, order: _Order, attempt: str | None, error: Exception) -> None:
         step, source = order.step, order.source
@@ -406,7 +402,7 @@ class Promoter:
             with contextlib.suppress(StateholdError):
                 self.place.drop(attempt)
         let_go(error)
-        self._cadence.given_up(self._status.newest)
+        self._cadence.given_up(self.status.newest)
         if self._was_saved_again(step, source):
             error = storage_error("copy a step: it was saved again", errno.ESTALE, "")
             self._set(copying=None, error=error)
@@ -434,7 +430,7 @@ class Promoter:
 
     def _set(self, **changes: object) -> None:
         with self._guard:
-            self._status = replace(self._status, **changes)  # type: ignore[arg-type]
+            self.status = replace(self.status, **changes)  # type: ignore[arg-type]
 
 
 class Promotions:

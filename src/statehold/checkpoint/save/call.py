@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from statehold._core import hash_memory
 from statehold.checkpoint.save.gate import HeldSave
 from statehold.checkpoint.save.handle import Passage, Save, Work
 from statehold.checkpoint.save.sharing import Sharing
@@ -106,7 +107,8 @@ class Saver:
     ) -> tuple[Save, Work | None]:
         """Begin to save if the step is due. Returns the handle, and the work of the pipeline.
 
-        about: what the caller says about the step; raises UsageError.
+        number: of the call, the same on all ranks. about: what the caller says about the step;
+            raises UsageError. is_last: whether this process saves no step after this one.
         """
         gate = self.trainer.gate
         try:
@@ -120,7 +122,7 @@ class Saver:
                 number,
                 step,
                 wanted=force or is_last(step),
-                is_saving=self.pipeline.is_saving,
+                is_saving=self.pipeline.newest_step() is not None,
                 gate_s=gate.waited_s,
             )
             said = about()
@@ -154,7 +156,7 @@ class Saver:
             with updates.noted() as moved:
                 captured = self.trainer.capture(save, state, self.rank, self.membership.world)
                 try:
-                    held = gate.hold_for(save, captured.tensors.storages)
+                    held = gate.hold_for(save, captured.tensors.live.storages)
                     if moved and held.copies_from(moved):
                         raise _moved()
                     return self._begin_with(captured, held, number, about, is_last=ends), captured
@@ -187,7 +189,6 @@ class Saver:
         )
         names = {name for each in comparisons for name in each.names}
         compared = captured.named(names) if names else []
-        hash_memory = self.runtime.hash_memory
         self.trainer.watched.append(save)
         work = Work(
             save=save,

@@ -137,7 +137,6 @@ class Gate:
         self._forget_staged()
         held = HeldSave(save, list(map(impl_of, storages)))
         self.held[save] = held
-        updates.watch(self)
         return held
 
     def wait(self, timeout: float | None = None) -> None:

@@ -103,7 +103,10 @@ class LevelChoice:
         self.first_error: StateholdError | None = None  # why it takes none, until it does
 
     def open(self, work: Work) -> OpenFile:
-        """D1 of a save, at the first level that takes it on all ranks: `work.place` from now on."""
+        """D1 of a save, at the first level that takes it on all ranks: `work.place` from now on.
+        If several ranks save, `work.attempt` makes the names of its directories unique."""
+        if self._peers is not None:
+            work.attempt = self._peers.attempt(work.number)
         if self._places[0].may_lack_room:
             self._places[0].make_room()
         self.check_levels(work.number)

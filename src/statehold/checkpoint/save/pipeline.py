@@ -196,7 +196,7 @@ class Pipeline:
         self._committer.submit(partial(self._given_up, number, cause, None))
 
     def newest_step(self) -> int | None:
-        """The newest step among the saves that are under way."""
+        """The newest step among the saves that are under way; None without one."""
         return max(
             (save.step for _, save in self._saves if not save.has_ended("committed")), default=None
         )
@@ -208,11 +208,6 @@ class Pipeline:
     def has(self, save: Passage) -> bool:
         """Whether this save was handed over, wholly or in part."""
         return any(each is save for _, each in self._saves)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return any(not save.has_ended("committed") for _, save in self._saves)
 
     def wait_staged(self) -> None:
         """Return once no save copies from the state any longer."""
@@ -381,7 +376,6 @@ class Pipeline:
             self._write_out(work)
             return
         with work.save.stage("open"):
-            work.attempt = self.publisher.attempt(work.number)
             file, reused = self._level_choice.open(work)
         try:
             work.save.record(reused=reused)

@@ -41,7 +41,7 @@ from statehold.errors import (
 )
 from statehold.format.entries import About, Origin, sha256
 from statehold.format.manifest import Commit, Manifest, RecordEntry, Shared, groups_of, record_name
-from statehold.format.saved import MANIFEST_NAME
+from statehold.format.saved import MANIFEST_NAME, cached
 from statehold.layout.claims import Claims, Lesson, judge, lesson_document, lesson_of, message
 from statehold.layout.layout import Ranks
 from statehold.layout.share import Balance, Spread, balance
@@ -69,9 +69,6 @@ class Publisher(Protocol):
 
     rank: int | None
     leads: bool
-
-    def attempt(self, number: int) -> str | None:
-        """The name of this attempt, which makes its directory unique; None if one rank saves."""
 
     def publish(self, work: Work, sums: bytes) -> None:
         """D3 to D7, once this rank's file is durable. sums: the checksums of the file."""
@@ -106,9 +103,6 @@ class Alone:
         self._schedule = schedule
         self._log = log
         self._sealing = Sealing()
-
-    def attempt(self, number: int) -> str | None:
-        return None
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
@@ -161,9 +155,6 @@ class Together:
         self._arrived = -1  # the newest save of which it has
         self._outcome = b""
         self._sealing = Sealing()
-
-    def attempt(self, number: int) -> str | None:
-        return self.peers.attempt(number)
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
@@ -513,17 +504,12 @@ class Descent:
     ) -> None:
         self._near = near
         self._restored = restored
-        self._parent: Origin | None = None
-        self._is_known = False
 
-    @property
+    @cached
     def parent(self) -> Origin | None:
         """None if the run began with nothing."""
-        if not self._is_known:
-            said = next(self._said(), None)
-            self._parent = self._restored() if said is None else said.parent
-            self._is_known = True
-        return self._parent
+        said = next(self._said(), None)
+        return self._restored() if said is None else said.parent
 
     def _said(self) -> Iterator[About]:
         """What the steps of the run say, the newest step of the nearest level first."""

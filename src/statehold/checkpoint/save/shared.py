@@ -29,6 +29,7 @@ from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from statehold._core import hash_memory
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
 from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
@@ -424,9 +425,7 @@ def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
     left = iter(found)  # next() takes one at a time, whichever thread asks
 
     def compare(_: int) -> list[FilePiece]:
-        return [
-            each for each in left if runtime.hash_memory(each.address, each.nbytes) != each.expected
-        ]
+        return [each for each in left if hash_memory(each.address, each.nbytes) != each.expected]
 
     count = min(settled(runtime.options.io).copy_threads, len(found))
     differing = [set[int]() for _ in claims]
@@ -456,7 +455,7 @@ def windows(plan: SavePlan) -> list[tuple[int, int]]:
 
 def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
     plan, tensors, sums = claim
-    places = zip(plan.begins, plan.specs, tensors.addresses, windows(plan), strict=True)
+    places = zip(plan.begins, plan.specs, tensors.live.addresses, windows(plan), strict=True)
     for index, (at, spec, address, (low, high)) in enumerate(places):
         cuts = pieces(at, spec.nbytes, BLOCK_BYTES)
         expected = struct.iter_unpack("<Q", sums[low:high])

@@ -54,7 +54,7 @@ class DeviceCopies:
             structure = tensors.structure
             eager = [index for index in structure.eager if structure.external[index]]
             self._eager.update(first + index for index in eager)
-            self._eager_bytes_left += sum(tensors.live[index].nbytes for index in eager)
+            self._eager_bytes_left += sum(tensors.live.tensors[index].nbytes for index in eager)
         self.eager_under_way = Flag()
         self._after_eager: list[Event] = []
         self._compared = compared

@@ -79,7 +79,8 @@ class Devices:
         if self._known is None or self._known[0] != structures:
             found: dict[int, torch.device] = {}
             for first, tensors in Fills(sources).numbered(sources):
-                external = compress(enumerate(tensors.live, first), tensors.structure.external)
+                numbered = enumerate(tensors.live.tensors, first)
+                external = compress(numbered, tensors.structure.external)
                 found |= {segment: device_of(each) for segment, each in external}
             self._known = structures, _Devices(found)
         return self._known[1]

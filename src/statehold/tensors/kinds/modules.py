@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from statehold.encoding import values
 from statehold.errors import UnsupportedValueError
 from statehold.layout.layout import Layout
 from statehold.process.worker import apart
@@ -92,39 +91,31 @@ def _replicas(module: nn.Module) -> tuple[Any, list[torch.Tensor]] | None:
 
 
 def capture(to: Capturing, module: nn.Module, path: str) -> Any:
-    return to.values.within(partial(_captured, to), module, path)
-
-
-def _captured(to: Capturing, _: values.Encoder, module: nn.Module, path: str) -> Any:
-    to.values.check_depth(module, path)  # for its tensors
-
     def other(value: Any, where: str) -> Any:
         if isinstance(value, torch.Tensor):
             return to.tensor(value, where, lazy=isinstance(value, nn.Parameter))
         return to.values.encode(value, where)
 
-    entries_now = to.entries.get(id(module)) or entries(module)
-    place_of = partial(to.place, path=path) if to.replicas else None
-    eager = to.eager(Eager.BUT_PARAMETERS)
-    nodes: list[dict[Any, Any]] = []
-    for begin, names, held in in_batches(entries_now, BATCH):
-        key = path, begin
-        are_parameters = [isinstance(each, nn.Parameter) for each in held]
-        to.frozen += [
-            f"{path}.{name}"
-            for name, each in zip(names, held, strict=True)
-            if isinstance(each, nn.Parameter) and not each.requires_grad
-        ]
-        observed = eager, to.rank, names, are_parameters, to.layouts_of(held)
-        is_eager = [eager is Eager.ALL or not each for each in are_parameters]
-        new = partial(_new, path, names, is_eager) if place_of is None else None
-        found = to.found.recognised(key, observed, held, new)
-        if found is None:
-            first, members = len(to.tensors), dict(zip(names, held, strict=True))
-            found = to.found.nodes(members, path, eager, place_of, other)
-            to.found.remember(key, observed, held, first, found)
-        nodes.append(found)
-    return to.seen.mapping(path, nodes, lambda: chain.from_iterable(map(dict.items, nodes)))
+    with to.values.within(module, path):
+        to.values.check_depth(module, path)  # for its tensors
+        entries_now = to.entries.get(id(module)) or entries(module)
+        place_of = partial(to.place, path=path) if to.replicas else None
+        eager = to.eager(Eager.BUT_PARAMETERS)
+        nodes: list[dict[Any, Any]] = []
+        for begin, names, held in in_batches(entries_now, BATCH):
+            are_parameters = [isinstance(each, nn.Parameter) for each in held]
+            to.frozen += [
+                f"{path}.{name}"
+                for name, each in zip(names, held, strict=True)
+                if isinstance(each, nn.Parameter) and not each.requires_grad
+            ]
+            observed = eager, to.rank, names, are_parameters, to.layouts_of(held)
+            is_eager = [eager is Eager.ALL or not each for each in are_parameters]
+            new = partial(_new, path, names, is_eager) if place_of is None else None
+            members = zip(names, held, strict=True)
+            one_by_one = partial(to.found.nodes, members, path, eager, place_of, other)
+            nodes.append(to.found.batch((path, begin), observed, held, one_by_one, new)[0])
+        return to.seen.mapping(path, nodes, lambda: chain.from_iterable(map(dict.items, nodes)))
 
 
 def _new(path: str, names: list[str], are_eager: list[bool]) -> NewTensors:

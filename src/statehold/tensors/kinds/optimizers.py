@@ -207,31 +207,28 @@ def state_device(group: Mapping[str, Any], key: str, parameter: torch.Tensor) ->
 def capture(to: Capturing, optimizer: Optimizer, path: str) -> Any:
     if not (is_standard(optimizer) or isinstance(optimizer, GathersState)):
         return objects.capture(to, optimizer, path)
-    return to.values.within(partial(_captured, to), optimizer, path, LEVELS)
-
-
-def _captured(to: Capturing, _: values.Encoder, optimizer: Optimizer, path: str) -> dict[str, Any]:
-    to.values.check_depth(optimizer, path)  # for the state and the options of a parameter
-    by_group, found = _names_of(optimizer, to.names)
-    names = list(chain.from_iterable(by_group))
-    if to.entries and not to.names.keys() >= set(map(id, found)):
-        to.later.append(partial(_doubt_lost, to, names, found, path))
-    node = {STATE: _States(to, f"{path}.{STATE}").node(optimizer, names, found)}
-    groups = []
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, by_group, strict=True)):
-        where = f"{path}.{GROUPS}.{index}"
-        options = {key: to.values.encode(item, f"{where}.{key}")
-                   for key, item in group.items() if key != PARAMS}  # fmt: skip
-        groups.append(values.mapping_of({PARAMS: own, **options}))
-    node[GROUPS] = groups
-    if others := other_state(optimizer):
-        node[OTHER] = to.values.encode(others, f"{path}.{OTHER}")
-    return node
+    with to.values.within(optimizer, path, LEVELS):
+        to.values.check_depth(optimizer, path)  # for the state and the options of a parameter
+        by_group, found = _names_of(optimizer, to.names)
+        names = list(chain.from_iterable(by_group))
+        if to.entries and not to.names.keys() >= set(map(id, found)):
+            to.later.append(partial(_doubt_lost, to, names, found, path))
+        node = {STATE: _States(to, f"{path}.{STATE}").node(optimizer, names, found)}
+        groups = []
+        for index, (group, own) in enumerate(zip(optimizer.param_groups, by_group, strict=True)):
+            where = f"{path}.{GROUPS}.{index}"
+            options = {key: to.values.encode(item, f"{where}.{key}")
+                       for key, item in group.items() if key != PARAMS}  # fmt: skip
+            groups.append(values.mapping_of({PARAMS: own, **options}))
+        node[GROUPS] = groups
+        if others := other_state(optimizer):
+            node[OTHER] = to.values.encode(others, f"{path}.{OTHER}")
+        return node
 
 
 def _doubt_lost(to: Capturing, names: list[str], found: list[torch.Tensor], path: str) -> None:
     """A doubt for each parameter that no module has, and whose values nothing else has either."""
-    held = {each.data_ptr() for each in to.tensors.storages}
+    held = {each.data_ptr() for each in to.tensors.live.storages}
     to.doubts += [
         f'the values of a parameter of "{path}" are not saved: number {number}, of shape '
         f"{list(parameter.shape)}, is in no module of the state. Put the module that has "
@@ -301,7 +298,9 @@ class _States:
         observed = marked, to.rank, names, flat.shape, places
         is_own = places is None and not self.whole
         new = (lambda: flat.new(paths(), marked is Eager.ALL)) if is_own else None
-        return to.batch((self.path, begin), observed, flat, paths, one_by_one, new)[0]
+        key = self.path, begin
+        nodes, is_known = to.found.batch(key, observed, flat.tensors, one_by_one, new)
+        return flat.with_others(nodes, paths()) if is_known and flat.others else nodes
 
     def _one(self, state: Any, path: str, parameter: torch.Tensor) -> Any:
         to, place = self.to, self.to.place(parameter, path)
@@ -319,8 +318,8 @@ class _States:
 
         if is_whole:
             return values.mapping_of({key: other(state[key], f"{path}.{key}") for key in state})
-        given = None if place.layout is None else place_of
-        return values.mapping_of(to.found.nodes(state, path, to.eager(Eager.NONE), given, other))
+        given, eager = None if place.layout is None else place_of, to.eager(Eager.NONE)
+        return values.mapping_of(to.found.nodes(state.items(), path, eager, given, other))
 
 
 # -- out of a step: names --------------------------------------------------------------------------
