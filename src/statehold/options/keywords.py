@@ -25,10 +25,17 @@ def check_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
         raise UsageError(f"not a valid {name}", facts={"expected": ", ".join(choices), "got": got})
 
 
+def check_number(name: str, got: object, least: int, most: int) -> None:
+    """Check that `got` is an integer from `least` to `most`."""
+    if type(got) is not int or not least <= got <= most:
+        text = f"{name} must be an integer from {least} to {most}"
+        raise UsageError(text, facts={"got": shown(got)})
+
+
 def check_count(name: str, got: object, most: int) -> None:
     """Check that `got` is None, or a number from 1 to `most`."""
-    if got is not None and (type(got) is not int or not 1 <= got <= most):
-        raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(got)})
+    if got is not None:
+        check_number(name, got, 1, most)
 
 
 def check_flag(name: str, got: object) -> None:
