@@ -350,6 +350,14 @@ def some(names: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """A question that names the nearest of `known`; None: nothing is near."""
+    import difflib  # seldom needed, and errors are always loaded
+
+    close = difflib.get_close_matches(name, list(known), 3)
+    return f"did you mean {' or '.join(close)}?" if close else None
+
+
 def latest(steps: Iterable[int]) -> str:
     """The last of them, for a message."""
     found = sorted(steps)

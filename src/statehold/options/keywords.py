@@ -8,13 +8,12 @@ Invariants: a constructor keeps its signature, for editors and help().
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, meant, shown
 
 # -- checks ----------------------------------------------------------------------------------------
 
@@ -74,12 +73,6 @@ def answering(**parts: type) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
-
-
-def meant(name: str, known: Iterable[str]) -> str | None:
-    """A question that names the nearest of `known`; None: nothing is near."""
-    close = difflib.get_close_matches(name, list(known), 3)
-    return f"did you mean {' or '.join(close)}?" if close else None
 
 
 def _keywords(cls: type) -> list[str]:
