@@ -14,11 +14,11 @@ Importing this package loads neither torch nor the native core; the first use of
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statehold import errors as errors
 from statehold._version import __version__ as __version__
+from statehold._version import lazily
 
 if TYPE_CHECKING:
     from statehold import lineage as lineage
@@ -54,96 +54,31 @@ if TYPE_CHECKING:
     from statehold.tensors.kinds.rng import Rng as Rng
     from statehold.tensors.marks import Gated as Gated
     from statehold.tensors.marks import Volatile as Volatile
-
-__all__ = [
-    "Checkpointer",
-    "CopiedStep",
-    "Directory",
-    "Gated",
-    "Interval",
-    "Io",
-    "Keep",
-    "Level",
-    "LevelStatus",
-    "Memory",
-    "ObjectStore",
-    "RestoreReport",
-    "Rng",
-    "Run",
-    "Save",
-    "SaveStats",
-    "StateholdError",
-    "Step",
-    "Subscription",
-    "TensorInfo",
-    "Update",
-    "Volatile",
-    "__version__",
-    "allow_tensor_class",
-    "copy_step",
-    "errors",
-    "export_step",
-    "import_step",
-    "lineage",
-    "load",
-    "metrics",
-    "offload",
-    "open",
-    "resilience",
-    "subscribe",
-]
-
-_HOMES = {
-    "Checkpointer": "statehold.checkpoint.checkpointer",
-    "CopiedStep": "statehold.reading.copying",
-    "Directory": "statehold.checkpoint.levels.specs",
-    "Gated": "statehold.tensors.marks",
-    "Interval": "statehold.checkpoint.cadence.costs",
-    "Io": "statehold.options.io",
-    "Keep": "statehold.options.keep",
-    "Level": "statehold.checkpoint.levels.specs",
-    "LevelStatus": "statehold.checkpoint.levels.promoting",
-    "Memory": "statehold.checkpoint.levels.specs",
-    "ObjectStore": "statehold.checkpoint.levels.specs",
-    "RestoreReport": "statehold.format.selection",
-    "Rng": "statehold.tensors.kinds.rng",
-    "Run": "statehold.reading.load",
-    "Save": "statehold.checkpoint.save.handle",
-    "SaveStats": "statehold.checkpoint.telemetry.watch",
-    "StateholdError": "statehold.errors",
-    "Step": "statehold.reading.load",
-    "Subscription": "statehold.subscription.subscribe",
-    "TensorInfo": "statehold.reading.load",
-    "Update": "statehold.subscription.subscribe",
-    "Volatile": "statehold.tensors.marks",
-    "allow_tensor_class": "statehold.tensors.composed",
-    "copy_step": "statehold.reading.copying",
-    "export_step": "statehold.integrations.formats.convert",
-    "import_step": "statehold.integrations.formats.convert",
-    "lineage": "statehold.lineage",
-    "load": "statehold.reading.load",
-    "metrics": "statehold.metrics",
-    "offload": "statehold.offload",
-    "open": "statehold.reading.load",
-    "resilience": "statehold.resilience",
-    "subscribe": "statehold.subscription.subscribe",
-}
-
-
-if not TYPE_CHECKING:  # otherwise a type checker accepts every name
-
-    def __getattr__(name: str) -> Any:
-        home = _HOMES.get(name)
-        if home is None:
-            from statehold.options.keywords import meant
-
-            question = meant(name, __all__)
-            raise AttributeError(
-                f"module 'statehold' has no attribute {name!r}{f'; {question}' if question else ''}"
-            )
-        module = importlib.import_module(home)
-        return module if home == f"statehold.{name}" else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+else:
+    __getattr__, __dir__, __all__ = lazily(
+        __name__,
+        {
+            "statehold._version": "__version__",
+            "statehold.checkpoint.cadence.costs": "Interval",
+            "statehold.checkpoint.checkpointer": "Checkpointer",
+            "statehold.checkpoint.levels.promoting": "LevelStatus",
+            "statehold.checkpoint.levels.specs": "Directory Level Memory ObjectStore",
+            "statehold.checkpoint.save.handle": "Save",
+            "statehold.checkpoint.telemetry.watch": "SaveStats",
+            "statehold.errors": "StateholdError errors",
+            "statehold.format.selection": "RestoreReport",
+            "statehold.integrations.formats.convert": "export_step import_step",
+            "statehold.lineage": "",
+            "statehold.metrics": "",
+            "statehold.offload": "",
+            "statehold.options.io": "Io",
+            "statehold.options.keep": "Keep",
+            "statehold.reading.copying": "CopiedStep copy_step",
+            "statehold.reading.load": "Run Step TensorInfo load open",
+            "statehold.resilience": "",
+            "statehold.subscription.subscribe": "Subscription Update subscribe",
+            "statehold.tensors.composed": "allow_tensor_class",
+            "statehold.tensors.kinds.rng": "Rng",
+            "statehold.tensors.marks": "Gated Volatile",
+        },
+    )

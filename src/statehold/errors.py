@@ -187,9 +187,7 @@ class MicrobatchError(StateholdError):
         self.step = step
         self.index = index
         self.samples = tuple(samples)
-        shown = ", ".join(map(str, self.samples[:64]))
-        more = f", ... ({len(self.samples)} in all)" if len(self.samples) > 64 else ""
-        where = {"step": step, "microbatch": index, "samples": shown + more}
+        where = {"step": step, "microbatch": index, "samples": some(self.samples, 64)}
         super().__init__(summary, facts={**where, **(facts or {})}, hint=hint)
 
 
@@ -222,9 +220,7 @@ class PeerLostError(StateholdError):
         hint: str | None = None,
     ) -> None:
         self.ranks = tuple(sorted(ranks))
-        shown = ", ".join(map(str, self.ranks[:16]))
-        more = f", ... ({len(self.ranks)} in all)" if len(self.ranks) > 16 else ""
-        super().__init__(summary, facts={"ranks": shown + more, **(facts or {})}, hint=hint)
+        super().__init__(summary, facts={"ranks": some(self.ranks, 16), **(facts or {})}, hint=hint)
 
 
 class PeerFailedError(StateholdError):
@@ -348,6 +344,26 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__qualname__}, which repr() cannot show"
 
 
+def some(names: Sequence[object], most: int = 8) -> str:
+    """The first of them, for a message, and how many more there are."""
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """A question that names the nearest of `known`; None: nothing is near."""
+    import difflib  # seldom needed, and errors are always loaded
+
+    close = difflib.get_close_matches(name, list(known), 3)
+    return f"did you mean {' or '.join(close)}?" if close else None
+
+
+def latest(steps: Iterable[int]) -> str:
+    """The last of them, for a message."""
+    found = sorted(steps)
+    return ", ".join(map(str, found[-8:])) + (f" ({len(found)} in all)" if found else "none")
+
+
 def refused(
     summary: str, expected: object, got: object, hint: str | None = None, **where: object
 ) -> UsageError:
@@ -396,8 +412,7 @@ def no_such_step(step: int, run: str, steps: Sequence[int] | None = None) -> Ste
     """The error for a step that is not committed. steps: the committed steps, if known."""
     facts = {"run": run}
     if steps is not None:
-        shown = ", ".join(map(str, steps[-8:])) or "none"
-        facts["committed"] = f"{shown} ({len(steps)} in all)"
+        facts["committed"] = latest(steps)
     return StepNotFoundError(f"step {step} is not committed in this run", facts=facts)
 
 

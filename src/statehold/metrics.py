@@ -11,13 +11,12 @@ waits for no client.
 
 from __future__ import annotations
 
-import errno
 import re
 
-from statehold.errors import PortInUseError, UsageError
 from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.observe.counters import exposition
+from statehold.options.keywords import check_number
 
 __all__ = ["Endpoint", "serve"]
 
@@ -40,22 +39,16 @@ def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
         PortInUseError: another process has the port.
         UsageError: the port is not valid, or the address is that of another machine.
     """
-    if type(port) is not int or not 0 <= port <= 65535:
-        raise UsageError("port must be 0 to 65535", facts={"got": repr(port)})
-    try:
-        return Endpoint(host, port)
-    except OSError as error:
-        kind = PortInUseError if error.errno == errno.EADDRINUSE else UsageError
-        hint = "give each rank of a host its own port" if kind is PortInUseError else None
-        facts = {"address": addresses.joined(host, port), "cause": str(error)}
-        raise kind("cannot serve metrics at this address", facts=facts, hint=hint) from None
+    check_number("port", port, 0, 65535)
+    return Endpoint(host, port)
 
 
 class Endpoint:
     """A port that answers. A context manager; close() may be called twice."""
 
     def __init__(self, host: str, port: int) -> None:
-        listener = addresses.listen(host, port)
+        hint = "pass an address of this host, and a port of its own to each of its ranks"
+        listener = addresses.listener("the metrics", host, port, hint)
         self._port = int(listener.getsockname()[1])
         self._reception = Reception([listener], "metrics", None)
         self._reception.start("statehold-metrics", self._hear)

@@ -22,8 +22,8 @@ CORE = "statehold._core"
 # The units of the package from the bottom up: modules and folders. A unit may import what stands
 # before it, and nothing else. A module belongs to the longest unit that its name begins with.
 UNITS = [
-    "_version",
     "errors",
+    "_version",
     "units",
     "options",
     "process",

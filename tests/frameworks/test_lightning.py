@@ -36,9 +36,7 @@ from statehold import _core  # noqa: E402
 from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
 from statehold.integrations.lightning import StateholdCallback, checkpoints  # noqa: E402
 from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
-from statehold.integrations.lightning.strategy import Finisher  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
-from support.interrupts import interrupt_everywhere  # noqa: E402
 
 DATA = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
 EVERY = {"every_n_train_steps": 1, "save_last": True}
@@ -683,32 +681,3 @@ def test_levels_are_a_method(tmp_path: Path) -> None:
     assert (tmp_path / "far").is_dir()
     again, _, _ = fit(tmp_path / "run", "last", more=lambda: [Levels()], ours=False)
     assert again.seen == []
-
-
-def test_ctrl_c_between_saves_does_not_hang_the_end_of_the_training() -> None:
-    held: list[int] = []
-    save = SimpleNamespace(step=1, wait=lambda stage: None)
-    checkpoint = SimpleNamespace(path=Path("a.ckpt"), hold=held.append, remove=lambda: None)
-
-    def make() -> Finisher:
-        held.clear()
-        finisher = Finisher(lambda _: None)
-        finisher.hold(save, checkpoint)  # the thread has begun
-        return finisher
-
-    def call(finisher: Finisher) -> None:
-        finisher.hold(save, checkpoint)
-        finisher.wait(1)
-        finisher.remove(checkpoint)
-        finisher.wait()
-
-    def after(finisher: Finisher) -> None:
-        finisher.wait()
-        finisher.hold(save, checkpoint)
-        finisher.finish(write=True)
-
-    places = interrupt_everywhere(
-        [Finisher.hold, Finisher.remove, Finisher.wait], make, call, after
-    )
-    assert len(held) >= 2
-    assert {"hold", "remove", "wait"} <= places

@@ -33,12 +33,7 @@ from statehold.errors import (  # noqa: E402
     StepNotFoundError,
     UsageError,
 )
-from statehold.integrations.transformers import (  # noqa: E402
-    Exporter,
-    StateholdTrainer,
-    logged_at,
-)
-from support.interrupts import interrupt_everywhere  # noqa: E402
+from statehold.integrations.transformers import StateholdTrainer, logged_at  # noqa: E402
 
 STEPS = 6
 TOKENS = torch.randint(64, (28, 8), generator=torch.Generator().manual_seed(7))
@@ -393,34 +388,3 @@ def test_levels_are_a_method(tmp_path: Path, memory: Callable[..., Any]) -> None
 
     trainer(tmp_path / "out", Levels, max_steps=2).train()
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")
-
-
-class Done:
-    """Of a save that is committed, and of its folder without weights."""
-
-    step = 1
-
-    def wait(self, stage: str) -> None: ...
-    def remove(self, step: int) -> None: ...
-    def has_weights(self, step: int) -> bool:
-        return False
-
-    def has(self, step: int) -> bool:
-        return True
-
-
-def test_ctrl_c_in_an_offer_does_not_hang_the_end_of_the_training() -> None:
-    exported: list[int] = []
-
-    def make() -> Exporter:
-        exporter = Exporter(Done(), exported.append)
-        exporter.offer(Done(), [])  # the thread has begun
-        return exporter
-
-    places = interrupt_everywhere(
-        [Exporter.offer, Exporter.stop],
-        make,
-        lambda exporter: (exporter.offer(Done(), [2]), exporter.stop()),
-        Exporter.stop,
-    )
-    assert {"offer", "stop"} <= places

@@ -144,8 +144,8 @@ def test_a_change_says_why() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"nodes": 0}, "nodes must be 1 to"),
-        ({"nodes": 1.5}, "nodes must be 1 to"),
+        ({"nodes": 0}, "nodes must be an integer from 1 to"),
+        ({"nodes": 1.5}, "nodes must be an integer from 1 to"),
         ({"node_mtbf": "long"}, "node_mtbf must be a time"),
         ({"node_mtbf": 3600}, "node_mtbf must be a time"),
         ({"node_mtbf": "0d"}, "node_mtbf must be a time"),

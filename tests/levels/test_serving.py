@@ -370,7 +370,7 @@ def test_the_address_is_one_that_others_reach(root, monkeypatch) -> None:
 
 
 def test_an_address_of_another_host_is_refused(root) -> None:
-    with pytest.raises(UsageError, match="cannot serve files"):
+    with pytest.raises(UsageError, match="the server of files cannot listen"):
         FileServer({"memory": str(root)}, "192.0.2.1").start()
     with pytest.raises(UsageError, match="not a valid name of a place"):
         FileServer({"../x": str(root)})

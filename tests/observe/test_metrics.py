@@ -140,7 +140,7 @@ def test_a_port_in_use_is_an_error_of_its_own() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536, "9400", True, 9400.0])
 def test_what_is_no_port_is_refused(port: object) -> None:
-    with pytest.raises(UsageError, match="port must be 0 to 65535"):
+    with pytest.raises(UsageError, match="port must be an integer from 0 to 65535"):
         metrics.serve(port)  # type: ignore[arg-type]
 
 

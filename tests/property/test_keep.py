@@ -86,10 +86,10 @@ def test_nothing_is_asked_that_no_rule_needs() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"last": 0}, "last must be a number"),
-        ({"last": True}, "last must be a number"),
-        ({"every": -1}, "every must be a number"),
-        ({"every": 1.5}, "every must be a number"),
+        ({"last": 0}, "last must be an integer"),
+        ({"last": True}, "last must be an integer"),
+        ({"every": -1}, "every must be an integer"),
+        ({"every": 1.5}, "every must be an integer"),
         ({"best": 2}, "best and metric belong together"),
         ({"metric": "loss"}, "best and metric belong together"),
         ({"best": 1, "metric": 7}, "best and metric belong together"),

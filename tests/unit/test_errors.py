@@ -122,3 +122,14 @@ def test_ctrl_c_while_a_native_error_is_built_wins(
     monkeypatch.undo()
     with pytest.raises(StateholdError):  # nothing is left pending
         fs.read_file(str(tmp_path / "missing"), 1)
+
+
+def test_long_lists_are_cut_and_counted() -> None:
+    assert errors.some("abc") == "a, b, c"
+    assert errors.some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, and 4 more"
+    lost = errors.PeerLostError("ranks are gone", ranks=range(20))
+    assert str(lost.facts["ranks"]).endswith("14, 15, and 4 more")
+    assert errors.no_such_step(3, "run", range(9)).facts["committed"] == (
+        "1, 2, 3, 4, 5, 6, 7, 8 (9 in all)"
+    )
+    assert errors.no_such_step(3, "run", []).facts["committed"] == "none"

@@ -9,12 +9,22 @@ import dataclasses
 import itertools
 import json
 import os
+from collections.abc import Set
 
 import pytest
 
 from statehold.errors import UsageError
 from statehold.planners import policies, traces
-from statehold.planners.policies import Drop, Job, Policy, Quota, Restart, replicated, stacked
+from statehold.planners.policies import (
+    Drop,
+    Job,
+    Policy,
+    Quota,
+    Restart,
+    Stacked,
+    StepLeft,
+    stacked,
+)
 from statehold.planners.resilience import Outcome, Rates, plan, settings, simulate, spares_for
 from statehold.planners.traces import DrawnTrace, Failure, Given
 from support import restarts
@@ -100,6 +110,20 @@ def test_restarts_take_the_time_of_the_closed_form() -> None:
     assert out.total_s == pytest.approx(formula, rel=0.02)
 
 
+@dataclasses.dataclass(frozen=True)
+class Replicated(Stacked):
+    """The same stacks, but each replica computes all of its own in every step."""
+
+    name: str = "replicated"
+
+    def compute_s(self, job: Job, alive: int) -> float:
+        return self.stacks.redundancy * job.compute_s
+
+    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
+        self._again(job, step, 0.0)
+        return 0.0
+
+
 # The paper is more precise than what is known of its simulation: docs/planning.md.
 PUBLISHED = [
     (200, 3, 6.07, 0.6174, 0.15), (200, 9, 2.92, 0.87, 0.06), (600, 3, 4.27, 0.7989, 0.06),
@@ -112,7 +136,8 @@ ROWS = PUBLISHED if os.environ.get("STATEHOLD_PLANNER_TABLES") == "all" else PUB
 def test_published_tables(
     replicas: int, depth: int, time: float, availability: float, near: float
 ) -> None:
-    policy = (replicated if depth == 3 else stacked)(replicas, depth)
+    kind = Replicated if depth == 3 else Stacked
+    policy = kind(stacks=policies.spread(replicas, depth))
     uptime_s = policies.endured(replicas, depth) * 300
     interval_s = policies.period_s(60, uptime_s, 3600) - 60
     job = Job(replicas, 10_000, 64, 2, 60, 3600, replicas, detect_s=0.1)

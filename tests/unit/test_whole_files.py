@@ -14,7 +14,7 @@ import pytest
 import statehold
 from statehold.cli import main
 from statehold.errors import StorageError, UsageError
-from statehold.process.whole_files import replace_file
+from statehold.process.whole_files import open_regular, replace_file
 from support.faults import DEADLINE_S, SMALL
 from support.runs import arrays_of, write_step
 
@@ -137,3 +137,17 @@ def test_a_trace_that_a_directory_takes_the_place_of_fails_no_run(
         if thread.name == "statehold-log":
             thread.join(DEADLINE_S)
     assert "cannot take a file" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError):
+        open_regular(str(tmp_path / kind), os.O_RDONLY)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with open(tmp_path / "file", "rb", opener=open_regular) as file:
+        assert file.read() == b"content"

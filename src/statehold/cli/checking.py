@@ -21,7 +21,7 @@ from typing import Any
 from statehold import _core
 from statehold._core import Fs, ReadJob
 from statehold.encoding import header
-from statehold.errors import CorruptionError, StateholdError
+from statehold.errors import CorruptionError, StateholdError, some
 from statehold.format.entries import Chunk
 from statehold.format.manifest import Commit, Manifest, groups_of
 from statehold.format.record import Record
@@ -331,9 +331,7 @@ def _bad(bad: BadPiece) -> Finding:
 
 
 def _listed(file: DataFile) -> str:
-    names = [span.name for span in file.spans[1:]]
-    more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
-    return ", ".join(names[:4]) + more
+    return some([span.name for span in file.spans[1:]], 4)
 
 
 # -- reading at the speed of the device ------------------------------------------------------------

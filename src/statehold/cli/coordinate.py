@@ -15,6 +15,7 @@ from statehold.cli import codes
 from statehold.cli.output import emit, flush, plain, say
 from statehold.errors import UsageError
 from statehold.net.addresses import joined
+from statehold.options.keywords import check_number
 from statehold.resilience.control import Server
 from statehold.resilience.protocol.coordinator import Coordinator
 
@@ -24,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--replicas must be at least 1", facts={"got": args.replicas})
     if not args.settle >= 0:
         raise UsageError("--settle must be at least 0 seconds", facts={"got": args.settle})
-    if not 0 <= args.port <= 65535:
-        raise UsageError("--port must be from 0 to 65535", facts={"got": args.port})
+    check_number("--port", args.port, 0, 65535)
     coordinator = Coordinator(args.replicas, args.settle)
     report = _json if args.json else _line
     server = Server(coordinator, args.host, args.port, report, once=args.once)

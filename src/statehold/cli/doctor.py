@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from statehold.io.profile import described, find, path_for
 from statehold.options.io import DEFAULTS
 from statehold.process import host_memory as memory
 from statehold.process.host_memory import SHARED_MEMORY, home_path
+from statehold.process.whole_files import open_regular
 from statehold.reading.places import NotFoundError, directory_of, file_system
 from statehold.reading.sizes import sizes
 from statehold.steps.lock import RunLock, is_saved_into
@@ -327,13 +327,8 @@ def _own_directories(folder: str) -> list[str]:
 
 
 def _last_line(path: str) -> str:
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
     lines = [""]
-    with contextlib.suppress(OSError), open(path, "rb", opener=opener) as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode):
-            file.seek(max(0, found.st_size - _LINE_BYTES_MAX))
-            lines += file.read(_LINE_BYTES_MAX).decode("utf-8", "replace").strip().splitlines()
+    with contextlib.suppress(OSError), open(path, "rb", opener=open_regular) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LINE_BYTES_MAX))
+        lines += file.read(_LINE_BYTES_MAX).decode("utf-8", "replace").strip().splitlines()
     return lines[-1]

@@ -168,7 +168,7 @@ def _parts(
     )
     if paths:
         yield _path_table(paths, found)
-    yield _times(work, found, document)
+    yield _times(found, document)
     yield f"Use: {document['use']}"
 
 
@@ -182,7 +182,7 @@ def _path_table(paths: list[PathRates], found: UpdatePlan) -> Table:
     return table(header, rows, right=" ".join(header[1:]), foot="(GB/s)")
 
 
-def _times(work: UpdateWork, found: UpdatePlan, document: dict[str, Any]) -> str:
+def _times(found: UpdatePlan, document: dict[str, Any]) -> str:
     moved = 2 * document["bytes_per_parameter"]["read"]
     lines = [
         f"An update takes {format_seconds(found.update_s)}. It is bounded by the {found.bound}: "

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         emit(_document(shape, found, load))
     else:
-        sections(*_parts(args, shape, found, load))
+        sections(*_parts(shape, found, load))
     return codes.YES
 
 
@@ -120,7 +120,6 @@ def _document(
 
 
 def _parts(
-    args: argparse.Namespace,
     shape: ModelShape,
     found: Sequence[planning.LayoutPlan],
     load: LoadTimes | None,

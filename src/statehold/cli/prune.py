@@ -121,7 +121,7 @@ def _check_names(store: Store, keep: Keep, pins: Sequence[str]) -> None:
 def _plan(fs: Any, store: Store, path: str, args: argparse.Namespace) -> dict[str, Any]:
     """The steps to delete, as things are now."""
     steps = store.steps()
-    damaged = {step for step in steps if _is_damaged(fs, store, step)}
+    damaged = {step for step in steps if _is_damaged(store, step)}
     kept = damaged | store.kept([step for step in steps if step not in damaged])
     retired = {step: store.where(step) for step in steps if step not in kept}
     gone = _leftovers(fs, path, is_ours=args.yes) if args.leftovers else []
@@ -155,7 +155,7 @@ def _leftovers(fs: Any, path: str, *, is_ours: bool) -> list[dict[str, Any]]:
 _HIDDEN = ("replaced", "spare", "shared")
 
 
-def _is_damaged(fs: Any, store: Store, step: int) -> bool:
+def _is_damaged(store: Store, step: int) -> bool:
     found = describe(store, step, is_part=is_per_host(store.root))
     return found is not None and found["state"] != "committed"
 

@@ -184,11 +184,6 @@ class SavedStep:
         """The data files: all of a step of one rank, else those of the records that were read."""
         raise NotImplementedError
 
-    @property
-    def records_read(self) -> int:
-        """How many records were read so far."""
-        return 0
-
     def held(self, name: str) -> list[tuple[Ranks, HeldTensor]]:
         """The entries under a name, for people: the ranks, and their description."""
         raise NotImplementedError
@@ -335,10 +330,6 @@ class _SharedStep(SavedStep):
 
     def widened(self) -> SavedStep:
         return _SharedStep(self._records, self._own, narrow=False) if self.is_narrow else self
-
-    @property
-    def records_read(self) -> int:
-        return len(self._records)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
-from statehold.errors import StateMismatchError, UsageError, refused, shown
+from statehold.errors import StateMismatchError, UsageError, refused, shown, some
 
 _WILDCARD = re.compile(r"[*?\[]")
-NAMES_SHOWN = 8
 _NEAR = 3
 
 
@@ -275,11 +274,6 @@ def _close(part: str, known: Collection[str]) -> list[str]:
 def _is_below(name: str, prefix: str) -> bool:
     """Whether `name` is `prefix`, or below it."""
     return f"{name}.".startswith(f"{prefix}.")
-
-
-def some(names: Sequence[str]) -> str:
-    more = f", and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def _renaming(given: Any) -> dict[str, str]:

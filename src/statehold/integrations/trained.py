@@ -2,7 +2,7 @@
 
 Owns: that choice; the names that an object of a framework has, against those of a step. When a
 training that goes back to an older step discards the newer ones. A step that stays after its run
-has retired it.
+has retired it. Also what follows a save, in the background.
 Invariants: a step holds every adapter of a peft model, and any other model as a whole. The frozen
 base comes from where the script takes it, so a step does not hold it. Any other frozen parameter
 may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
@@ -10,20 +10,26 @@ may exist nowhere else: a frozen adapter was perhaps trained in an earlier run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
-from statehold.errors import StateMismatchError
+from statehold.checkpoint.save.handle import Save
+from statehold.errors import StateholdError, StateMismatchError
 from statehold.process.warn import logger
+from statehold.process.worker import Thread
 
 
 def trained_part(
@@ -121,11 +127,6 @@ def leave_on_signals(ckpt: Checkpointer, within_s: float | None) -> None:
 # the run has the step, too.
 
 
-def step_name(step: int) -> str:
-    """The name of the directory of a step in its run."""
-    return f"step-{step:012d}"
-
-
 def give_second_names(step: Path, folder: Path) -> None:
     """Make the directory `folder`, in which the files of the committed `step` have second names."""
     folder.mkdir()
@@ -135,3 +136,131 @@ def give_second_names(step: Path, folder: Path) -> None:
             os.link(path, target)
         except OSError:  # a file system without second names
             shutil.copyfile(path, target)
+
+
+# -- what follows a save ---------------------------------------------------------------------------
+# A thread of rank 0 waits for each save, in order, until the step is committed, and gives it to its
+# path. It removes a path only then, so that no older one goes before a newer one is there. It also
+# writes the weights there that the framework loads. The newest is next, and after each the thread
+# rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
+#
+# After a save that failed nothing is removed any more. Weights that cannot be written are logged,
+# and fail no training: the step has everything. They are read from the committed step, never from
+# the model that trains.
+
+
+REST = 9
+
+
+class SavedPath(Protocol):
+    """What a framework calls a checkpoint, at `path`. is_ours: False once it was removed."""
+
+    @property
+    def path(self) -> object: ...
+    @property
+    def is_ours(self) -> bool: ...
+    def hold(self, step: int) -> object: ...
+    def remove(self) -> None: ...
+
+
+P = TypeVar("P", bound=SavedPath)
+
+
+class Finisher(Generic[P]):
+    """write: fills a path with the weights of its step. reader: what loads them, for the log.
+
+    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
+    takes no lock that the thread needs: what it calls there is written in C.
+    """
+
+    def __init__(self, write: Callable[[P], None], reader: str) -> None:
+        self._write = write
+        self._reader = reader
+        # The lock of a job is free once it is done.
+        self._jobs: deque[tuple[Save | None, P, threading.Lock]] = deque()
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._unwritten: dict[str, P] = {}
+        self._rested_at = 0.0
+        self._has_failed = self._is_ending = False
+        self._thread: Thread | None = None
+
+    def hold(self, save: Save | None, path: P) -> None:
+        """Give the path its step once it is committed."""
+        if self._thread is None:
+            self._thread = Thread(self._run, "statehold-weights")
+            self._thread.start()
+        done = threading.Lock()
+        done.acquire()
+        self._jobs.append((save, path, done))
+        self._woken.put(None)
+
+    def remove(self, path: P) -> None:
+        """Remove the path once all saves so far are committed."""
+        self.hold(None, path)
+
+    def wait(self, left: int = 0) -> None:
+        """Return once at most so many saves wait for their turn."""
+        self._woken.put(None)  # a job whose caller was interrupted may have woken nobody
+        saves = [done for save, _, done in tuple(self._jobs) if save is not None]
+        for done in saves[: max(0, len(saves) - left)]:
+            with done:
+                pass
+
+    def write(self, path: P) -> None:
+        """Write the weights of a committed step now."""
+        try:
+            self._write(path)
+        except Exception as error:  # code of frameworks runs here, over values of any class
+            if path.is_ours:  # otherwise it was removed meanwhile
+                logger.warning("%s has no weights for %s: %s", path.path, self._reader, error)
+
+    def finish(self, *, write: bool) -> None:
+        """Do everything, and write all weights if `write`. All saves have ended."""
+        self._is_ending = True
+        self._woken.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        if write:
+            for path in reversed(self._unwritten.values()):
+                self.write(path)
+
+    def _run(self) -> None:
+        while self._jobs or not self._is_ending:
+            rest = max(0.0, self._rested_at - time.monotonic()) if self._unwritten else None
+            if self._jobs:
+                save, path, done = self._jobs[0]
+                try:
+                    self._do(save, path)
+                except OSError as error:
+                    self._has_failed = True
+                    logger.warning("%s was not finished: %s", path.path, error)
+                self._jobs.popleft()
+                done.release()
+            elif rest == 0.0:
+                begun = time.monotonic()
+                self.write(self._unwritten.popitem()[1])
+                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
+            else:
+                with contextlib.suppress(Empty):
+                    self._woken.get(timeout=rest)
+
+    def _do(self, save: Save | None, path: P) -> None:
+        key = str(path.path)
+        if save is None:
+            if not self._has_failed and not self._is_saved_again(path):
+                self._unwritten.pop(key, None)
+                path.remove()
+            return
+        try:
+            save.wait("committed")
+        except StateholdError:  # the next save() raises it
+            self._has_failed = True
+            return
+        path.hold(save.step)
+        self._unwritten.pop(key, None)
+        self._unwritten[key] = path
+
+    def _is_saved_again(self, path: P) -> bool:
+        """Whether a later save has the path that was removed before."""
+        later = tuple(self._jobs)[1:]
+        return any(save and each.path == path.path for save, each, _ in later)

@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 from collections.abc import Iterator
 
 from statehold import _core
-from statehold._core import Engine, Fs
+from statehold._core import Engine, File, Fs
+from statehold.errors import StorageError
 
 
 class Client(enum.IntEnum):
@@ -73,3 +75,13 @@ def engine_alone(staging_bytes: int, buffer_bytes: int, copy_threads: int) -> It
         contextlib.closing(open_engine(fs, staging_bytes, buffer_bytes, copy_threads)) as engine,
     ):
         yield engine
+
+
+def open_past_cache(fs: Fs, path: str) -> File:
+    """fs.open_read, with O_DIRECT where the file system has it."""
+    try:
+        return fs.open_read(path, direct=True)
+    except StorageError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return fs.open_read(path)

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from statehold._core import PAGE_ENTRY_BYTES, File, Fs, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
+from statehold.io.clients import open_past_cache
 from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.process.file_locks import LockFile
@@ -281,14 +282,10 @@ class FileTier(MappedTable):
             if is_write:
                 nbytes = self._geometry.segment_bytes
                 return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
-            return self._fs.open_read(path, direct=True)
+            return open_past_cache(self._fs, path)
         except NoSpaceError:
             self.below = min(self.below, segment * self._by_segment)
             raise
-        except StorageError as error:
-            if is_write or error.errno != errno.EINVAL:  # a file system without O_DIRECT
-                raise
-            return self._fs.open_read(path)
 
     def flush(self) -> None:
         """Make the pages durable that were written so far, then the table. Raises OSError."""

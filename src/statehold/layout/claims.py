@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statehold.errors import ReplicasDifferError
+from statehold.errors import ReplicasDifferError, some
 from statehold.layout.layout import ExplicitLayout, Layout, Mesh
 from statehold.layout.plan import TensorSpec
 from statehold.ranks.membership import Membership
@@ -250,7 +250,7 @@ def _no_longer_equal(entries: Mapping[int, Any]) -> ReplicasDifferError:
         "a tensor that was equal on several ranks has diverged",
         facts={
             "tensor": entries[ranks[0]]["names"][0],
-            "ranks": ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+            "ranks": some(ranks),
         },
         hint="if these should be equal, the ranks have diverged. The next saves write every "
         "rank's own version",

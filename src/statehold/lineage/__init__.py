@@ -11,32 +11,21 @@ Importing this package loads no torch; the first use of a name does.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from statehold._version import lazily
 
 if TYPE_CHECKING:
     from statehold.lineage.catalog import Catalog as Catalog
     from statehold.lineage.relatives import Relative as Relative
     from statehold.lineage.relatives import nearest as nearest
     from statehold.tensors.graph import Graph as Graph
-
-__all__ = ["Catalog", "Graph", "Relative", "nearest"]
-
-_HOMES = {
-    "Catalog": "statehold.lineage.catalog",
-    "Graph": "statehold.tensors.graph",
-    "Relative": "statehold.lineage.relatives",
-    "nearest": "statehold.lineage.relatives",
-}
-
-
-if not TYPE_CHECKING:  # otherwise a type checker accepts every name
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'statehold.lineage' has no attribute {name!r}")
-        return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+else:
+    __getattr__, __dir__, __all__ = lazily(
+        __name__,
+        {
+            "statehold.lineage.catalog": "Catalog",
+            "statehold.lineage.relatives": "Relative nearest",
+            "statehold.tensors.graph": "Graph",
+        },
+    )

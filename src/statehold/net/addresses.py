@@ -15,6 +15,8 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from statehold.errors import PortInUseError, UsageError
+
 _ELSEWHERE = "192.0.2.1"  # of RFC 5737: no host has it
 _SIOCGIFADDR = 0x8915
 
@@ -49,6 +51,19 @@ def listen(host: str, port: int = 0) -> socket.socket:
         if failed.errno == errno.EADDRINUSE:  # another family would be another port
             break
     raise failed
+
+
+def listener(what: str, host: str, port: int = 0, hint: str | None = None) -> socket.socket:
+    """As listen(), for `what` a user has asked for. Raises PortInUseError, and UsageError for an
+    address of another machine."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        facts = {"address": joined(host or "*", port), "cause": str(error)}
+        if error.errno == errno.EADDRINUSE:
+            text = f"something else listens on the port of {what}"
+            raise PortInUseError(text, facts=facts, hint=hint) from error
+        raise UsageError(f"{what} cannot listen at this address", facts=facts, hint=hint) from error
 
 
 def reachable_address(other: str) -> str:

@@ -37,9 +37,10 @@ from statehold.errors import (
     StateholdError,
     StorageError,
     UsageError,
+    some,
     storing,
 )
-from statehold.io.clients import Client, open_engine
+from statehold.io.clients import Client, open_engine, open_past_cache
 from statehold.io.memory_room import open_file
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import SUM_BYTES
@@ -171,7 +172,7 @@ class SubgroupStore:
         """Read a subgroup. Raises ChecksumError, with its parameters, for a damaged one."""
         self.files[stored.path].check()
         form = self.forms[subgroup.index]
-        file = self._open_read(stored.file)
+        file = open_past_cache(self._fs, stored.file)
         try:
             with self._moving(file, "read", subgroup, stored.path):
                 at = memory.data_ptr() - form.data_begin
@@ -242,27 +243,18 @@ class SubgroupStore:
         job.wait(None)
         return job.checksums() if is_write else b""
 
-    def _open_read(self, path: str) -> File:
-        try:
-            return self._fs.open_read(path, direct=True)
-        except StorageError as error:
-            if error.errno != errno.EINVAL:  # a file system without O_DIRECT
-                raise
-            return self._fs.open_read(path)
-
     def _damaged(self, form: FileForm, found: _core.Mismatch) -> ChecksumError:
         begin, end = (at - form.data_begin for at in (found.begin, found.end))
         parts = form.subgroup.parts_in(begin, end)
         shown = [
             f"{part.field} of {self._names[part.span.parameter]} "
             f"[{part.span.begin}, {part.span.end})"
-            for part in parts[:PARTS_NAMED]
+            for part in parts
         ]
-        more = f", and {len(parts) - PARTS_NAMED} more" if len(parts) > PARTS_NAMED else ""
         return ChecksumError(
             "optimizer state on storage differs from its checksum",
             facts={
-                "parameters": ", ".join(shown) + more,
+                "parameters": some(shown, PARTS_NAMED),
                 "file": found.path,
                 "bytes": f"[{found.begin}, {found.end})",
                 "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import Literal, Protocol
 
-from statehold.errors import UsageError, refused, shown
-from statehold.options.keywords import answering, check_choice
+from statehold.errors import UsageError, shown
+from statehold.options.keywords import answering, check_choice, check_number
 
 Mode = Literal["min", "max"]
 MODES = ("min", "max")
@@ -69,9 +69,9 @@ class Keep:
     pinned: Sequence[int | str] = ()
 
     def __post_init__(self) -> None:
-        _check_number("last", self.last, 1)
-        _check_number("every", 0 if self.every is None else self.every, 0)
-        _check_number("best", self.best, 0)
+        check_number("last", self.last, 1, _MOST)
+        check_number("every", 0 if self.every is None else self.every, 0, _MOST)
+        check_number("best", self.best, 0, _MOST)
         check_choice("mode", self.mode, MODES)
         if bool(self.best) != bool(self.metric) or not isinstance(self.metric, str | None):
             raise UsageError(
@@ -151,11 +151,6 @@ def _one_of_each(steps: Sequence[int], every: int) -> list[int]:
 
 def _is_pin(pin: object) -> bool:
     return (type(pin) is int and 0 <= pin < _MOST) or (type(pin) is str and bool(pin))
-
-
-def _check_number(name: str, got: object, least: int) -> None:
-    if type(got) is not int or not least <= got <= _MOST:
-        raise refused(f"{name} must be a number", f"at least {least}", shown(got))
 
 
 def _bad_pins(got: object) -> UsageError:

@@ -8,13 +8,12 @@ Invariants: a constructor keeps its signature, for editors and help().
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from statehold.errors import UsageError, shown
+from statehold.errors import UsageError, meant, shown
 
 # -- checks ----------------------------------------------------------------------------------------
 
@@ -25,10 +24,17 @@ def check_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
         raise UsageError(f"not a valid {name}", facts={"expected": ", ".join(choices), "got": got})
 
 
+def check_number(name: str, got: object, least: int, most: int) -> None:
+    """Check that `got` is an integer from `least` to `most`."""
+    if type(got) is not int or not least <= got <= most:
+        text = f"{name} must be an integer from {least} to {most}"
+        raise UsageError(text, facts={"got": shown(got)})
+
+
 def check_count(name: str, got: object, most: int) -> None:
     """Check that `got` is None, or a number from 1 to `most`."""
-    if got is not None and (type(got) is not int or not 1 <= got <= most):
-        raise UsageError(f"{name} must be 1 to {most}", facts={"got": repr(got)})
+    if got is not None:
+        check_number(name, got, 1, most)
 
 
 def check_flag(name: str, got: object) -> None:
@@ -67,12 +73,6 @@ def answering(**parts: type) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
-
-
-def meant(name: str, known: Iterable[str]) -> str | None:
-    """A question that names the nearest of `known`; None: nothing is near."""
-    close = difflib.get_close_matches(name, list(known), 3)
-    return f"did you mean {' or '.join(close)}?" if close else None
 
 
 def _keywords(cls: type) -> list[str]:

@@ -32,6 +32,11 @@ _BY_WHAT_IT_SAYS = re.compile(
 STEP_NAME = re.compile(r"step-([0-9]{12})")
 
 
+def step_name(step: int) -> str:
+    """The name of the directory of a step in its run."""
+    return f"step-{step:012d}"
+
+
 def check_path(path: str | os.PathLike[str], what: str) -> str:
     """`path`, if it can be the path of a directory: not empty, and not a URL."""
     text = os.fspath(path) if isinstance(path, PATH) else None

@@ -6,7 +6,6 @@
                 comes back at a restart only (ReCoVer, arXiv 2605.11215)
     stacked     each shard is on r replicas; survivors compute what is missing; who is lost comes
                 back at a restart only (SPARe, arXiv 2603.00357)
-    replicated  the same stacks, but each replica computes all of its own in every step
     exact       the survivors compute the same microbatches that were lost, and repeat at most one
                 reduction; who is repaired, or a spare, joins at the end of a step (statehold)
 
@@ -378,21 +377,5 @@ class Stacked(Policy):
         return missing / job.replicas
 
 
-@dataclass(frozen=True)
-class Replicated(Stacked):
-    name: str = "replicated"
-
-    def compute_s(self, job: Job, alive: int) -> float:
-        return self.stacks.redundancy * job.compute_s
-
-    def recover(self, job: Job, step: StepLeft, empty: Set[int], lost: int) -> float:
-        self._again(job, step, 0.0)
-        return 0.0
-
-
 def stacked(replicas: int, redundancy: int) -> Stacked:
     return Stacked(stacks=spread(replicas, redundancy))
-
-
-def replicated(replicas: int, redundancy: int) -> Replicated:
-    return Replicated(stacks=spread(replicas, redundancy))

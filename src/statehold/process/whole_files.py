@@ -1,5 +1,6 @@
 """Files that are written whole or not at all: a reader sees the old content or the new one.
 
+Owns: also how a file is opened whose directory others may write (open_regular).
 Invariants: a name stays what it is. A link is followed to its file. A FIFO, a character device and
 an open file of this process, such as /dev/stdout, get the bytes. Nothing else is ever replaced by a
 file.
@@ -8,6 +9,7 @@ file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -46,6 +48,16 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> bool:
             error.filename = os.fspath(path)  # the caller knows no other name
         raise
     return True
+
+
+def open_regular(path: str, flags: int, mode: int = 0o777) -> int:
+    """As os.open(), also for open(opener=), but for a regular file only: no link is followed, and a
+    FIFO would keep its reader waiting for ever. Raises OSError."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
 def try_folder(folder: str | os.PathLike[str]) -> None:

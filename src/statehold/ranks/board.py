@@ -30,7 +30,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import threading
 import time
 import urllib.parse
@@ -38,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from statehold.errors import PeerLostError, StateholdError, storage_error, storing
+from statehold.process.whole_files import open_regular
 
 T = TypeVar("T")
 
@@ -308,7 +308,7 @@ class DirectoryBoard:
         path = self._path(key)
         with self._doing("read a note of another rank", path):
             try:
-                with open(path, "rb", opener=_open_note) as file:
+                with open(path, "rb", opener=open_regular) as file:
                     return file.read()
             except FileNotFoundError:
                 return None
@@ -447,15 +447,6 @@ def _waited(store: Any, keys: list[str], timeout_s: float) -> bool:
         # this release of torch.
         return bool(store.check(keys))
     return True
-
-
-def _open_note(path: str, flags: int) -> int:
-    """The content of a regular file; a FIFO would keep its reader waiting for ever."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return fd
 
 
 def _write(temporary: str, path: str, value: bytes) -> None:

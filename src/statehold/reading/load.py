@@ -46,6 +46,7 @@ from statehold.layout.layout import Box
 from statehold.layout.plan import step_of
 from statehold.observe.background_log import Progress
 from statehold.options.paths import NamedStep, check_path
+from statehold.process.whole_files import open_regular
 from statehold.reading.places import (
     StepPlace,
     asked_of,
@@ -234,7 +235,7 @@ def _counts(job: ReadJob) -> tuple[int, int]:
 def _mapped(path: str, nbytes: int) -> torch.Tensor:
     """The bytes of a file. Torch knows no error but RuntimeError, so it opens nothing by name."""
     with storing("map a file", path):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDONLY)
     try:
         opened = f"/proc/self/fd/{fd}"
         return torch.from_file(opened, shared=False, size=nbytes, dtype=torch.uint8)

@@ -14,22 +14,19 @@ Importing this package loads no torch: the coordinator needs none.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from statehold._version import lazily
 
 if TYPE_CHECKING:
     from statehold.resilience.replicas import Replicas as Replicas
     from statehold.resilience.step import Microbatch as Microbatch
     from statehold.resilience.step import Step as Step
-
-__all__ = ["Microbatch", "Replicas", "Step"]
-
-_HOMES = {"Replicas": "replicas", "Microbatch": "step", "Step": "step"}
-
-
-if not TYPE_CHECKING:  # otherwise a type checker accepts every name
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+else:
+    __getattr__, __dir__, __all__ = lazily(
+        __name__,
+        {
+            "statehold.resilience.replicas": "Replicas",
+            "statehold.resilience.step": "Microbatch Step",
+        },
+    )

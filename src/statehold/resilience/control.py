@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from statehold.errors import InvariantError, PortInUseError, UsageError
+from statehold.errors import InvariantError
 from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
@@ -85,7 +84,7 @@ class Server:
         self._coordinator = coordinator
         self._report = report
         secret = of_job()
-        listener = _listen(host, port)
+        listener = addresses.listener("the coordinator", host, port)
         self.port: int = listener.getsockname()[1]
         self.reception = Reception([listener], _DOOR, secret, frame_max=FIRST_MAX)
         self._guests: dict[int, Guest] = {}  # that have said who they are
@@ -185,20 +184,6 @@ class Server:
         elif isinstance(message, Prepare):
             self._report(f"epoch {message.epoch} is in preparation")
         self._told = message
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return addresses.listen(host, port)
-    except OSError as error:
-        where = addresses.joined(host or "*", port)
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                "something else listens on the port of the coordinator", facts={"address": where}
-            ) from error
-        raise UsageError(
-            f"the coordinator cannot listen: {error.strerror}", facts={"address": where}
-        ) from error
 
 
 # -- the link --------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from statehold import _core
-from statehold.errors import ReplicaRefusedError, UsageError
+from statehold.errors import ReplicaRefusedError, UsageError, some
 from statehold.resilience.state_bytes import Among, bytes_of, captured
 from statehold.tensors.captured import Capture, fingerprint_on_host
 from statehold.tensors.devices.fingerprinting import totals_of
@@ -198,7 +198,7 @@ def refusal(name: str, others: Mapping[str, Parts], step: int, turns: int) -> Re
             "other": other,
             "members": len(others),
             "step": step,
-            "what": ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN),
+            "what": some(names, _SHOWN),
             **shown,
             "safe": f"saved steps up to {max(0, step - turns)}: the members were alike there",
         },
@@ -242,9 +242,9 @@ def _digests(blocks: Sequence[Tensor]) -> list[int]:
     small: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for each in blocks:
         (small if each.numel() <= SMALL_BYTES else devices)[device_of(each)].append(each)
-    for device, some in small.items():
-        devices[device].append(torch.cat(some))
-    return [digest for some in devices.values() for digest in _of_device(some)]
+    for device, tensors in small.items():
+        devices[device].append(torch.cat(tensors))
+    return [digest for tensors in devices.values() for digest in _of_device(tensors)]
 
 
 def _of_device(blocks: list[Tensor]) -> list[int]:

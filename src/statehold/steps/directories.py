@@ -31,6 +31,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
+from statehold.options.paths import STEP_NAME
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -39,9 +40,8 @@ COPY_DIGITS = 16
 ATTEMPT = r"(?P<token>[0-9a-f]{8})-(?P<number>[0-9]{1,12})"
 _COPY = rf"\.copy-[0-9a-f]{{{COPY_DIGITS}}}"
 _NAMED = re.compile(rf"{ATTEMPT}(?:{_COPY})?")
-_COMMITTED = re.compile(r"step-([0-9]{12})")
 REPLACED = ".replaced"
-_STANDING = re.compile(rf"{_COMMITTED.pattern}(?:{re.escape(REPLACED)})?")
+_STANDING = re.compile(rf"{STEP_NAME.pattern}(?:{re.escape(REPLACED)})?")
 _ATTEMPTED = re.compile(rf"step-[0-9]{{12}}\.{ATTEMPT}\.partial")
 _ENDED = re.compile(r"step-[0-9]{12}\.(?:partial|retired)")
 
@@ -58,7 +58,7 @@ class Attempt(NamedTuple):
 
 def step_of(name: str) -> int | None:
     """The step whose directory has this name once it is committed; None for any other name."""
-    match = _COMMITTED.fullmatch(name)
+    match = STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 

@@ -80,10 +80,10 @@ def repeated(state: Mapping[str, Any]) -> list[str]:
     """The entries of a state_dict() that say again what a tensor among them is made of."""
     kinds = {kind for kind in set(map(type, state.values())) if adapter_of(kind) is not None}
     made = {name for name, value in state.items() if kinds and type(value) in kinds}
-    return [name for name in state if not made.isdisjoint(_above(name))] if made else []
+    return [name for name in state if not made.isdisjoint(above(name))] if made else []
 
 
-def _above(name: str) -> Iterable[str]:
+def above(name: str) -> Iterable[str]:
     """The names that `name` lies below."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))

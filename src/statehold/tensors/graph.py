@@ -16,6 +16,7 @@ import hashlib
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ from statehold.format.graphs import (
 from statehold.format.saved import SavedStep
 from statehold.format.selection import Names, Selection
 from statehold.tensors import dtypes
-from statehold.tensors.composed import is_allowed
+from statehold.tensors.composed import above, is_allowed
 from statehold.tensors.kinds import modules, parts
 from statehold.tensors.marks import bare
-from statehold.tensors.storable import local_of
+from statehold.tensors.storable import local_of, name_of
 
 # -- the graph of a model --------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class _Modules(_Layers):
         before = ""
         for name, module in self.model.named_modules():
             # The attributes of the whole, such as the number of its layers, would end every prefix.
-            spec = _class(module) if module is self.model else _spec(module)
+            spec = name_of(type(module)) if module is self.model else _spec(module)
             before = self.add(name, spec, dict(_tensors(module, recurse=False)), before)
         return LayerGraph("modules", tuple(self.found))
 
@@ -252,16 +253,8 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, 
 def _spec(module: nn.Module) -> list[Any]:
     """The class of a module, and its settings."""
     public = sorted(name for name in vars(module) if name[0] != "_" and name != "training")
-    settings = {name: _plain(vars(module)[name]) for name in public}
-    return [_class(module), {name: each for name, each in settings.items() if each != _OTHER}]
-
-
-def _class(module: nn.Module) -> str:
-    return _named(type(module))
-
-
-def _named(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    plain = ((name, _plain(vars(module)[name])) for name in public)
+    return [name_of(type(module)), {name: each for name, each in plain if each != _OTHER}]
 
 
 # A value of which nothing is known that stays the same in another process.
@@ -338,11 +331,7 @@ class Transfer(Selection):
 
 def _above(names: Iterable[str]) -> frozenset[str]:
     """Every name that one of these lies below, and the empty one."""
-    found = {""}
-    for name in names:
-        parts = name.split(".")
-        found.update(".".join(parts[:length]) for length in range(1, len(parts)))
-    return frozenset(found)
+    return frozenset({"", *chain.from_iterable(map(above, names))})
 
 
 # -- the models ------------------------------------------------------------------------------------

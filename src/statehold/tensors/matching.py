@@ -35,9 +35,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from statehold.encoding import values
-from statehold.errors import StateMismatchError
+from statehold.errors import StateMismatchError, some
 from statehold.format.saved import SavedStep
-from statehold.format.selection import Answer, RestoreReport, Selection, some, suggested
+from statehold.format.selection import Answer, RestoreReport, Selection, suggested
 from statehold.format.trees import tensors_of
 from statehold.layout.layout import Layout
 from statehold.tensors import dtypes, nodes

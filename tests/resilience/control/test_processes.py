@@ -114,7 +114,7 @@ def test_coordinate_refuses_a_taken_port() -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("--port", "70000"), "--port must be from 0 to 65535"),
+        (("--port", "70000"), "--port must be an integer from 0 to 65535"),
         (("--port", "0", "--replicas", "0"), "--replicas must be at least 1"),
         (("--port", "0", "--settle", "-1"), "--settle must be at least 0 seconds"),
         (("--port", "0", "--settle", "nan"), "--settle must be at least 0 seconds"),

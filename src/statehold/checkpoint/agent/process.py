@@ -42,6 +42,7 @@ from statehold.errors import (
 )
 from statehold.observe.background_log import BackgroundLog
 from statehold.process.warn import logger
+from statehold.process.whole_files import open_regular
 from statehold.process.worker import Flag
 from statehold.steps.lock import TAKE_OVER_S
 from statehold.steps.target import DirectoryPlace, Target
@@ -146,8 +147,8 @@ def _open_log(orders: Orders) -> None:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             is_long = path.exists() and path.stat().st_size > LOG_BYTES_MAX
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_APPEND
-            fd = os.open(path, flags | (os.O_TRUNC if is_long else 0), 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_long else 0)
+            fd = open_regular(str(path), flags, 0o644)
             handler = logging.StreamHandler(os.fdopen(fd, "w", encoding="utf-8"))
             break
     if handler is None:

@@ -22,7 +22,7 @@ from statehold.errors import UsageError, refused, shown
 from statehold.io.objects.client import check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
-from statehold.options.keywords import answering
+from statehold.options.keywords import answering, check_flag
 from statehold.options.paths import check_path
 from statehold.planners.intervals import Loss
 from statehold.units import parse_bytes
@@ -114,8 +114,7 @@ class Memory(Level):
 
     def __post_init__(self) -> None:
         Level.__post_init__(self)
-        if type(self.agent) is not bool:
-            raise UsageError("agent must be True or False", facts={"got": shown(self.agent)})
+        check_flag("agent", self.agent)
         if self.path is not None:
             check_path(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)

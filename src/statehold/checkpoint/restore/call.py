@@ -28,7 +28,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,6 +49,7 @@ from statehold.errors import (
     StepNotFoundError,
     StorageError,
     UsageError,
+    latest,
     no_such_step,
     shown,
     storage_error,
@@ -372,7 +373,7 @@ class Restorer:
                 asked.add(step)
         if failed:
             newest = self._final(failed.pop(max(failed)))
-            raise newest.with_fact("also damaged", listed(failed)) if failed else newest
+            raise newest.with_fact("also damaged", latest(failed)) if failed else newest
         return None, failed
 
     def only(self, step: int) -> tuple[RestoreReport, dict[int, CorruptionError]]:
@@ -425,7 +426,7 @@ class Restorer:
             except (CorruptionError, UsageError) as error:
                 error.with_fact("step", step)
                 others = [other for other in self._saved.steps() if other != step]
-                raise error.with_fact("other steps", listed(others)) from None
+                raise error.with_fact("other steps", latest(others)) from None
         other_ranks = matched.saved.world_size != self._ranks
         frozen = matched.reading.frozen()
         if frozen is not None:
@@ -586,12 +587,6 @@ class Restorer:
 
 
 # -- what ranks tell each other --------------------------------------------------------------------
-
-
-def listed(steps: Iterable[int]) -> str:
-    """Steps for a message."""
-    shown = sorted(steps)
-    return ", ".join(map(str, shown[-8:])) + (f" ({len(shown)} in all)" if shown else "none")
 
 
 def unseen(sees: Sequence[bool]) -> str:

@@ -30,7 +30,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from statehold.errors import CorruptionError, StateholdError, StateMismatchError, annotate
+from statehold.errors import CorruptionError, StateholdError, StateMismatchError, annotate, some
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.integrations.dcp.machine import rank_and_world
 from statehold.integrations.formats import untrusted
@@ -225,8 +225,7 @@ class _StockMatcher:
             facts["..."] = f"{len(problems) - _SHOWN} more"
         rest = self.report().unexpected
         if rest:
-            more = f", and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""
-            facts["only there"] = f"{', '.join(rest[:_SHOWN])}{more}"
+            facts["only there"] = some(rest, _SHOWN)
         raise StateMismatchError(summary, facts=facts, hint=hint)
 
     def match(self, holder: Any, key: Any, live: Any, path: str) -> None:

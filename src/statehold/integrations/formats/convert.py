@@ -29,6 +29,7 @@ from statehold.errors import (
     NoSpaceError,
     UnsupportedValueError,
     UsageError,
+    some,
     storing,
 )
 from statehold.format.entries import DOCUMENT_BYTES_MAX, sha256
@@ -113,9 +114,8 @@ def export_step(
         write = partial(_exported, fs, target, to, name, beside, report)
         left_out = at_rest(fs, check_path(step, "the step"), write)
     if left_out:
-        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
-        names = ", ".join(left_out[:_SHOWN])
-        warn_caller(f"the format {to} does not hold these as they were: {names}{more}")
+        names = some(left_out, _SHOWN)
+        warn_caller(f"the format {to} does not hold these as they were: {names}")
     return tuple(left_out)
 
 

@@ -20,7 +20,6 @@ import errno
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -36,6 +35,7 @@ from statehold.errors import (
 )
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
+from statehold.process.whole_files import open_regular
 from statehold.units import MiB
 
 JOURNAL = ".journal"
@@ -102,9 +102,8 @@ class Journal:
 
 def _opened(path: str, how: int) -> int:
     """The descriptor of a file that has no other name: no link leads out of the work."""
-    fd = os.open(path, how | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    fd = open_regular(path, how, 0o644)
+    if os.fstat(fd).st_nlink != 1:
         os.close(fd)
         raise OSError(errno.EPERM, "not a file of its own", path)
     return fd

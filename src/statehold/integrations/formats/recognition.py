@@ -10,15 +10,15 @@ Not here: the bytes of a format (one module each).
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from statehold.errors import UsageError, storing
+from statehold.errors import UsageError, some, storing
 from statehold.format.saved import MANIFEST_NAME
 from statehold.integrations.formats import archives, dcp_folders, deepspeed, hf, untrusted
 from statehold.integrations.formats.partial import PartialExport
 from statehold.integrations.formats.streamed import Streamed
+from statehold.options.paths import STEP_NAME
 from statehold.reading.places import NotFoundError
 
 _EXPECTED = (
@@ -30,7 +30,6 @@ _OURS = (
     "a step of statehold needs no import: restore it with Checkpointer(RUN).restore(state), or "
     "with StorageReader"
 )
-_STEP = re.compile(r"step-[0-9]{12}")
 _SHOWN = 12
 
 
@@ -122,7 +121,7 @@ def _seen(path: str) -> PathContent:
 
 def _no_checkpoint(seen: PathContent) -> UsageError:
     names, hint = sorted(seen.names), None
-    if MANIFEST_NAME in names or any(map(_STEP.fullmatch, names)):
+    if MANIFEST_NAME in names or any(map(STEP_NAME.fullmatch, names)):
         hint = _OURS
     elif others := [name for name in names if name.endswith((".pt", ".pth", ".bin"))]:
         hint = f"name the file that is meant: {', '.join(others[:_SHOWN])}"
@@ -131,8 +130,7 @@ def _no_checkpoint(seen: PathContent) -> UsageError:
     elif MANIFEST_NAME in names:
         there = "a step of statehold"
     elif os.path.isdir(seen.path):
-        more = ", ..." if len(names) > _SHOWN else ""
-        there = f"a directory with {', '.join(names[:_SHOWN]) or 'nothing in it'}{more}"
+        there = f"a directory with {some(names, _SHOWN) or 'nothing in it'}"
     else:
         there = "neither a file nor a directory"
     facts = {"path": seen.path, "expected": _EXPECTED, "there": there}

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from statehold.integrations.formats.archives import torch_save
-from statehold.integrations.trained import give_second_names, step_name
+from statehold.integrations.trained import give_second_names
+from statehold.options.paths import step_name
 
 STEPS, MANIFEST, REMOVED, HALF = ".steps", "manifest.json", ".removed", ".half"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.

@@ -166,7 +166,7 @@ def give_back(trainer: Any, values: dict[str, Any], results: dict[str, Any] | No
         getattr(connector, name).update(move_data_to_device(each, device))
     if results is None:
         return
-    loop._results = _Restored(training=True)
+    loop._results = _Restored()
     for key, state in results.items():
         with contextlib.suppress(AttributeError):  # the module has no such metric any more
             result = _made(trainer, move_data_to_device(state, device))
@@ -192,8 +192,8 @@ def finish_epoch(trainer: Any) -> None:
 class _Restored(_ResultCollection):
     """Results of which some wait until the module logs them again."""
 
-    def __init__(self, training: bool) -> None:
-        super().__init__(training=training)
+    def __init__(self) -> None:
+        super().__init__(training=True)
         self._waiting: set[str] = set()
 
     def restore(self, key: str, result: _ResultMetric) -> None:

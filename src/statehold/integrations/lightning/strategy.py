@@ -16,14 +16,9 @@ Not here: the moment of a save in its batch (moments).
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import lightning
@@ -38,7 +33,7 @@ from torch.utils.data import SequentialSampler
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.errors import StepNotFoundError, UsageError
 from statehold.integrations.lightning import moments
 from statehold.integrations.lightning.checkpoints import Checkpoint, FoundStep, settle
 from statehold.integrations.lightning.moments import (
@@ -49,9 +44,8 @@ from statehold.integrations.lightning.moments import (
     results_of,
     shown,
 )
-from statehold.integrations.trained import discard_newer, persistent_buffers
+from statehold.integrations.trained import Finisher, discard_newer, persistent_buffers
 from statehold.process.warn import logger
-from statehold.process.worker import Thread
 from statehold.reading.load import load
 from statehold.tensors.kinds import loaders
 from statehold.tensors.kinds.rng import Rng
@@ -89,7 +83,7 @@ class StrategyLayer:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._opener = opener
-        self._finisher = Finisher(_export)
+        self._finisher = Finisher(_export, "load_from_checkpoint()")
         self._run = ""
         self._begins_at: int | None = None  # before the first save
         self._saved: _Saved | None = None
@@ -391,6 +385,11 @@ def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], 
 
 
 COMMITTED = "step-*/manifest.json"
+_OTHER_RANKS = (
+    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
+    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
+    "begins once more"
+)
 
 
 class Restoring:
@@ -585,124 +584,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-
-
-# -- what happens after a save ---------------------------------------------------------------------
-# A thread of rank 0 waits for each save, in order, until the step is committed, and gives it to its
-# paths. It removes a path only then, so that no older checkpoint goes before a newer one is there.
-# It also writes the files for load_from_checkpoint(). The newest is next, and after each the thread
-# rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
-#
-# At most one save waits for its turn when another one begins, so the run still has every step that
-# is not held yet. After a save that failed nothing is removed any more. A file that cannot be
-# written is logged, and fails no training: the step has everything.
-
-
-_OTHER_RANKS = (
-    "step %d was saved on %d ranks and is resumed on %d. Not restored: the random generators of "
-    "each rank, its position in the data, and its means over the epoch. An epoch that had begun "
-    "begins once more"
-)
-
-
-REST = 9
-# Its lock is free once it is done.
-Job = tuple[Save | None, Checkpoint, threading.Lock]
-
-
-class Finisher:
-    """write: fills the file of a checkpoint from its step.
-
-    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
-    takes no lock that the thread needs: what it calls there is written in C.
-    """
-
-    def __init__(self, write: Callable[[Checkpoint], None]) -> None:
-        self._write = write
-        self._jobs: deque[Job] = deque()
-        self._woken: SimpleQueue[None] = SimpleQueue()
-        self._unwritten: dict[str, Checkpoint] = {}
-        self._rested_at = 0.0
-        self._has_failed = self._is_ending = False
-        self._thread: Thread | None = None
-
-    def hold(self, save: Save | None, checkpoint: Checkpoint) -> None:
-        """Give the path its step once it is committed."""
-        if self._thread is None:
-            self._thread = Thread(self._run, "statehold-ckpt")
-            self._thread.start()
-        done = threading.Lock()
-        done.acquire()
-        self._jobs.append((save, checkpoint, done))
-        self._woken.put(None)
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove the path once all saves so far are committed."""
-        self.hold(None, checkpoint)
-
-    def wait(self, left: int = 0) -> None:
-        """Return once at most so many saves wait for their turn."""
-        self._woken.put(None)  # a job whose caller was interrupted may have woken nobody
-        saves = [done for save, _, done in tuple(self._jobs) if save is not None]
-        for done in saves[: max(0, len(saves) - left)]:
-            with done:
-                pass
-
-    def finish(self, *, write: bool) -> None:
-        """Do everything, and write every file if `write`. All saves have ended."""
-        self._is_ending = True
-        self._woken.put(None)
-        if self._thread is not None:
-            self._thread.join()
-        if write:
-            for checkpoint in reversed(self._unwritten.values()):
-                self._try(checkpoint)
-
-    def _run(self) -> None:
-        while self._jobs or not self._is_ending:
-            rest = max(0.0, self._rested_at - time.monotonic()) if self._unwritten else None
-            if self._jobs:
-                save, checkpoint, done = self._jobs[0]
-                try:
-                    self._do(save, checkpoint)
-                except OSError as error:
-                    self._has_failed = True
-                    logger.warning("%s was not finished: %s", checkpoint.path, error)
-                self._jobs.popleft()
-                done.release()
-            elif rest == 0.0:
-                begun = time.monotonic()
-                self._try(self._unwritten.popitem()[1])
-                self._rested_at = begun + (1 + REST) * (time.monotonic() - begun)
-            else:
-                with contextlib.suppress(Empty):
-                    self._woken.get(timeout=rest)
-
-    def _do(self, save: Save | None, checkpoint: Checkpoint) -> None:
-        key = str(checkpoint.path)
-        if save is None:
-            if not self._has_failed and not self._is_saved_again(checkpoint):
-                self._unwritten.pop(key, None)
-                checkpoint.remove()
-            return
-        try:
-            save.wait("committed")
-        except StateholdError:  # the next save() raises it
-            self._has_failed = True
-            return
-        checkpoint.hold(save.step)
-        self._unwritten.pop(key, None)
-        self._unwritten[key] = checkpoint
-
-    def _is_saved_again(self, checkpoint: Checkpoint) -> bool:
-        """Whether a later save has the path that Lightning had removed before."""
-        later = tuple(self._jobs)[1:]
-        return any(save and each.path == checkpoint.path for save, each, _ in later)
-
-    def _try(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._write(checkpoint)
-        except Exception as error:  # torch.save runs here, over values of any class
-            if checkpoint.is_ours:  # otherwise it was removed meanwhile
-                logger.warning("%s has no weights for load_from_checkpoint(): %s",
-                            checkpoint.path, error)  # fmt: skip

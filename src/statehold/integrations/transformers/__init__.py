@@ -18,11 +18,9 @@ import json
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +31,16 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import StateholdError, StepNotFoundError, UsageError
+from statehold.errors import StepNotFoundError, UsageError
 from statehold.format.entries import NAMES_MAX, is_name
-from statehold.integrations.trained import discard_newer, leave_on_signals, step_name, trained_part
-from statehold.integrations.transformers.folders import Beside, Folders, step_named
-from statehold.process.worker import Thread
+from statehold.integrations.trained import (
+    Finisher,
+    discard_newer,
+    leave_on_signals,
+    trained_part,
+)
+from statehold.integrations.transformers.folders import Beside, Folder, Folders, step_named
+from statehold.options.paths import step_name
 from statehold.reading.copying import copy_step
 from statehold.reading.load import load
 from statehold.tensors.kinds.rng import Rng
@@ -85,7 +88,7 @@ class _OpenRun:
     run: str
     ckpt: Checkpointer
     folders: Folders
-    exporter: Exporter
+    finisher: Finisher[Folder]
     wanted: str | bool | None
     stack: contextlib.ExitStack
     step: int | None = None
@@ -171,8 +174,8 @@ class StateholdTrainer(Trainer):
         with contextlib.ExitStack() as stack:
             ckpt = stack.enter_context(self.checkpointer(run, self._keep()))
             folders = Folders(run)
-            exporter = Exporter(folders, self._export)
-            opened = _OpenRun(run, ckpt, folders, exporter, resume_from_checkpoint, stack)
+            finisher = Finisher(self._export, "from_pretrained()")
+            opened = _OpenRun(run, ckpt, folders, finisher, resume_from_checkpoint, stack)
             self._open_run = opened
             stack.callback(self._close_run)
             if self.args.save_strategy != SaveStrategy.NO:
@@ -188,7 +191,7 @@ class StateholdTrainer(Trainer):
             opened.settle()
             opened.ckpt.flush()  # weights are read from the run directory
             if self.args.should_save:
-                opened.exporter.finish(self._surplus(opened) if opened.has_saved else [])
+                self._finish(opened)
             return result
 
     def _check_supported(self) -> None:
@@ -216,7 +219,7 @@ class StateholdTrainer(Trainer):
     def _close_run(self) -> None:
         opened, self._open_run = self._open_run, None
         if opened is not None:
-            opened.exporter.stop()
+            opened.finisher.finish(write=False)
 
     # -- which step is resumed -------------------------------------------------------------
 
@@ -345,11 +348,11 @@ class StateholdTrainer(Trainer):
         if self.weights_before_on_save:
             save.wait("committed")
         if self.args.should_save:
-            surplus, exporter = self._surplus(opened), opened.exporter
-            if self.weights_before_on_save:
-                exporter.write(step, surplus)
-            else:
-                exporter.offer(save, surplus)
+            is_now, finisher = self.weights_before_on_save, opened.finisher
+            for folder in self._surplus(opened):
+                folder.remove() if is_now else finisher.remove(folder)
+            folder = opened.folders.of(step)
+            finisher.write(folder) if is_now else finisher.hold(save, folder)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
         if self._resumed() is None:
@@ -461,9 +464,18 @@ class StateholdTrainer(Trainer):
         if self.args.should_save and best != step and opened.folders.has(best):
             opened.folders.hold(best)
 
-    def _surplus(self, opened: _OpenRun) -> list[int]:
+    def _surplus(self, opened: _OpenRun) -> list[Folder]:
         best = opened.folders.step_of(self.state.best_model_checkpoint)
-        return opened.folders.surplus(self.args.save_total_limit, best, opened.unfinished())
+        limit = self.args.save_total_limit
+        return [*map(opened.folders.of, opened.folders.surplus(limit, best, opened.unfinished()))]
+
+    def _finish(self, opened: _OpenRun) -> None:
+        """Write the weights of every folder that has none. All saves have ended."""
+        opened.finisher.finish(write=False)
+        for folder in self._surplus(opened) if opened.has_saved else []:
+            folder.remove()
+        for step in reversed(opened.folders.steps()):
+            opened.finisher.write(opened.folders.of(step))
 
     def _begin(self) -> None:
         self.state.train_batch_size = self._train_batch_size  # a resume begins with what fits
@@ -497,14 +509,14 @@ class StateholdTrainer(Trainer):
         # train() reports the loss of its own steps
         self._total_loss_scalar -= self.accelerator.gather(self._tr_loss).mean().item()
 
-    def _export(self, step: int) -> None:
+    def _export(self, folder: Folder) -> None:
         """What from_pretrained opens, from the committed step into its folder."""
-        opened = self._open_run
-        assert opened is not None
-        run = opened.folders.path(step) if opened.folders.holds(step) else opened.run
+        folders, step = folder.folders, folder.step
+        if not folders.has(step) or folders.has_weights(step):
+            return
         # A restore would put random generators back.
-        whole = load(run, "model", step=step, mapped=True)
-        with opened.folders.beside(step) as new:
+        whole = load(folder.run, "model", step=step, mapped=True)
+        with folders.beside(step) as new:
             self._save(str(new), state_dict=whole)
 
 
@@ -591,87 +603,3 @@ def logged_at(step: int, history: Sequence[Mapping[str, Any]]) -> dict[str, floa
 
 def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and value.bit_length() < _FLOAT_BITS)
-
-
-# -- weights for from_pretrained -------------------------------------------------------------------
-# A thread writes them in the background, and removes the folders which are too many. The newest
-# step is next. After each the thread rests nine times as long as it wrote, so that it takes a tenth
-# of the disk at most. finish() writes what is missing.
-#
-# Weights are read from the committed step, never from the model that trains. An export that fails
-# is logged, and fails no training: the step has everything.
-
-
-REST = 9
-
-
-class Exporter:
-    """export(step): writes the weights of a committed step into its folder.
-
-    An exception may come between any two instructions of a caller, as after Ctrl-C. So a caller
-    takes no lock that the thread needs: a SimpleQueue is written in C.
-    """
-
-    def __init__(self, folders: Folders, export: Callable[[int], None]) -> None:
-        self._folders = folders
-        self._export = export
-        self._offers: SimpleQueue[tuple[Save | None, list[int]]] = SimpleQueue()
-        self._is_ending = False
-        self._thread: Thread | None = None
-
-    def offer(self, save: Save, surplus: list[int]) -> None:
-        """Export this step once it is committed, instead of one that was offered before; remove the
-        folders of the steps in `surplus`."""
-        if self._thread is None:
-            self._thread = Thread(self._run, "statehold-weights")
-            self._thread.start()
-        self._offers.put((save, surplus))
-
-    def write(self, step: int, surplus: list[int]) -> None:
-        """Export a committed step now."""
-        self._remove(surplus)
-        self._try(step, logging.WARNING)
-
-    def finish(self, surplus: list[int]) -> None:
-        """Export every other step whose folder has no weights. All saves have ended."""
-        self.stop()
-        self._remove(surplus)
-        for step in reversed(self._folders.steps()):
-            self._try(step, logging.WARNING)
-
-    def stop(self) -> None:
-        """End the thread after the step that it is writing."""
-        self._is_ending = True
-        self._offers.put((None, []))
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        """Remove at once. Export the newest offer, after a rest."""
-        save: Save | None = None
-        rested_at = 0.0
-        while not self._is_ending:
-            rest = None if save is None else max(0.0, rested_at - time.monotonic())
-            try:
-                save, surplus = self._offers.get(timeout=rest)
-                self._remove(surplus)
-            except Empty:
-                assert save is not None  # otherwise the wait has no end
-                begun = time.monotonic()
-                with contextlib.suppress(StateholdError):  # the next save() raises it
-                    save.wait("committed")
-                    self._try(save.step, logging.DEBUG)  # finish() tries again
-                save, rested_at = None, begun + (1 + REST) * (time.monotonic() - begun)
-
-    def _remove(self, surplus: list[int]) -> None:
-        for step in surplus:
-            self._folders.remove(step)
-
-    def _try(self, step: int, level: int) -> None:
-        if not self._folders.has(step) or self._folders.has_weights(step):
-            return
-        try:
-            self._export(step)
-        except Exception as error:  # the frameworks' own code runs here, and may raise anything
-            if self._folders.has(step):  # otherwise the step was retired meanwhile
-                log.log(level, "checkpoint-%d has no weights for from_pretrained: %s", step, error)

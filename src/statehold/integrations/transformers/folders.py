@@ -20,6 +20,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from statehold.errors import UsageError
-from statehold.integrations.trained import give_second_names, persistent_buffers, step_name
-from statehold.options.paths import NamedStep
+from statehold.integrations.trained import give_second_names, persistent_buffers
+from statehold.options.paths import NamedStep, step_name
 from statehold.process.warn import logger
 from statehold.process.whole_files import replace_file
 from statehold.reading.places import file_system, find
@@ -75,6 +76,9 @@ class Folders:
             names = map(_FOLDER.fullmatch, os.listdir(self._run))
             return sorted(int(match[1]) for match in names if match)
         return []
+
+    def of(self, step: int) -> Folder:
+        return Folder(self, step)
 
     def has(self, step: int) -> bool:
         return os.path.isdir(self.path(step))
@@ -165,6 +169,32 @@ class Folders:
                 os.replace(path, folder / path.name)
         finally:
             shutil.rmtree(new, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The folder of a step, as a Finisher takes it. run: a run that has the step."""
+
+    folders: Folders
+    step: int
+
+    @property
+    def path(self) -> str:
+        return self.folders.path(self.step)
+
+    @property
+    def run(self) -> str:
+        return self.path if self.folders.holds(self.step) else os.path.dirname(self.path)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.folders.has(self.step)
+
+    def hold(self, step: int) -> None:
+        """Nothing: the run keeps the step, or the folder is removed."""
+
+    def remove(self) -> None:
+        self.folders.remove(self.step)
 
 
 # -- models beside the one that trains -------------------------------------------------------------

@@ -137,7 +137,7 @@ class ObjectClient:
         def get(store: ObjectStore) -> bytes:
             found = store.get(name)
             if found.meta["size"] > bytes_max:
-                raise too_large("read", self.path(name), bytes_max)
+                raise too_large(self.path(name), bytes_max)
             return found.bytes().to_bytes()
 
         return self._ask("read", name, get)
@@ -238,7 +238,7 @@ class ObjectClient:
 
         data = self._again(partial(self._named, "read", name, get), AGAIN)
         if data is None or len(data) != len(target):
-            raise truncated("read", self.path(name), end)
+            raise truncated(self.path(name), end)
         target[:] = memoryview(data)
 
     def _ask(
@@ -512,14 +512,14 @@ def missing(operation: str, path: str) -> MissingFileError:
     return MissingFileError("a file does not exist", facts={"file": path, "during": operation})
 
 
-def truncated(operation: str, path: str, end: int) -> TruncatedFileError:
-    facts = {"file": path, "ends before": f"{end} bytes", "during": operation}
+def truncated(path: str, end: int) -> TruncatedFileError:
+    facts = {"file": path, "ends before": f"{end} bytes", "during": "read"}
     return TruncatedFileError("a file ends before the bytes it should hold", facts=facts)
 
 
-def too_large(operation: str, path: str, bytes_max: int) -> StorageError:
+def too_large(path: str, bytes_max: int) -> StorageError:
     facts = {"expected": f"at most {bytes_max} bytes"}
-    return StorageError(f"cannot {operation}", errno=errno.EFBIG, path=path, facts=facts)
+    return StorageError("cannot read", errno=errno.EFBIG, path=path, facts=facts)
 
 
 def not_given_back(operation: str, path: str) -> StorageError:

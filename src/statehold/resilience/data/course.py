@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from statehold.errors import UsageError, shown
+from statehold.options.keywords import check_number
 from statehold.resilience.data.derivation import SEED_MAX, words
 
 # -- the order of the samples in an epoch ----------------------------------------------------------
@@ -92,10 +91,10 @@ class Course:
     seed: int
 
     def __post_init__(self) -> None:
-        _check("the number of samples", self.size, 1, SIZE_MAX)
-        _check("batch", self.batch, 1, BATCH_MAX)
-        _check("microbatches", self.microbatches, 1, MICROBATCHES_MAX)
-        _check("seed", self.seed, 0, SEED_MAX)
+        check_number("the number of samples", self.size, 1, SIZE_MAX)
+        check_number("batch", self.batch, 1, BATCH_MAX)
+        check_number("microbatches", self.microbatches, 1, MICROBATCHES_MAX)
+        check_number("seed", self.seed, 0, SEED_MAX)
 
     def samples(self, step: int, index: int) -> list[int]:
         """The numbers of the samples of a microbatch, each in range(size), in order."""
@@ -112,12 +111,5 @@ class Course:
 
     def check(self, step: int, index: int) -> None:
         """Raise a UsageError unless (step, index) names a microbatch."""
-        _check("step", step, 0, STEP_MAX)
-        _check("the index of a microbatch", index, 0, self.microbatches - 1)
-
-
-def _check(name: str, value: Any, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise UsageError(
-            f"{name} must be an integer from {least} to {most}", facts={"got": shown(value)}
-        )
+        check_number("step", step, 0, STEP_MAX)
+        check_number("the index of a microbatch", index, 0, self.microbatches - 1)

@@ -14,7 +14,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from statehold.encoding import strictjson
 
@@ -184,28 +184,13 @@ Message = (
     | Refused
 )
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        Hello,
-        Beat,
-        Promise,
-        Complaint,
-        Leave,
-        GivesUp,
-        Prepare,
-        Waiting,
-        Install,
-        Fenced,
-        Refused,
-    )
-}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
     """One line, with its end."""
-    fields = {each.name: getattr(message, each.name) for each in dataclasses.fields(message)}
-    line = json.dumps({"is": type(message).__name__, **fields}, default=_plain, allow_nan=False)
+    fields = {"is": type(message).__name__, **dataclasses.asdict(message)}
+    line = json.dumps(fields, allow_nan=False)
     return line.encode() + b"\n"
 
 
@@ -227,12 +212,6 @@ def _check_hello(hello: Hello) -> None:
         raise ValueError(f"not a place: {hello.place} of {hello.width}")
     if max(hello.epoch, hello.promised, hello.failed) > EPOCH_MAX:
         raise ValueError("an epoch that no coordinator has reached")
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, View):
-        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} is in no message")
 
 
 def _is(*kinds: type) -> Callable[[Any], Any]:

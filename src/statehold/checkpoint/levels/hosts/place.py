@@ -48,6 +48,7 @@ from statehold.format.entries import sha256
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
+from statehold.options.paths import step_name
 from statehold.process.warn import logger
 from statehold.steps.directories import each_of
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
@@ -522,11 +523,6 @@ T = TypeVar("T")
 Held = Mapping[int, Holder]
 
 
-def step_directory(step: int) -> str:
-    """The name of the directory of a step, below any root."""
-    return f"step-{step:012d}"
-
-
 def held_by(host: int, is_copy: bool, placed: Mapping[int, PlacedFiles]) -> Held:
     """What one store has of the whole steps; `placed`: the places of the files of each."""
     return {
@@ -570,17 +566,17 @@ class FarShelf(HostShelf):
         self._root = root
 
     def path(self, step: int) -> str:
-        return f"{self._root}/{step_directory(step)}"
+        return f"{self._root}/{step_name(step)}"
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
-        return self._files.read_file(f"{step_directory(step)}/{name}", max_bytes)
+        return self._files.read_file(f"{step_name(step)}/{name}", max_bytes)
 
     def find(self, step: int, name: str, nbytes: int, ranges: Ranges = None) -> str:
-        fetch = partial(self._files.fetch, f"{step_directory(step)}/{name}")
+        fetch = partial(self._files.fetch, f"{step_name(step)}/{name}")
         return self._near.bring(step, name, nbytes, ranges, fetch)
 
     def open_file(self, step: int, name: str) -> ShelfFile:
-        return self._files.open_read(f"{step_directory(step)}/{name}")
+        return self._files.open_read(f"{step_name(step)}/{name}")
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         return self._near.reading(step)  # there, its own ranks keep it, because they restore, too

@@ -126,14 +126,8 @@ class FileServer:
         Raises UsageError for an address that this host does not have.
         """
         host = self._asked or addresses.reachable_address(os.environ.get("MASTER_ADDR", ""))
-        try:
-            self._listener = addresses.listen(host)
-        except OSError as error:
-            raise UsageError(
-                "cannot serve files to other hosts at this address",
-                facts={"address": host, "cause": str(error)},
-                hint="address= takes an address of this host that the others reach",
-            ) from None
+        hint = "address= takes an address of this host that the others reach"
+        self._listener = addresses.listener("the server of files", host, hint=hint)
         self.address = addresses.joined(*self._listener.getsockname()[:2])
 
     def let_in(self, secret: str) -> None:

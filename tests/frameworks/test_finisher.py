@@ -1,0 +1,145 @@
+"""What follows a save: paths get their steps in order, the newest weights come first, and Ctrl-C in
+a caller leaves nobody waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from statehold.errors import StateholdError
+from statehold.integrations.trained import Finisher
+from support.faults import DEADLINE_S, must
+from support.interrupts import interrupt_everywhere
+
+
+class Saved:
+    """A save that ends when it is told to."""
+
+    def __init__(self, step: int, error: StateholdError | None = None) -> None:
+        self.step = step
+        self.ended = threading.Event()
+        self._error = error
+
+    def wait(self, stage: str) -> None:
+        must(stage == "committed" and self.ended.wait(DEADLINE_S))
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> Saved:
+        self.ended.set()
+        return self
+
+
+class Kept:
+    """A path that notes what becomes of it."""
+
+    def __init__(self, path: str, notes: list[str]) -> None:
+        self.path = path
+        self.is_ours = True
+        self._notes = notes
+
+    def hold(self, step: int) -> None:
+        self._notes.append(f"{self.path} has {step}")
+
+    def remove(self) -> None:
+        self.is_ours = False
+        self._notes.append(f"{self.path} is gone")
+
+    def write(self) -> None:
+        self._notes.append(f"{self.path} is written")
+
+
+def made(write: Callable[[Kept], None] = Kept.write) -> Any:
+    return Finisher(write, "load()")
+
+
+def test_a_path_goes_after_the_saves_before_it_and_the_newest_is_written_first() -> None:
+    notes: list[str] = []
+    finisher, first, second = made(), Saved(1), Saved(2)
+    finisher.hold(first, Kept("a", notes))
+    finisher.hold(second, Kept("b", notes))
+    finisher.remove(Kept("a", notes))
+    assert notes == []
+    first.end()
+    finisher.wait(1)
+    assert notes == ["a has 1"]
+    second.end()
+    finisher.finish(write=True)
+    assert notes[:3] == ["a has 1", "b has 2", "a is gone"]
+    assert notes[3:] == ["b is written"]
+
+
+def test_a_path_that_is_saved_again_stays() -> None:
+    notes: list[str] = []
+    finisher, first = made(lambda _: None), Saved(1)
+    finisher.hold(first, Kept("a", notes))
+    finisher.remove(Kept("a", notes))
+    finisher.hold(Saved(2).end(), Kept("a", notes))
+    first.end()
+    finisher.finish(write=False)
+    assert notes == ["a has 1", "a has 2"]
+
+
+def test_after_a_save_that_failed_nothing_is_removed() -> None:
+    notes: list[str] = []
+    finisher = made()
+    finisher.hold(Saved(1).end(), Kept("a", notes))
+    finisher.hold(Saved(2, StateholdError("failed")).end(), Kept("b", notes))
+    finisher.remove(Kept("a", notes))
+    finisher.finish(write=False)
+    assert "a is gone" not in notes
+
+
+def test_weights_that_cannot_be_written_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(path: Kept) -> None:
+        raise ValueError(f"no {path.path}")
+
+    there, gone = Kept("there", []), Kept("gone", [])
+    gone.remove()
+    finisher = made(fail)
+    for each in (there, gone):
+        finisher.write(each)
+    assert caplog.messages == ["there has no weights for load(): no there"]
+
+
+def test_ctrl_c_between_saves_does_not_hang_the_end_of_the_training() -> None:
+    notes: list[str] = []
+    save, path = Saved(1).end(), Kept("a", notes)
+
+    def make() -> Any:
+        notes.clear()
+        finisher = made()
+        finisher.hold(save, path)  # the thread has begun
+        return finisher
+
+    def call(finisher: Any) -> None:
+        finisher.hold(save, path)
+        finisher.wait(1)
+        finisher.remove(path)
+        finisher.wait()
+
+    def after(finisher: Any) -> None:
+        finisher.wait()
+        finisher.hold(save, path)
+        finisher.finish(write=True)
+
+    places = interrupt_everywhere(
+        [Finisher.hold, Finisher.remove, Finisher.wait], make, call, after
+    )
+    assert notes.count("a has 1") >= 2
+    assert {"hold", "remove", "wait"} <= places
+
+
+def test_ctrl_c_at_the_end_does_not_hang_it() -> None:
+    def make() -> Any:
+        finisher = made()
+        finisher.hold(Saved(1).end(), Kept("a", []))  # the thread has begun
+        return finisher
+
+    def end(finisher: Any) -> None:
+        finisher.finish(write=False)
+
+    assert "finish" in interrupt_everywhere([Finisher.finish], make, end, end)
