@@ -2,7 +2,8 @@
 
 Records, by "event":
     start       step (trained so far), threads, torch, device, parameters, ranks
-    state       step, sha256 of all tensors, whole, of model and optimizer   (with --checksums)
+    state       step, sha256 of all tensors, whole, of model and optimizer, and of the position in
+                the data   (with --checksums)
     step        step, loss, step_s (the whole iteration, save() included), blocked_s (save() alone)
     save        step, bytes, blocked_s, gate_s, staged_s, written_s, committed_s   (once committed)
     validation  step, loss

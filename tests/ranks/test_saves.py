@@ -275,6 +275,38 @@ def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> 
         assert failures[rank].rank == 3
 
 
+def test_rank_0_is_told_the_reason_where_others_have_cleared_the_directory(ranks: Ranks) -> None:
+    """The last of the others removes the empty directory, in which rank 0 is about to write."""
+    saved(ranks, 1, 2)
+    returned, cleared, left = threading.Event(), threading.Event(), threading.Semaphore(0)
+
+    def fail(operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "open_write":
+            must(returned.wait(DEADLINE_S))  # else save() itself raises the error
+            raise StorageError("the disk of rank 3 is gone", path=str(args[0]))
+
+    spy_on(ranks.ckpts[0], waits_for(cleared))
+    spy_on(ranks.ckpts[3], fail)
+
+    def act(rank: int) -> Any:
+        save = ranks.ckpts[rank].save(3, state(rank, 3))
+        if rank == 3:
+            returned.set()
+        if rank > 0:
+            passage(save).wait_ended("committed", DEADLINE_S)
+            inside(ranks.ckpts[rank]).pipeline.drain()
+            left.release()
+        else:
+            for _ in range(3):
+                must(left.acquire(timeout=DEADLINE_S))
+            cleared.set()
+        return save.wait("committed", DEADLINE_S)
+
+    failures = ranks.outcomes(act)
+    assert type(failures[0]) is PeerFailedError, failures[0]
+    assert failures[0].rank == 3
+
+
 def test_a_rank_that_saves_early_after_a_restore_is_not_swept_away(ranks: Ranks) -> None:
     """Rank 0 clears what a crash left when it first saves; others may be at work by then."""
     saved(ranks, 1, 2)
@@ -451,11 +483,14 @@ def test_others_are_told_of_a_failure_before_their_files_are_removed(
         saved(ranks, 1, 2)
         happened: list[str] = []
 
-        def before(operation: str, args: tuple[object, ...]) -> None:
-            if operation == "open_write":
-                raise errors.storage_error("open_write", errno.ENOSPC, str(args[0]))
+        def removing(operation: str, args: tuple[object, ...]) -> None:
             if operation in ("unlink", "rmdir") and ".partial" in str(args[0]):
                 happened.append("removed")
+
+        def failing(operation: str, args: tuple[object, ...]) -> None:
+            if operation == "open_write":
+                raise errors.storage_error("open_write", errno.ENOSPC, str(args[0]))
+            removing(operation, args)
 
         peers = inside(ranks.ckpts[0]).peers
         conclude = peers.conclude
@@ -465,9 +500,10 @@ def test_others_are_told_of_a_failure_before_their_files_are_removed(
             conclude(*args)
 
         monkeypatch.setattr(peers, "conclude", concluding)
-        spy_on(ranks.ckpts[0], before)
+        for rank, ckpt in enumerate(ranks.ckpts):  # whoever comes first removes the files
+            spy_on(ckpt, removing if rank else failing)
         failures = ranks.failures(3, lambda rank: state(rank, 3))
-        inside(ranks.ckpts[0]).pipeline.drain()
+        ranks.each(lambda rank: inside(ranks.ckpts[rank]).pipeline.drain())
     assert [type(error) for error in failures] == [NoSpaceError] + [PeerFailedError] * (SIZE - 1)
     assert happened[0] == "told"
     assert "removed" in happened

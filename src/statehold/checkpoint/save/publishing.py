@@ -210,8 +210,8 @@ class Together:
             self._schedule.catch_up(json.loads(note))
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
-        # Once a save has failed, rank 0 removes its directory while other ranks still write there.
-        if self.leads or not _is_missing(error):
+        # Once a save has failed, the ranks that know remove its directory, and others still write.
+        if not _is_missing(error):
             return error
         with contextlib.suppress(StateholdError):
             return self.peers.failure(work.number) or error
