@@ -157,6 +157,31 @@ class Flat(Subclassing):
         self.optimizer.load_state_dict(whole)
 
 
+class FlatByName(torch.optim.AdamW):
+    """As torchtitan's container: a flat state_dict() with names of parameters in it."""
+
+    def state_dict(self) -> Any:
+        groups = self.param_groups
+        states = {
+            f"state.{index}.weight.{key}": value
+            for index, parameter in enumerate(groups[0]["params"])
+            for key, value in self.state[parameter].items()
+        }
+        options = {f"param_groups.{index}.weight.lr": groups[0]["lr"]
+                   for index, _ in enumerate(groups[0]["params"])}  # fmt: skip
+        return {**states, **options}
+
+    def load_state_dict(self, state: Any) -> None:
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            head = f"state.{index}.weight."
+            self.state[parameter] = {
+                name.removeprefix(head): value
+                for name, value in state.items()
+                if name.startswith(head)
+            }
+        self.param_groups[0]["lr"] = state["param_groups.0.weight.lr"]
+
+
 class Nested(torch.optim.Optimizer):
     """Keeps its moments in a dict in the state of a parameter."""
 

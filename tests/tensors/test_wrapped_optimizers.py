@@ -13,7 +13,16 @@ from statehold.errors import StateMismatchError
 from statehold.format.selection import Selection
 from statehold.tensors.kinds import optimizers
 from support.matching import MemoryStep, eager
-from support.wrapped import Extra, Flat, Holder, Hooked, Imitating, Subclassing, Translating
+from support.wrapped import (
+    Extra,
+    Flat,
+    FlatByName,
+    Holder,
+    Hooked,
+    Imitating,
+    Subclassing,
+    Translating,
+)
 
 PASSING_ON: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "a subclass that delegates": Subclassing,
@@ -109,6 +118,18 @@ def test_own_state_dicts_and_names_are_translated(
     assert content(target) == content(optimizer)
     if saved_bare:
         assert Hooked.loads(target) == 1
+
+
+def test_flat_names_on_both_sides_are_handed_over_as_they_are() -> None:
+    def started(lr: float) -> tuple[nn.Module, FlatByName]:
+        part = model()
+        return part, FlatByName(part.parameters(), lr)
+
+    part, optimizer = started(0.5)
+    step = MemoryStep({"m": part, "o": stepped(part, optimizer)})
+    other, target = started(0.1)
+    step.restore({"m": other, "o": stepped(other, target, 1)})
+    assert content(target) == content(optimizer)
 
 
 def test_what_a_wrapper_keeps_itself_is_saved() -> None:

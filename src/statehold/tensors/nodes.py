@@ -146,8 +146,8 @@ def members_of_optimizer(node: Any) -> dict[Any, Any] | None:
     such as "state.0.weight.exp_avg" and "param_groups.0.weight.lr" instead of dicts.
     """
     found = members(node)
-    if found and all(type(key) is str and key.startswith(_FLAT) for key in found):
-        return _unflattened(found)
+    if is_flat(found):
+        return _unflattened(found or {})
     states = members((found or {}).get(STATE))
     of_groups = saved_groups((found or {}).get(GROUPS, [])) or []
     known = chain.from_iterable(group.get(PARAMS, []) for group in of_groups)
@@ -155,6 +155,15 @@ def members_of_optimizer(node: Any) -> dict[Any, Any] | None:
     if found is None or not states or not numbers:
         return found
     return {**found, STATE: mapping_of({numbers.get(k, k): v for k, v in states.items()})}
+
+
+def is_flat(found: Any) -> bool:
+    """Whether a state_dict(), or the members of a node, have such names instead of dicts."""
+    return (
+        isinstance(found, Mapping)
+        and bool(found)
+        and all(type(key) is str and key.startswith(_FLAT) for key in found)
+    )
 
 
 def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -359,17 +359,19 @@ def match(to: Matching, live: Optimizer, node: Any, path: str) -> None:
         saved = _ByName(to, live, path, said, groups)
         if saved.streamed():
             return
-    node = node if whole is None else nodes.mapping_of(whole)
+    usual = node if whole is None else nodes.mapping_of(whole)
     if not is_standard(live):
         shown = live.state_dict() if saved is None else saved.shown()
-        if saved is not None and not is_by_name(shown):
-            saved.translated(shown)
-        else:
+        if saved is None or is_by_name(shown):
+            _handed_over(to, live, shown, usual, path)
+        elif nodes.is_flat(shown) and nodes.is_flat(nodes.members(node)):
             _handed_over(to, live, shown, node, path)
+        else:
+            saved.translated(shown)
     elif saved is not None:
         saved.in_place()
     elif groups is not None:
-        _handed_over(to, live, live.state_dict(), node, path)
+        _handed_over(to, live, live.state_dict(), usual, path)
     else:
         to.problem(path, "the state of an optimizer", "a value of another kind")
 
