@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import signal
 import threading
 import time
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 MODEL = ("--dim", "768", "--layers", "16", "--heads", "12", "--kv-heads", "4", "--seq", "64",
          "--batch", "2", "--dtype", "bfloat16", "--lr", "3e-4", "--subgroup", "8MiB")  # fmt: skip
 RATES = ("600MB", "300MB")
+STACK_BYTES = 2 << 20  # of each thread of the processes that train
 
 
 # -- the process that dies ---------------------------------------------------------------------
@@ -100,6 +102,9 @@ def carry_out(demo: Demo) -> None:
     # What is freed goes back to the kernel, and so is no longer counted: by default, malloc keeps
     # what a save or restore has had, for itself.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    # A stack counts as a whole. 60 threads, with 8 MiB each, would take more than the limit.
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
     limit = ["--memory", str(demo.memory_mib)]
     options = [*MODEL, *demo.options]
 

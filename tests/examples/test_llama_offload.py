@@ -41,6 +41,7 @@ def demo(llama: SimpleNamespace, out: Path, rate: str) -> object:
 def test_the_story_in_small(llama, tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(llama.story_offload, "call", call)
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    monkeypatch.setattr(llama.story_offload.resource, "setrlimit", lambda *_: None)  # of this test
     llama.story_offload.carry_out(demo(llama, tmp_path / "demo", "5MB"))
     said = capfd.readouterr().out
     assert "now SIGKILL" in said
