@@ -51,14 +51,13 @@ def test_a_stream_that_another_thread_captures_takes_no_part(
     training, own, graph = trained_on(machine), machine.cuda.Stream(), machine.cuda.CUDAGraph()
 
     def save(step: int) -> None:
-        machine.enter()
         ckpt.save(step, {"model": training.model}).wait("committed", DEADLINE_S)
 
     save(1)  # from here on updates are seen
     with machine.cuda.stream(own):
         training.step()
     machine.finish()
-    with machine.cuda.graph(graph, own), ThreadPoolExecutor(1) as other:
+    with machine.cuda.graph(graph, own), ThreadPoolExecutor(1, initializer=machine.enter) as other:
         other.submit(save, 2).result(DEADLINE_S)
     assert ckpt.steps() == [1, 2]
 

@@ -236,7 +236,8 @@ class Machine:
         return self.pins.remove(address)
 
     def enter(self) -> None:
-        """This thread works with the devices."""
+        """This thread, another than the test's own, works with the devices from here on."""
+        must(threading.current_thread() is not threading.main_thread(), "in_use() leaves only once")
         self.operations.__enter__()
 
     def _freed(self, block: Block, stream: object) -> None:
