@@ -99,6 +99,17 @@ def test_large_pieces_go_alone_and_small_ones_together(machine: Machine) -> None
     assert host.min() == 1
 
 
+def test_moments_are_copied_together_although_their_numbers_are_on_the_host(
+    ckpt: statehold.Checkpointer, machine: Machine
+) -> None:
+    model = machine.module(torch.nn.ParameterList([torch.ones(64, device="cpu")] * 50))
+    optimizer = stepped(model)
+    machine.finish()
+    before = machine.timeline.launches
+    ckpt.save(1, {"model": model, "optimizer": optimizer}).wait("committed", DEADLINE_S)
+    assert machine.timeline.launches - before < 5  # and not one for each of 50 numbers
+
+
 def channels_last(machine: Machine, layers: int = 6) -> torch.nn.Module:
     convs = [torch.nn.Conv2d(64, 64, 3, bias=False) for _ in range(layers)]
     model = torch.nn.Sequential(*convs).to(memory_format=torch.channels_last)

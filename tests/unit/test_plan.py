@@ -48,6 +48,16 @@ def test_order_is_width_then_eager_then_capture() -> None:
     assert plan.file_name == "rank-00000-of-00001.safetensors"
 
 
+def test_single_numbers_part_no_other_tensors() -> None:
+    """Tensors of a device that follow each other are copied together."""
+    shapes = {"step": (), "exp_avg": (2,), "exp_avg_sq": (2,)}
+    state = [spec(f"{name}.{i}", "F32", *shapes[name]) for i in range(3) for name in shapes]
+    marked = [spec("lr", "F32")._replace(eager=True), spec("none", "F32", 0)]
+    names = [s.name for s in plan_save([*state, *marked], step=1).specs]
+    moments = [f"{name}.{i}" for i in range(3) for name in ("exp_avg", "exp_avg_sq")]
+    assert names == ["lr", *moments, "none", "step.0", "step.1", "step.2"]
+
+
 def test_the_header_says_what_stock_readers_need() -> None:
     specs = [spec("w", "F32", 2, 3), spec("s", "I64"), spec("e", "F32", 0)]
     plan = plan_save(specs, step=12, world_size=4, rank=3)

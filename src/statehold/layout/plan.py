@@ -134,12 +134,15 @@ def plan_save(
     """Plan the data file of `rank`, or number `part` of its files.
 
     The widest dtypes come first, so that every tensor is aligned to its dtype without holes. Among
-    these, eager tensors come first, so that they share blocks. The rest follows the input. Raises
-    UsageError for a step out of range, InvariantError for specs that contradict themselves.
+    these, eager tensors come first, so that they share blocks. The rest follows the input, but
+    single numbers come last: an optimizer's `step` would part tensors of a device, which are copied
+    together if they follow each other. Raises UsageError for a step out of range, InvariantError
+    for specs that contradict themselves.
     """
     check_specs(specs)
     bits = header.DTYPE_BITS
-    order = sorted(range(len(specs)), key=lambda i: (-bits[specs[i].dtype], not specs[i].eager))
+    keys = [(-bits[each.dtype], not each.eager, not each.shape) for each in specs]
+    order = sorted(range(len(specs)), key=keys.__getitem__)
     placed = tuple([specs[i] for i in order])
     *begins, data_bytes = accumulate([spec.nbytes for spec in placed], initial=0)
     entries = (

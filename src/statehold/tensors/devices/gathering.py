@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from statehold.tensors.devices.elements import SCRATCH_BYTES_MIN, SMALL_BYTES, a
 from statehold.tensors.devices.jobs import Copies, Piece
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import part_of
+
+_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 class Gathering:
@@ -80,27 +84,15 @@ class Gathering:
         except torch.OutOfMemoryError:
             self._copy_apart(host, run)
             return
-        for dtype, group in groupby(run, self._moved_as):
-            pieces = list(group)
-            if dtype is None:
-                for segment, offset, at, nbytes in pieces:
-                    bring(self._tensors[segment], offset, scratch[at - begin :][:nbytes])
-            else:
-                to = scratch[pieces[0][2] - begin : pieces[-1][2] + pieces[-1][3] - begin]
-                torch.cat([self._elements(*each) for each in pieces], out=to.view(dtype))
+        tensors = [self._tensors[piece[0]] for piece in run]
+        kinds = zip(map(_dtype, tensors), map(_is_contiguous, tensors), strict=True)
+        at = 0
+        for (_, is_contiguous), group in groupby(kinds):
+            of_group = slice(at, at := at + len(list(group)))
+            pieces = run[of_group]
+            to = scratch[pieces[0][2] - begin : pieces[-1][2] + pieces[-1][3] - begin]
+            _bring_together(tensors[of_group], pieces, to, are_contiguous=is_contiguous)
         host[begin:end].copy_(scratch, non_blocking=True)
-
-    def _moved_as(self, piece: Piece) -> torch.dtype | None:
-        """The dtype as which a piece is moved together with its neighbours; None: it is not."""
-        tensor = self._tensors[piece[0]]
-        return as_moved(tensor).dtype if tensor.is_contiguous() else None
-
-    def _elements(self, segment: int, offset: int, _: int, nbytes: int) -> torch.Tensor:
-        """Those of a piece of a contiguous tensor."""
-        whole = as_moved(self._tensors[segment]).view(-1)
-        if whole.nbytes == nbytes:
-            return whole
-        return whole[offset // whole.itemsize : (offset + nbytes) // whole.itemsize]
 
     def _copy_apart(self, host: torch.Tensor, run: Sequence[Piece]) -> None:
         """Copy pieces with less scratch, or none. Inside the handler of the error that said so."""
@@ -125,6 +117,27 @@ class _Alone(NamedTuple):
     offset: int
     at: int
     nbytes: int
+
+
+def _bring_together(
+    tensors: Sequence[torch.Tensor],
+    pieces: Sequence[Piece],
+    to: torch.Tensor,
+    *,
+    are_contiguous: bool,
+) -> None:
+    """Copy pieces that follow each other, of tensors of one dtype, into `to`: bytes of the device.
+    Contiguous ones take one launch."""
+    if not are_contiguous:
+        for (_, offset, at, nbytes), tensor in zip(pieces, tensors, strict=True):
+            bring(tensor, offset, to[at - pieces[0][2] :][:nbytes])
+        return
+    elements = [each.view(-1) for each in map(as_moved, tensors)]
+    if list(map(_nbytes, elements)) != [piece[3] for piece in pieces]:
+        size = elements[0].itemsize
+        for index, (_, offset, _, nbytes) in enumerate(pieces):
+            elements[index] = elements[index][offset // size : (offset + nbytes) // size]
+    torch.cat(elements, out=to.view(elements[0].dtype))
 
 
 def _by_address(alone: Sequence[_Alone]) -> Copies:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import groupby
 
 import torch
 
@@ -105,15 +106,12 @@ class Mover:
     def move(self, lent: Iterable[Lent], enqueue: Enqueue) -> list[Event]:
         """Enqueue the work on buffers: for each device on its stream. The events that complete
         with it."""
-        parts: dict[torch.device, list[tuple[torch.Tensor, list[Piece]]]] = {}
+        parts: dict[torch.device, list[tuple[torch.Tensor, Sequence[Piece]]]] = {}
         for buffer in lent:
             host = torch.frombuffer(buffer.view, dtype=torch.uint8)
             self._pinning.pin(host)
-            by_device: dict[torch.device, list[Piece]] = {}
-            for piece in buffer.pieces:
-                by_device.setdefault(self._device_of[piece[0]], []).append(piece)
-            for device, pieces in by_device.items():
-                parts.setdefault(device, []).append((host, pieces))
+            for device, pieces in groupby(buffer.pieces, lambda piece: self._device_of[piece[0]]):
+                parts.setdefault(device, []).append((host, list(pieces)))
         for device, each in parts.items():
             with self.on(device):
                 enqueue(self._streams[device], each)
