@@ -27,6 +27,7 @@ from transformers import (  # noqa: E402
 )
 
 import statehold  # noqa: E402
+from statehold.checkpoint.session import Session  # noqa: E402
 from statehold.errors import (  # noqa: E402
     ChecksumError,
     StateMismatchError,
@@ -193,19 +194,31 @@ def test_another_kind_of_optimizer_is_one_difference_of_a_group(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["*.safetensors", "manifest.json"])
+def test_a_damaged_step_is_set_aside(tmp_path: Path, damaged: str) -> None:
     out = tmp_path / "out"
     whole = trainer(out)
     whole.train()
-    (data,) = (out / f"step-{STEPS:012d}").glob("*.safetensors")
-    content = bytearray(data.read_bytes())
+    (file,) = (out / f"step-{STEPS:012d}").glob(damaged)
+    content = bytearray(file.read_bytes())
     content[-100] ^= 1
-    data.write_bytes(content)
+    file.write_bytes(content)
     again = trainer(out)
     again.train(resume_from_checkpoint=True)
     assert same_weights(again.model, whole.model)
     assert (out / f"step-{STEPS:012d}.corrupt").is_dir()
     assert logged(again)[:-1] == logged(whole)[:-1]
+
+
+def test_a_damaged_step_that_cannot_be_set_aside_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    (file,) = (tmp_path / "step-000000000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    monkeypatch.setattr(Session, "claim", lambda *_: False)  # another job may have the lock
+    with pytest.raises(ChecksumError):
+        trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.thorough
