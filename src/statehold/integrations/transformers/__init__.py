@@ -394,12 +394,14 @@ class StateholdTrainer(Trainer):
             super()._load_best_model()
             return
         opened.settle()
-        model = self._model_part()
         if step in opened.ckpt.steps():
-            opened.ckpt.restore(model, step, only=["model"])
-            return
-        with Checkpointer(opened.folders.path(step)) as held:
-            held.restore(model, step, only=["model"])
+            opened.ckpt.restore(self._model_part(), step, only=["model"])
+        elif opened.folders.holds(step):
+            with Checkpointer(opened.folders.path(step)) as held:
+                held.restore(self._model_part(), step, only=["model"])
+        else:
+            log.warning("step %d is the best one, and no level has it any more", step)
+            super()._load_best_model()
 
     # -- what a step holds -----------------------------------------------------------------
 
