@@ -17,6 +17,7 @@ from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
 from support.faults import must
 from support.in_memory import MemoryBoard
+from support.in_memory.board import MemoryStore
 
 SIZE = 2
 DEADLINE_S = 60.0
@@ -102,3 +103,47 @@ def test_an_unforeseen_error_is_told_at_once(meetings) -> None:
     assert isinstance(own, ZeroDivisionError)
     assert isinstance(other, PeerFailedError)
     assert InvariantError("unexpected ZeroDivisionError").summary in other.reason
+
+
+# -- saves that a rank has missed ------------------------------------------------------------------
+
+
+class Job:
+    """The saves of ranks that are threads; each save of a rank has a SaveRound of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store, here = MemoryStore(), threading.local()
+        monkeypatch.setattr(writer, "_get_default_store", lambda: store)
+        monkeypatch.setattr(writer, "rank_and_world", lambda: (here.rank, SIZE))
+        self._here = here
+
+    def begins(self, rank: int, path: str, timeout_s: float = DEADLINE_S) -> object:
+        """How a save begins on a rank: its destination, or its error."""
+        self._here.rank = rank
+        place = SaveDestination(path, f"{path}.partial", 1, 0, SIZE, "a" * 16)
+        try:
+            return writer.SaveRound(path, timeout_s).begin(lambda: place).final
+        except PeerLostError as error:
+            return error
+
+    def begin_on_all(self, path: str) -> list[object]:
+        with ThreadPoolExecutor(SIZE) as pool:
+            return list(pool.map(lambda rank: self.begins(rank, path), range(SIZE)))
+
+
+LAST, ANOTHER = "/run/last", "/run/step-2"
+
+
+@pytest.mark.parametrize("missing", range(SIZE))
+def test_a_save_that_a_rank_has_missed_says_how_to_go_on(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(monkeypatch)
+    assert job.begin_on_all(LAST) == [LAST] * SIZE
+    errors = [job.begins(1 - missing, LAST, timeout_s=0.01)]
+    errors += [job.begins(missing, LAST, timeout_s=0.01)]  # the next save
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert "no longer pair there: go on with another checkpoint_id" in str(error)
+        assert "Checkpointer" not in str(error)
+    assert job.begin_on_all(ANOTHER) == [ANOTHER] * SIZE

@@ -143,3 +143,15 @@ def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     codes = ran([job(script, "fsdp2", out, ranks=2, kill=KILL), job(script, "ddp", out)])
     assert codes == [-signal.SIGKILL, 0]
     assert len(json.loads((out / "losses.txt").read_text())) == 6
+
+
+@pytest.mark.skipif(not ALL, reason="several jobs of ranks take seconds: make integrations")
+def test_ranks_go_on_before_a_step_whose_manifest_is_damaged(tmp_path: Path) -> None:
+    script = HERE / "ranked.py"
+    whole, cut, again = three(script, tmp_path, "ddp", ranks=2)
+    killed = ran([whole, cut])
+    newest = max((tmp_path / "cut").glob("step-*[0-9]"))
+    manifest = newest / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"sha256", b"sha257"))
+    check(tmp_path, [*killed, *ran([again])])
+    assert newest.with_suffix(".corrupt").is_dir()

@@ -27,6 +27,7 @@ from transformers import (  # noqa: E402
 )
 
 import statehold  # noqa: E402
+from statehold.checkpoint.session import Session  # noqa: E402
 from statehold.errors import (  # noqa: E402
     ChecksumError,
     StateMismatchError,
@@ -34,8 +35,10 @@ from statehold.errors import (  # noqa: E402
     UsageError,
 )
 from statehold.integrations.transformers import StateholdTrainer, logged_at  # noqa: E402
+from statehold.integrations.transformers.folders import Folders  # noqa: E402
 
 STEPS = 6
+STEP_2 = "step-000000000002"
 TOKENS = torch.randint(64, (28, 8), generator=torch.Generator().manual_seed(7))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
 
@@ -65,10 +68,10 @@ def trainer(out: Path, kind: Any = StateholdTrainer, more: Any = (), **changes: 
     )  # fmt: skip
 
 
-def both(folder: Path, **changes: Any) -> list[Any]:
+def both(folder: Path, our: Any = StateholdTrainer, **changes: Any) -> list[Any]:
     """The Trainer and ours, each trained from the same seed."""
     found = []
-    for name, kind in (("stock", Trainer), ("ours", StateholdTrainer)):
+    for name, kind in (("stock", Trainer), ("ours", our)):
         found.append(trainer(folder / name, kind, **changes))
         found[-1].train()
     return found
@@ -193,19 +196,31 @@ def test_another_kind_of_optimizer_is_one_difference_of_a_group(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_a_damaged_step_is_set_aside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["*.safetensors", "manifest.json"])
+def test_a_damaged_step_is_set_aside(tmp_path: Path, damaged: str) -> None:
     out = tmp_path / "out"
     whole = trainer(out)
     whole.train()
-    (data,) = (out / f"step-{STEPS:012d}").glob("*.safetensors")
-    content = bytearray(data.read_bytes())
+    (file,) = (out / f"step-{STEPS:012d}").glob(damaged)
+    content = bytearray(file.read_bytes())
     content[-100] ^= 1
-    data.write_bytes(content)
+    file.write_bytes(content)
     again = trainer(out)
     again.train(resume_from_checkpoint=True)
     assert same_weights(again.model, whole.model)
     assert (out / f"step-{STEPS:012d}.corrupt").is_dir()
     assert logged(again)[:-1] == logged(whole)[:-1]
+
+
+def test_a_damaged_step_that_cannot_be_set_aside_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    (file,) = (tmp_path / "step-000000000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    monkeypatch.setattr(Session, "claim", lambda *_: False)  # another job may have the lock
+    with pytest.raises(ChecksumError):
+        trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.thorough
@@ -388,3 +403,32 @@ def test_levels_are_a_method(tmp_path: Path, memory: Callable[..., Any]) -> None
 
     trainer(tmp_path / "out", Levels, max_steps=2).train()
     assert LlamaForCausalLM.from_pretrained(tmp_path / "out/checkpoint-2")
+
+
+BEST_IS_2 = {
+    "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss",
+    "load_best_model_at_end": True, "learning_rate": 0.1, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def test_the_best_step_stays_where_it_can_be_loaded_although_only_memory_had_it(
+    tmp_path: Path, memory: Callable[..., Any]
+) -> None:
+    class Levels(StateholdTrainer):
+        def checkpointer(self, run: str, keep: int | None) -> Any:
+            levels = [statehold.Memory(path=memory), statehold.Directory(every=100, keep=keep)]
+            return statehold.Checkpointer(run, levels=levels)
+
+    stock, ours = both(tmp_path, Levels, **BEST_IS_2)
+    assert ours.state.best_global_step == 2
+    assert not [level for level in (memory, tmp_path / "ours") if (level / STEP_2).exists()]
+    assert same_weights(ours.model, stock.model)
+    assert LlamaForCausalLM.from_pretrained(ours.state.best_model_checkpoint)
+
+
+def test_a_best_step_that_no_level_has_is_no_error_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Folders, "hold", lambda *_: None)  # as if each host had a level of its own
+    trainer(tmp_path / "out", save_total_limit=1, **BEST_IS_2).train()
+    assert "step 2 is the best one, and no level has it any more" in told(caplog)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -162,6 +165,32 @@ def test_room_that_other_ranks_take_meanwhile_is_found_elsewhere(tmp_path, monke
 def test_a_directory_that_is_gone_is_an_error_with_a_name(tmp_path) -> None:
     with pytest.raises(StorageError):
         NearFiles([str(tmp_path / "nothing")]).bring(1, NAME, 10, None, Far())
+
+
+KILLED = """
+import os, signal, sys
+from statehold.steps.near_files import NearFiles
+print(os.getpid(), flush=True)
+kill = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+NearFiles([sys.argv[1]]).bring(1, "data", 1000, None, kill)
+"""
+
+
+def test_what_a_killed_process_has_left_in_memory_goes_with_the_next_fetch() -> None:
+    left = Path(SHARED_MEMORY).glob
+    with contextlib.closing(NearFiles([SHARED_MEMORY])) as live:
+        kept = Path(live.bring(1, NAME, 1000, None, Far()))
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, SHARED_MEMORY], capture_output=True, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        names = f"{PREFIX}{int(done.stdout)}-*"
+        assert [each.name for folder in left(names) for each in folder.iterdir()] == ["data"]
+        with contextlib.closing(NearFiles([SHARED_MEMORY])) as near:
+            near.bring(1, NAME, 1000, None, Far())
+        assert not list(left(names))
+        assert kept.read_bytes() == FAR[:1000]
+    assert not list(left(f"{PREFIX}{os.getpid()}-*"))
 
 
 # -- of a step in an object store ------------------------------------------------------------------

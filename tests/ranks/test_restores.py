@@ -20,10 +20,11 @@ from statehold.errors import (
     StorageError,
 )
 from statehold.format import saved
+from statehold.ranks.rounds import MismatchElsewhere
 from support.faults import SMALL, must, spy_on
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
-from support.rank_states import blank, check, state
+from support.rank_states import OWN, blank, check, state
 from support.ranks import RUN, Ranks
 
 SIZE = 4
@@ -128,6 +129,18 @@ def test_a_record_that_one_rank_cannot_read_is_damage_for_all(fs, ranks) -> None
     with pytest.warns(RuntimeWarning, match="step 3 is damaged"):
         got = restored(ranks, found)
     assert got == [2] * SIZE
+
+
+def test_memory_that_a_tensor_of_one_rank_shares_is_an_error_on_all_and_changes_nothing(
+    ranks,
+) -> None:
+    found = [blank() for _ in range(SIZE)]
+    found[2]["own"] = found[2]["w"][:OWN]
+    before = copy.deepcopy(found)
+    for rank, error in enumerate(restored(ranks, found)):
+        assert type(error) is (StateMismatchError if rank == 2 else MismatchElsewhere)
+        assert "share memory" in str(error)
+        assert all(torch.equal(found[rank][name], before[rank][name]) for name in ("w", "own"))
 
 
 @pytest.mark.thorough

@@ -23,6 +23,17 @@ def restored(run: Path, saved: dict[str, Any], live: dict[str, Any]) -> dict[str
     return live
 
 
+def refused(run: Path, saved: dict[str, Any], live: dict[str, Any]) -> StateMismatchError:
+    """The error of a restore, which changes nothing, also of a tensor that shares no memory."""
+    saved, live = {**saved, "alone": torch.ones(9)}, {"alone": torch.zeros(9), **live}
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    with pytest.raises(StateMismatchError, match="share memory") as caught:
+        restored(run, saved, live)
+    assert "nothing was changed" in str(caught.value)
+    assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+    return caught.value
+
+
 def flat(size: int, *parts: slice) -> dict[str, Any]:
     whole = torch.zeros(size)
     return {"whole": whole, **{str(index): whole[part] for index, part in enumerate(parts)}}
@@ -36,9 +47,7 @@ def test_different_values_for_one_memory_are_refused(
     live = flat(4, part)
     saved = {"whole": torch.arange(4.0), "0": torch.full(live["0"].shape, 9.0)}
     live = {name: live[name] for name in order}
-    with pytest.raises(StateMismatchError, match="share memory") as caught:
-        restored(tmp_path / "run", saved, live)
-    assert caught.value.facts["tensor"] == "0"
+    assert refused(tmp_path / "run", saved, live).facts["tensor"] == "0"
 
 
 @pytest.mark.parametrize("parts", [[slice(0, 2)], [slice(0, 3), slice(1, 4)], [slice(0, 4, 2)]])
@@ -71,8 +80,7 @@ def test_large_tensors_that_are_tied_now_are_compared_wherever_they_lie_in_the_f
         restored(tmp_path / "run", saved, live)
         assert torch.equal(one, values)
     else:
-        with pytest.raises(StateMismatchError, match="share memory"):
-            restored(tmp_path / "run", saved, live)
+        refused(tmp_path / "run", saved, live)
 
 
 @pytest.mark.parametrize("other", [torch.conj, lambda x: x.conj().imag])
@@ -88,8 +96,7 @@ def test_a_view_that_shows_other_values_shares_its_memory(
         restored(tmp_path / "run", saved, live)
         assert torch.equal(whole, values)
     else:
-        with pytest.raises(StateMismatchError, match="share memory"):
-            restored(tmp_path / "run", saved, live)
+        refused(tmp_path / "run", saved, live)
 
 
 def test_a_view_that_shows_other_values_comes_back_alone(tmp_path: Path) -> None:
@@ -97,6 +104,17 @@ def test_a_view_that_shows_other_values_comes_back_alone(tmp_path: Path) -> None
     live = {"view": whole.conj()[1:3]}
     restored(tmp_path / "run", {"view": torch.tensor([1j, 2j])}, live)
     assert whole.tolist() == [0, -1j, -2j, 0]
+
+
+def test_a_conversion_into_memory_that_is_shared_in_part_is_refused(tmp_path: Path) -> None:
+    saved = {"whole": torch.arange(4.0).bfloat16(), "0": torch.full((2,), 9.0).bfloat16()}
+    live = flat(4, slice(0, 2))
+    with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
+        ckpt.save(1, saved).wait("committed", DEADLINE_S)
+        with pytest.raises(StateMismatchError, match="nothing was changed") as caught:
+            ckpt.restore(live, cast=True)
+    assert "memory that it shares" in caught.value.facts["0"]
+    assert not live["whole"].any()
 
 
 def test_a_subscription_refuses_it_too(tmp_path: Path) -> None:

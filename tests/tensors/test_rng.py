@@ -81,6 +81,16 @@ def test_other_generators_than_those_of_the_step() -> None:
         assert "'a': 'torch'" in str(caught.value.facts["expected"])
 
 
+@pytest.mark.parametrize("saved", [statehold.Rng({"a": random.Random(1)}), 3])
+def test_other_generators_are_refused_before_anything_changes(tmp_path: Path, saved: Any) -> None:
+    live = {"w": torch.zeros(3), "rng": statehold.Rng({"b": random.Random(1)})}
+    with statehold.Checkpointer(tmp_path, **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(3), "rng": saved}).wait("committed", DEADLINE_S)
+        with pytest.raises(StateMismatchError, match="nothing was changed"):
+            ckpt.restore(live)
+    assert not live["w"].any()
+
+
 @pytest.mark.parametrize("bad", [random.SystemRandom(), object(), 3])
 def test_what_is_no_generator(bad: Any) -> None:
     with pytest.raises(UsageError):

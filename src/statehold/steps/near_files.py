@@ -2,7 +2,8 @@
 
 A fetched file is a sparse one of its full length, with the needed ranges in their places. So its
 readers use the same offsets as everywhere, and check the same checksums.
-Owns: the place of such files, and their end: when the step is not read any more, or at close().
+Owns: the place of such files, and their end: when the step is not read any more, or at close(). A
+killed process leaves them. In the memory of the host, the next one that fetches removes them.
 Invariants: a range has its storage before a byte of it is written as memory. Without space, that is
 an error with a name, and not a signal. No other process uses the names of these files.
 Not here: how ranges are fetched (objects, levels/hosts/remote), which ranges (read_plan).
@@ -14,17 +15,24 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from statehold.errors import NoSpaceError, storing
+from statehold.errors import NoSpaceError, StorageError, storing
 from statehold.io.memory_room import free_bytes
 from statehold.io.objects.parallel import Extent
+from statehold.process.file_locks import LockFile, memory_path
+from statehold.process.host_memory import SHARED_MEMORY
+from statehold.process.ownership import is_own
 
-# Of the directories of such files; the number of the process comes next.
+# Of the directories of such files. The number of the process comes next, then that of a byte, which
+# is locked as long as the files are used (process/file_locks).
 PREFIX = ".statehold-fetched-"
+_BYTE_BITS = 56
 
 # A request costs at least as much as so many bytes. If two ranges are closer than this, the bytes
 # between them are fetched, too.
@@ -44,6 +52,8 @@ class NearFiles:
         self._guard = threading.Lock()
         self._readers: dict[int, int] = {}  # step -> how many
         self._folders: dict[tuple[int, str], str] = {}  # step, file
+        self._lock: LockFile | None = None
+        self._prefix = ""
 
     def bring(
         self,
@@ -94,6 +104,9 @@ class NearFiles:
             done = list(self._folders)
         for key in done:
             self._drop(*key)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _drop(self, step: int, name: str) -> None:
         with self._guard:
@@ -106,10 +119,11 @@ class NearFiles:
     ) -> tuple[str, memoryview]:
         """A new file with storage for the ranges, where there is space: its path, and memory."""
         needed = sum(end - begin for begin, end in wanted)
+        self._mark()
         for directory in self._directories:
             with contextlib.suppress(OSError, NoSpaceError):  # other ranks take space, too
                 if free_bytes(directory) > needed:
-                    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=directory)
+                    folder = tempfile.mkdtemp(prefix=self._prefix, dir=directory)
                     with self._guard:
                         self._folders[step, name] = folder
                     return f"{folder}/{name}", _allocated(f"{folder}/{name}", nbytes, wanted)
@@ -119,6 +133,26 @@ class NearFiles:
             errno=errno.ENOSPC,
             facts={"needed": f"{needed} bytes", "looked at": ", ".join(self._directories)},
         )
+
+    def _mark(self) -> None:
+        """Lock a byte for the names of the directories; before, remove what dead processes have
+        left."""
+        with self._guard:
+            if self._lock is None:
+                byte = secrets.randbits(_BYTE_BITS)
+                self._prefix = f"{PREFIX}{os.getpid()}-{byte:x}-"
+                with contextlib.suppress(OSError, StorageError):  # nobody removes them then
+                    self._lock = LockFile(memory_path())
+                    self._lock.take(byte)
+                    _remove_of_dead(self._lock)
+
+
+def _remove_of_dead(lock: LockFile) -> None:
+    for folder in Path(SHARED_MEMORY).glob(f"{PREFIX}*-*-*"):
+        with contextlib.suppress(OSError, ValueError):  # of others, or gone
+            is_used = lock.is_taken(int(folder.name.split("-")[-2], 16))
+            if not is_used and lock.has_locks and is_own(str(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def coalesced(ranges: Sequence[Range], gap_bytes: int = GAP_BYTES) -> list[Range]:

@@ -92,6 +92,17 @@ class Casts:
         """part: the live memory that takes a part of `box`."""
         self._found.append(_Cast(name, box, saved, part))
 
+    def sharing(self, found: Sequence[Destination]) -> Iterator[str]:
+        """The names of those that share live memory with what is converted, or with `found` and
+        that: conversions compare no values."""
+        casts = [Destination(each.name, each.part(each.box), False, each.box, False)
+                 for each in self._found]  # fmt: skip
+        for tensors, beside, begin, end in _clusters([*found, *casts]):
+            if any(at >= len(found) for _, at in tensors):
+                for at, shared in _sharing(tensors, beside, begin, end):
+                    if shared.any():
+                        yield [*found, *casts][at].name
+
     def dtype_beside(
         self, parameter: torch.Tensor, dtype: torch.dtype, saved: SavedStep
     ) -> torch.dtype:
@@ -325,12 +336,65 @@ class Destinations:
 
 
 # -- memory that several tensors share -------------------------------------------------------------
+# Only the values in a step tell whether it fits. So a restore reads these tensors twice: before
+# anything is overwritten into memory like theirs, and then into theirs.
+
+
+_ALIGNED = 64  # a multiple of the size of any element
+# (tensors with their places in the list, the places of those that go beside, begin, end)
+Cluster = tuple[list[tuple[torch.Tensor, int]], set[int], int, int]
 
 
 def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
     """Give each destination memory of its own, and yield what then proves that those that share
     live memory have the same values there. The largest of them are read in place, unless the memory
     has other values than they show."""
+    for cluster in _clusters(found):
+        for at, shared in _sharing(*cluster):
+            live = found[at]
+            staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
+            found[at] = replace(live, tensor=staged, external=False)
+            yield partial(_put_beside, live, staged, shared)
+
+
+def check_shared(
+    found: Sequence[Destination], read: Callable[[Sequence[Destination]], None]
+) -> None:
+    """Raise StateMismatchError unless the step has the same values wherever these share memory.
+
+    `read` fills destinations: others, which share memory in the same way. Nothing live changes.
+    """
+    twins: list[Destination] = []
+    for tensors, beside, begin, end in _clusters(found):
+        if any(shared.any() for _, shared in _sharing(tensors, beside, begin, end)):
+            begin -= begin % _ALIGNED
+            memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+            twins += [
+                replace(found[at], tensor=_twin(tensor, memory, begin), external=False)
+                for tensor, at in tensors
+            ]
+    acts = list(apart(twins))
+    if twins:
+        read(twins)
+    try:
+        for act in acts:
+            act()
+    except StateMismatchError as error:
+        error.hint = "nothing was changed: clone() one of the tensors, and restore again"
+        raise
+
+
+def _twin(tensor: torch.Tensor, memory: torch.Tensor, begin: int) -> torch.Tensor:
+    """A tensor in `memory` that is like one of the memory that begins at `begin`."""
+    at = (tensor.data_ptr() - begin) // tensor.element_size()
+    plain = memory[: memory.numel() // tensor.element_size() * tensor.element_size()]
+    twin = plain.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), at)
+    twin = twin.conj() if tensor.is_conj() else twin
+    return torch._neg_view(twin) if tensor.is_neg() else twin
+
+
+def _clusters(found: Sequence[Destination]) -> Iterator[Cluster]:
+    """Those whose memory may be the same in part, or does not have the values that they show."""
     spans, beside = [], set[int]()
     for at, each in enumerate(found):
         if (begin := each.tensor.data_ptr()) and each.tensor.numel():
@@ -348,12 +412,7 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
             end = max(end, last)
             continue
         if len(cluster) > 1 or not beside.isdisjoint(cluster):
-            tensors = [(found[each].tensor, each) for each in cluster]
-            for at, shared in _sharing(tensors, beside, begin, end):
-                live = found[at]
-                staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
-                found[at] = replace(live, tensor=staged, external=False)
-                yield partial(_put_beside, live, staged, shared)
+            yield [(found[each].tensor, each) for each in cluster], beside, begin, end
         cluster, begin, end = [next_at], first, last
 
 

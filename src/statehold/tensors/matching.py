@@ -86,7 +86,8 @@ _HINT = "build the state as it was when the step was saved, or leave out what di
 class Restoration:
     """Where the bytes go, and what is left to do once they have arrived.
 
-    `used`: the saved tensors that this rank takes. `patterns`: see Answer. `has_own`: whether a
+    `used`: the saved tensors that this rank takes. `shared`: the destinations as they were, if some
+    share live memory, for check_shared(). `patterns`: see Answer. `has_own`: whether a
     generator goes on, because another number of ranks has saved the step. `plain`: which of the
     missing and unexpected entries hold values only. `numbered`: missing entries
     of dicts by number, where the step has them by name. `by_hand`: modules that
@@ -101,6 +102,7 @@ class Restoration:
     step: int = 0
     destinations: list[Destination] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    shared: list[Destination] = field(default_factory=list)
     live: list[torch.Tensor] = field(default_factory=list)
     containers: list[Callable[[], Any]] = field(default_factory=list)
     objects: list[Callable[[], Any]] = field(default_factory=list)
@@ -337,6 +339,9 @@ class Matching:
             self.restoration.cast = [self.selection.renamed(name) for name in names]
             self.restoration.streamed |= {*names}
             self.restoration.streams.append(self._casts.fill)
+            for name in self._casts.sharing(self.memory.found):
+                path = self.selection.renamed(name)
+                self.problem(path, "memory of its own, for a conversion", "memory that it shares")
 
     def problem(self, path: str, expected: str, got: str) -> None:
         self.problems.append((path, f"expected {expected}, got {got}"))

@@ -65,7 +65,7 @@ from statehold.ranks.rounds import USUAL, MismatchElsewhere, called, everyone, l
 from statehold.steps.directories import misnamed
 from statehold.steps.nearest import Nearest, Next, StepChanged
 from statehold.steps.shelf import DirectoryShelf
-from statehold.tensors.destinations import destinations_of
+from statehold.tensors.destinations import Destination, check_shared, destinations_of
 from statehold.tensors.devices import Devices
 from statehold.tensors.graph import transfer_into
 from statehold.tensors.kinds import check_takes_values, finish, prepare
@@ -383,8 +383,8 @@ class Restorer:
                 return self.step(step), {}
             except StepChanged as changed:
                 self._begin_anew(step, changed)
-                if step not in self._steps():
-                    raise no_such_step(step, self._saved.run, self._steps()) from None
+                if step not in (there := self._ordered(Choice())):
+                    raise no_such_step(step, self._saved.run, there) from None
             except CorruptionError as error:
                 raise self._final(error) from None
 
@@ -452,9 +452,11 @@ class Restorer:
         return following
 
     def _ordered(self, choice: Choice) -> list[int]:
-        """The steps that are meant, as rank 0 sees them, the first choice last."""
+        """The steps that are meant, as rank 0 sees them, the first choice last; all committed ones
+        for Choice()."""
         if choice.best is None and choice.tag is None:  # what steps say does not matter
-            return self._steps()
+            with self._watch.stage("discover"):
+                return led(self._peers, self._saved.steps)
         with self._watch.stage("choose"):
             return led(self._peers, lambda: choice.ordered(self._said(), self._saved.run))
 
@@ -468,11 +470,6 @@ class Restorer:
                 step,
             )
         return {step: about for step, about in found.items() if about is not None}
-
-    def _steps(self) -> list[int]:
-        """The committed steps, as rank 0 sees them."""
-        with self._watch.stage("discover"):
-            return led(self._peers, self._saved.steps)
 
     # -- matching --------------------------------------------------------------------------
 
@@ -541,6 +538,8 @@ class Restorer:
             ranks=self._ranks,
             notes=True,
         )
+        if restoration.shared:
+            check_shared(restoration.shared, partial(self._read_into, saved))
         return Matched(saved, restoration, reading, tuple(restoration.unexpected))
 
     def _judged(self, matched: Matched, saved: SavedStep | None) -> Matched:
@@ -570,12 +569,14 @@ class Restorer:
         self._read_all(step, matched.reading)
 
         def fill(wanted: Sequence[Wanted]) -> None:
-            found = destinations_of(wanted)
-            plan = ReadPlan(matched.saved, found, rank=self._rank, ranks=self._ranks)
-            self._read_all(step, plan)
+            self._read_into(matched.saved, destinations_of(wanted))
 
         for stream in matched.restoration.streams:
             stream(fill)
+
+    def _read_into(self, saved: SavedStep, found: Sequence[Destination]) -> None:
+        plan = ReadPlan(saved, found, rank=self._rank, ranks=self._ranks)
+        self._read_all(saved.step, plan)
 
     def _read_all(self, step: int, plan: ReadPlan) -> None:
         reading = plan.start(self._engine, partial(self._saved.find, step))

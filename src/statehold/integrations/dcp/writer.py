@@ -43,6 +43,7 @@ from statehold.errors import (
     CorruptionError,
     InvariantError,
     PeerFailedError,
+    PeerLostError,
     StateholdError,
     StorageError,
     UsageError,
@@ -457,9 +458,17 @@ def _new_stager() -> DefaultStager:
 # rank writes. The step is published once every rank has written all of its part, or not at all. If
 # a rank fails, or does not come within `timeout_s`, the save fails on all ranks, with the number of
 # that rank.
+#
+# The n-th save of a rank to one place pairs with the n-th of the others. Nothing tells a rank that
+# has missed a save from one that is late for it, and a step must not mix two saves.
 
 
 _SAVE = 1  # the only round of its Peers
+_APART = (
+    "every rank has to call dcp.save() with this checkpoint_id, within timeout_s of the others. If "
+    "a rank has missed a save, the ranks no longer pair there: go on with another checkpoint_id on "
+    "all ranks, such as RUN/step-N"
+)
 
 
 def is_missing(error: BaseException) -> TypeGuard[StorageError]:
@@ -477,9 +486,13 @@ class SaveRound:
 
     def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
         """The result of `make` on rank 0, on every rank."""
-        raw = self._peers.agree(
-            "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
-        )
+        try:
+            raw = self._peers.agree(
+                "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
+            )
+        except PeerLostError as error:
+            error.hint = _APART
+            raise
         return dataclasses.replace(SaveDestination(**json.loads(raw)), rank=self.rank)
 
     def failed(self, error: BaseException) -> BaseException:

@@ -62,8 +62,7 @@ KEEP_FOR_BEST = 3
 
 
 class _Damaged(Exception):
-    """The step whose position in the data the Trainer has taken is not the one that was
-    restored."""
+    """The step that was chosen is damaged, and an older one was restored."""
 
 
 class _Resumed(NamedTuple):
@@ -117,6 +116,12 @@ class _OpenRun:
     def restore(self, state: dict[str, Any], **options: Any) -> int | None:
         """Restore from the run that has the step."""
         return self.ckpt.restore(state, source=self.source, **options)
+
+    def restore_chosen(self, state: dict[str, Any], **options: Any) -> None:
+        """Restore the step. Raises _Damaged if an older one was restored instead."""
+        asked = self.step if self.is_asked else None
+        if self.restore(state, step=asked, **options) != self.step:
+            raise _Damaged
 
 
 class StateholdTrainer(Trainer):
@@ -182,9 +187,8 @@ class StateholdTrainer(Trainer):
                 self._warn_of_readers(opened)
                 leave_on_signals(ckpt, self.leave_within_s)
             while True:
-                path = self._found(opened)
                 try:
-                    result = super().train(path, trial, *args, **kwargs)
+                    result = super().train(self._found(opened), trial, *args, **kwargs)
                     break
                 except _Damaged:  # on all ranks; the step does not count any more
                     opened.wanted = True
@@ -230,8 +234,10 @@ class StateholdTrainer(Trainer):
         if self.args.world_size > 1:
             broadcast_object_list(decided)
         step, source, stock, newest = decided[0]
+        is_older = opened.wanted is not True and step != newest
+        # Once more the same step: it is damaged, and was not set aside.
+        opened.is_asked = source is not None or is_older or step == opened.step
         opened.step, opened.source = step, source
-        opened.is_asked = source is not None or (opened.wanted is not True and step != newest)
         if step is None:
             is_new = stock is None and not opened.ckpt.steps()
             if is_new and self.args.should_save:
@@ -242,7 +248,7 @@ class StateholdTrainer(Trainer):
         for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}
-        opened.restore({"trainer": trainer}, step=step, only=["trainer"], strict=False)
+        opened.restore_chosen({"trainer": trainer}, only=["trainer"], strict=False)
         opened.is_same_world = trainer["world"] == self.args.world_size
         opened.kept = frozenset(str(trainer["extra"]).splitlines())
         folders = opened.folders
@@ -369,9 +375,7 @@ class StateholdTrainer(Trainer):
         if not opened.is_same_world and state.pop("loss", None) is not None:
             skip.append("loss")
         opened.loss = state.get("loss")
-        asked = opened.step if opened.is_asked else None
-        if opened.restore(state, step=asked, skip=skip) != opened.step:
-            raise _Damaged
+        opened.restore_chosen(state, skip=skip)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resumed() is None:
@@ -390,12 +394,14 @@ class StateholdTrainer(Trainer):
             super()._load_best_model()
             return
         opened.settle()
-        model = self._model_part()
         if step in opened.ckpt.steps():
-            opened.ckpt.restore(model, step, only=["model"])
-            return
-        with Checkpointer(opened.folders.path(step)) as held:
-            held.restore(model, step, only=["model"])
+            opened.ckpt.restore(self._model_part(), step, only=["model"])
+        elif opened.folders.holds(step):
+            with Checkpointer(opened.folders.path(step)) as held:
+                held.restore(self._model_part(), step, only=["model"])
+        else:
+            log.warning("step %d is the best one, and no level has it any more", step)
+            super()._load_best_model()
 
     # -- what a step holds -----------------------------------------------------------------
 

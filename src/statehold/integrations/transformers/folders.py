@@ -8,7 +8,8 @@
 Owns: the folders; which models beside the one that trains belong into a step.
 Invariants: a folder is made before its step is saved, so a step without a folder was given up: by
 save_total_limit, or by a person who has deleted the folder. The files of the best step get second
-names in its folder; so they stay when the run retires the step, and need no second space.
+names in its folder; so they stay when the run retires the step, and need no second space. Those of
+a level on another file system are copied.
 Not here: who fills the folders, and when (transformers).
 """
 
@@ -29,11 +30,13 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from statehold.errors import UsageError
-from statehold.integrations.trained import give_second_names, persistent_buffers
+from statehold.integrations.trained import persistent_buffers
 from statehold.options.paths import NamedStep, step_name
 from statehold.process.warn import logger
 from statehold.process.whole_files import replace_file
+from statehold.reading.copying import copy_step
 from statehold.reading.places import file_system, find
+from statehold.subscription.levels import levels_of
 from statehold.tensors.marks import Volatile
 
 STATE = "trainer_state.json"
@@ -150,12 +153,12 @@ class Folders:
         return os.path.isdir(f"{self.path(step)}/{step_name(step)}")
 
     def hold(self, step: int) -> None:
-        """Give the files of a committed step second names in its folder."""
-        source = self._run / step_name(step)
-        if self.holds(step) or not source.is_dir():
-            return
-        with self.beside(step) as new:
-            give_second_names(source, new / step_name(step))
+        """Give the files of a committed step second names in its folder; copy them from a level on
+        another file system, such as memory, which may retire the step before the run has it."""
+        for level in levels_of(str(self._run)):
+            source = Path(level.where, step_name(step))
+            if not self.holds(step) and source.is_dir():
+                copy_step(source, self.path(step))
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:

@@ -167,7 +167,9 @@ def prepare(
         check_answers([Answer(restoration.patterns, loads=True, has_rest=False)])
     if to.problems:
         raise mismatch(to.problems, restoration)
-    restoration.containers[:0] = apart(restoration.destinations)
+    live = [*restoration.destinations]
+    if beside := list(apart(restoration.destinations)):
+        restoration.shared, restoration.containers[:0] = live, beside
     if rank is None:
         check_answers([restoration.answer])
     return restoration

@@ -60,18 +60,20 @@ class Rng:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._check(state)
+        self.check(state)
         _set_process_state(state)
         for name, generator in self.generators.items():
             set_state(generator, name, state["generators"][name])
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        saved = state["generators"]
+    def check(self, state: object) -> None:
+        """Raise StateMismatchError for what load_state_dict() could not take."""
+        expected: object = "a value that is no Rng"
+        if isinstance(state, Mapping) and "generators" in state:
+            expected = {name: value["kind"] for name, value in state["generators"].items()}
         kinds = {name: _kind(generator, name) for name, generator in self.generators.items()}
-        expected = {name: value["kind"] for name, value in saved.items()}
         if kinds != expected:
             raise StateMismatchError(
-                "the named generators of Rng differ from those of the step",
+                "the named generators of Rng differ from those of the step; nothing was changed",
                 facts={"expected": expected, "got": kinds},
                 hint="construct statehold.Rng with the generators that the step was saved with",
             )
@@ -101,6 +103,7 @@ def match(to: Matching, live: Rng, node: Any, path: str) -> None:
         to.restoration.has_own = True
     elif to.takes(path) and not to.differs(node, path):
         state = to.rebuild(ABSENT, node)
+        live.check(state)
         to.restoration.generators.append(lambda: live.load_state_dict(state))
 
 
