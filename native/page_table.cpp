@@ -172,6 +172,10 @@ bool PageTable::publish(uint64_t slot, uint64_t index, uint64_t before, int64_t 
                         double score) {
   checked(slot);
   if (space < 0 || find(index) >= 0) return false;
+  while (words_[kFresh] <= slot) {  // another process has cut the table meanwhile
+    const uint64_t each = words_[kFresh]++;
+    if (each != slot && state_of(each) == kFree) give_back(each);
+  }
   fill(slot, index, before, static_cast<uint32_t>(space), score);
   hash(slot);
   link(slot);
@@ -225,8 +229,10 @@ std::vector<PageTable::Dropped> PageTable::drop(const std::vector<std::string_vi
 }
 
 void PageTable::cut(uint64_t below) {
-  if (below >= words_[kFresh]) return;
-  words_[kFresh] = below;
+  uint64_t end = std::min(words_[kFresh], slots_);
+  while (end > below && state_of(end - 1) != kWhole && state_of(end - 1) != kDirty) --end;
+  if (end >= words_[kFresh]) return;
+  words_[kFresh] = end;
   rebuild();
 }
 

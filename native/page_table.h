@@ -103,7 +103,8 @@ class PageTable {
   };
   std::vector<Dropped> drop(const std::vector<std::string_view>& identities, uint32_t before_s,
                             uint64_t most, uint64_t keep);
-  // The slots from this one on have no storage: nobody takes them any more.
+  // The slots from this one on have no storage: nobody takes them any more. Those up to the last
+  // one with a page stay.
   void cut(uint64_t below);
   // Pages were used, and so were those before them. The last page of a prefix comes first.
   void touch(const std::vector<int64_t>& slots);
