@@ -98,7 +98,6 @@ bool PageTable::is_new() const {
 void PageTable::create() {
   std::memset(words_, 0, bytes(slots_));  // another build may have left its own
   words_[kSlots] = slots_;
-  words_[kMagicAt] = kTableMagic;
 }
 
 int64_t PageTable::find(uint64_t index) const {
@@ -147,6 +146,11 @@ void PageTable::begin_change(uint32_t now_s) {
   if (is_torn()) mend();
   now_s_ = now_s;
   put(words_[kChanges], words_[kChanges] + 1);
+}
+
+void PageTable::end_change() {
+  words_[kMagicAt] = kTableMagic;
+  ++words_[kChanges];
 }
 
 int64_t PageTable::take(uint32_t seat, uint64_t below) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from statehold.errors import RunBusyError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look, prune
 from statehold.kv.tiers import FileTier, Geometry
+from support import scripts
 from support.faults import must
 from support.pages import get, made, put
 
@@ -84,6 +86,29 @@ def test_a_table_that_is_lost_while_processes_use_it_is_made_again_after_them(
         assert caught.value.hint is not None
         assert "end them" in caught.value.hint
         assert get(store, *range(PAGES)) == [HIT] * PAGES
+    with made(tmp_path) as store:
+        assert get(store, *range(PAGES)) == [HIT] * PAGES
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from statehold import _core
+from support.pages import made
+adopt = _core.PageTable.adopt_entries
+def killed(table, first, entries):
+    if first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return adopt(table, first, entries)
+_core.PageTable.adopt_entries = killed
+made(Path({path!r}))
+"""
+
+
+def test_a_table_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    done = scripts.run(["-c", KILLED.format(path=str(tmp_path))])
+    must(done.returncode == -signal.SIGKILL)
     with made(tmp_path) as store:
         assert get(store, *range(PAGES)) == [HIT] * PAGES
 

@@ -369,6 +369,18 @@ def test_slots_with_pages_are_not_cut() -> None:
         assert [real.find(index) for index in (1, 3, 4)] == [-1, slots[2], slots[3]]
 
 
+def test_a_table_is_new_until_its_first_change_has_ended() -> None:
+    """What a process that is killed meanwhile has taken up is not all that there is."""
+    memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
+    real.create()
+    real.begin_change()
+    assert real.publish(real.take(0), 1, 0, real.space(bytes(16)))
+    assert PageTable(memory, SLOTS).is_new
+    real.end_change()
+    assert not PageTable(memory, SLOTS).is_new
+
+
 def test_nothing_beyond_a_table_is_named() -> None:
     real = table()
     for slot in (SLOTS, 1 << 40):
