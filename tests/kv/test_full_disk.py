@@ -117,3 +117,23 @@ def test_pages_stay_whose_segment_has_no_room_for_others_any_more(
     monkeypatch.undo()
     with made(tmp_path) as store:
         assert get(store, *range(slots)).count(PageVerdict.HIT) == left
+
+
+def test_a_segment_that_two_processes_make_at_once_takes_the_pages_of_both(
+    tmp_path: Path, disks: list[NoRoom], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process makes it after this one has looked for it."""
+    with made(tmp_path) as store:
+        real = disks[0]._fs
+
+        class Late:
+            def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+                if not reuse:
+                    real.open_write(path, nbytes, reuse=False)
+                return real.open_write(path, nbytes, reuse=reuse)
+
+        disks[0]._fs = Late()
+        put(store, 1)
+        stats = store.stats()
+        assert (stats["pages"], stats["unwritten"]) == (1, 0)
+    assert not caplog.text

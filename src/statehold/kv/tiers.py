@@ -278,14 +278,18 @@ class FileTier(MappedTable):
 
     def _open(self, segment: int, *, is_write: bool) -> File:
         path = segment_path(self._root, segment)
+        is_there = os.path.exists(path)
         try:
             if is_write:
-                nbytes = self._geometry.segment_bytes
-                return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
+                return self._fs.open_write(path, self._geometry.segment_bytes, reuse=is_there)
             return open_past_cache(self._fs, path)
         except NoSpaceError:
             self.below = min(self.below, segment * self._by_segment)
             raise
+        except StorageError:
+            if is_there or not os.path.exists(path):
+                raise
+            return self._open(segment, is_write=is_write)  # another process has made it meanwhile
 
     def flush(self) -> None:
         """Make the pages durable that were written so far, then the table. Raises OSError."""
