@@ -14,6 +14,7 @@ from statehold._core import PAGE_ENTRY_BYTES
 from statehold.errors import RunBusyError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look, prune
+from statehold.kv.page import HEADER_BYTES
 from statehold.kv.tiers import FileTier, Geometry
 from support import scripts
 from support.faults import must
@@ -111,6 +112,20 @@ def test_a_table_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
     must(done.returncode == -signal.SIGKILL)
     with made(tmp_path) as store:
         assert get(store, *range(PAGES)) == [HIT] * PAGES
+
+
+def test_a_page_that_was_bad_is_not_named_again(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1, 2)
+    segment = tmp_path / "segment-000000"
+    raw = bytearray(segment.read_bytes())
+    raw[HEADER_BYTES] ^= 1
+    segment.write_bytes(raw)
+    with made(tmp_path) as store:
+        must(get(store, 1, 2) == [BAD, HIT])
+    (tmp_path / "index").unlink()
+    with made(tmp_path) as store:
+        assert get(store, 1, 2) == [MISS, HIT]
 
 
 def test_only_slots_that_no_page_had_are_read_once(tmp_path: Path, read: list[int]) -> None:

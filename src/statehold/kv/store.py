@@ -405,6 +405,7 @@ class PageStore:
             places = [page.place for page in group.pages if page.verdict is verdict]
             is_hit = verdict is PageVerdict.HIT
             group.batch.settle(places, self._hit(group.batch) if is_hit else verdict)
+        self._files.note(p.there for p in group.pages if p.verdict is PageVerdict.BAD)
 
     def _came(self, batch: PageBatch, pages: list[MovingPage], raws: list[memoryview]) -> bool:
         """Deliver pages from behind, and keep them as if they were put. False if one is wrong."""
