@@ -595,6 +595,27 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
             job.may_end.set()
 
 
+def test_a_put_has_the_memory_of_late_loads_that_have_ended(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    numbers = range(SLOTS_MIN)
+    with made(tmp_path) as store:
+        put(store, *numbers)
+    held = request.getfixturevalue("held")
+    with made(tmp_path, memory=0) as store:
+        into = [bytearray(PAGE) for _ in numbers]
+        while not held:  # a call that finds the table taken for a moment begins no load
+            late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
+            must(late.wait() == [PageVerdict.LATE] * SLOTS_MIN)
+        get(store, 99)  # the thread that reads has left the pages behind
+        held[0].may_end.set()
+        verdicts = store.put([key(100)], [page(100)]).wait()
+        assert verdicts == [PageVerdict.STORED]
+        while len(held) < 2:  # the thread that writes has begun nothing yet
+            store.contains([key(100)])
+        held[1].may_end.set()
+
+
 def test_a_call_that_is_late_at_the_tables_keeps_no_memory(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

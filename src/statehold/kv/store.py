@@ -116,7 +116,7 @@ class PageStore:
         client = None if behind is None else client_of(behind, behind_options)
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counting, self._reaping = threading.Lock(), threading.Lock()
         self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
         self._is_flush_due = self._is_closed = False
         self._leftover: deque[LoadGroup] = deque()
@@ -280,8 +280,7 @@ class PageStore:
     # -- reading ---------------------------------------------------------------------------
 
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
-        for _ in range(len(self._leftover)):  # loads that were late may be done by now
-            self._finish(self._leftover.popleft())
+        self._reap()
         waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
         try:
             while waiting or under_way:
@@ -301,6 +300,12 @@ class PageStore:
             self._leftover += under_way  # the tables were held for too long
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
+
+    def _reap(self) -> None:
+        """Give back the memory of late loads, as far as they are done by now."""
+        with self._reaping:
+            for _ in range(len(self._leftover)):
+                self._finish(self._leftover.popleft())
 
     def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
@@ -431,7 +436,8 @@ class PageStore:
     def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
         while waiting:
             taken = self._take(batch, waiting)
-            if waiting and not taken:  # memory is full of pages that are to be written
+            if waiting and not taken:  # memory is full of pages that are to be written, or late
+                self._reap()
                 if not self._write.passed(batch.until):
                     return  # they are late
                 taken = self._take(batch, waiting)
