@@ -373,7 +373,7 @@ class PageStore:
 
     def _group(self, batch: PageBatch, pages: list[MovingPage]) -> LoadGroup:
         moves = [(each.slot, each.there, each.view.nbytes) for each in pages]
-        return LoadGroup(batch, pages, self._begin_job(moves))
+        return LoadGroup(batch, pages, self._begin_job(moves, pages))
 
     def _finish(self, group: LoadGroup) -> None:
         """Wait for pages from files, and deliver them; if late, later calls let them go."""
@@ -565,12 +565,17 @@ class PageStore:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _begin_job(self, moves: list[Move], *, is_write: bool = False) -> RangesJob | None:
-        """None if the storage refuses, which is logged."""
+    def _begin_job(
+        self, moves: list[Move], read: Sequence[MovingPage] = (), *, is_write: bool = False
+    ) -> RangesJob | None:
+        """None if the storage refuses, which is logged. read: pages that may be right all the same,
+        unless their segment is gone."""
         try:
             return self._open.job(moves, is_write=is_write)
         except StateholdError as error:
             self._open.warn("write" if is_write else "read", error)
+            for page in read if isinstance(error, StorageError) else ():
+                page.verdict = PageVerdict.MISS
             return None
 
     def _is_done(self, job: RangesJob | None, timeout_s: float | None) -> bool | None:

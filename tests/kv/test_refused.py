@@ -1,0 +1,68 @@
+"""PageStore where the system refuses something for a while: no page goes for that."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from statehold.errors import StorageError
+from statehold.kv import PageVerdict, opened
+from statehold.kv.tiers import FileTier, Geometry
+from support.faults import must
+from support.pages import get, made, put
+
+BAD, HIT, MISS = PageVerdict.BAD, PageVerdict.HIT, PageVerdict.MISS
+
+
+class NoDescriptors:
+    """A file system of a process that has too many files open, until `has_room`."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs, self.refused, self.has_room = fs, 0, False
+
+    def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+        return self._fs.open_write(path, nbytes, reuse=reuse)
+
+    def open_read(self, path: str, *, direct: bool = False) -> Any:
+        if not self.has_room:
+            self.refused += 1
+            raise StorageError("cannot open_read", errno=errno.EMFILE, path=path)
+        return self._fs.open_read(path, direct=direct)
+
+
+@pytest.fixture
+def systems(monkeypatch: pytest.MonkeyPatch) -> list[NoDescriptors]:
+    """Those of stores that are opened from now on."""
+    found = list[NoDescriptors]()
+
+    class PoorTier(FileTier):
+        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
+            found.append(NoDescriptors(fs))
+            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(opened, "FileTier", PoorTier)
+    return found
+
+
+def test_a_segment_that_cannot_be_opened_keeps_its_pages(
+    tmp_path: Path, systems: list[NoDescriptors]
+) -> None:
+    with made(tmp_path) as store:
+        put(store, *range(4))
+    with made(tmp_path) as store:
+        assert get(store, *range(4)) == [MISS] * 4
+        must(systems[1].refused > 0)
+        systems[1].has_room = True
+        assert get(store, *range(4)) == [HIT] * 4
+
+
+def test_a_segment_that_is_gone_loses_its_pages_at_once(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1, 2)
+    (tmp_path / "segment-000000").unlink()
+    with made(tmp_path) as store:
+        assert get(store, 1, 2) == [BAD, BAD]
+        assert put(store, 1, 2) == [PageVerdict.STORED] * 2
