@@ -18,7 +18,7 @@ from statehold.kv.page import HEADER_BYTES
 from statehold.kv.tiers import FileTier, Geometry
 from support import scripts
 from support.faults import must
-from support.pages import get, made, put
+from support.pages import SLOT, get, made, put
 
 BAD, HIT, MISS = PageVerdict.BAD, PageVerdict.HIT, PageVerdict.MISS
 
@@ -225,6 +225,25 @@ def test_entries_are_no_pages_to_those_who_look(tmp_path: Path) -> None:
     seen = look(tmp_path, verify=True)
     assert seen.pages.total() == PAGES
     assert not seen.bad
+
+
+def test_verify_reports_each_page_that_a_get_would_find_bad(tmp_path: Path) -> None:
+    """Its slot has zeros, or another page; its segment was cut, or is gone."""
+    with made(tmp_path) as store:
+        put(store, *range(PAGES))
+    count = Geometry.read(os.fspath(tmp_path)).segment_slots
+    first, second, *_, last = sorted(tmp_path.glob("segment-*"))
+    raw = first.read_bytes()
+    first.write_bytes(raw[SLOT : 2 * SLOT] + raw[SLOT : 2 * SLOT] + bytes(SLOT) + raw[3 * SLOT :])
+    os.truncate(second, 3 * SLOT + 8000)
+    last.unlink()
+    lost = [(first, 0), (first, 2), *((second, n) for n in range(3, count))]
+    lost += [(last, n) for n in range(count)]
+    seen = look(tmp_path, verify=True)
+    assert seen.bad == [f"{segment.name} at {n * SLOT}" for segment, n in lost]
+    assert seen.pages.total() == PAGES - len(lost)
+    with made(tmp_path) as store:
+        assert get(store, *range(PAGES)).count(BAD) == len(lost)
 
 
 def test_entries_count_in_the_budget(tmp_path: Path) -> None:

@@ -436,29 +436,6 @@ def test_damage_is_reported_without_the_table(tmp_path: Path) -> None:
     assert look(tmp_path, verify=True).bad == [f"{segment.name} at {at}"]
 
 
-def test_verify_reports_each_page_that_a_get_would_find_bad(tmp_path: Path) -> None:
-    """Its slot has zeros, or another page; its segment was cut, or is gone."""
-    with made(tmp_path) as store:
-        put(store, *range(40))
-    (first, one), (_, two), (_, three), *others = slots_of(tmp_path)
-    raw = first.read_bytes()
-    change(first, one, raw[two : two + SLOT])
-    change(first, three, bytes(SLOT))
-    (second, cut), (last, gone) = others[10], others[-1]
-    must(first != second != last)
-    os.truncate(second, cut + 8000)
-    last.unlink()
-    lost = [(first, one), (first, three)]
-    lost += [each for each in others if each >= (second, cut) and each[0] == second]
-    lost += [each for each in others if each[0] == last]
-    must((last, gone) in lost)
-    seen = look(tmp_path, verify=True)
-    assert seen.bad == [f"{segment.name} at {at}" for segment, at in lost]
-    assert seen.pages.total() == 40 - len(lost)
-    with made(tmp_path) as store:
-        assert get(store, *range(40)).count(PageVerdict.BAD) == len(lost)
-
-
 def test_an_index_of_another_build_is_made_again_and_stays_as_it_is_for_those_who_map_it(
     tmp_path: Path,
 ) -> None:
