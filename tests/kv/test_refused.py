@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from statehold.errors import StorageError
 from statehold.kv import PageVerdict, opened
+from statehold.kv.looking import prune
 from statehold.kv.tiers import FileTier, Geometry
+from support import scripts
 from support.faults import must
 from support.pages import get, made, put
 
@@ -66,3 +69,35 @@ def test_a_segment_that_is_gone_loses_its_pages_at_once(tmp_path: Path) -> None:
     with made(tmp_path) as store:
         assert get(store, 1, 2) == [BAD, BAD]
         assert put(store, 1, 2) == [PageVerdict.STORED] * 2
+
+
+def test_a_segment_that_is_a_link_leaves_what_it_names_alone(tmp_path: Path) -> None:
+    path, other = tmp_path / "pages", tmp_path / "other"
+    with made(path) as store:
+        put(store, *range(4))
+    segment = path / "segment-000000"
+    segment.rename(other)
+    segment.symlink_to(other)
+    raw = other.read_bytes()
+    with made(path) as store:
+        put(store, 5)
+        assert get(store, 5) == [HIT]
+    assert prune(path, is_done=True)[1] > 0
+    assert other.read_bytes() == raw
+
+
+OPENS = """
+from pathlib import Path
+from support.pages import made
+made(Path({path!r})).close()
+"""
+
+
+def test_a_segment_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1)
+    (tmp_path / "index").unlink()
+    (tmp_path / "segment-000000").unlink()
+    os.mkfifo(tmp_path / "segment-000000")
+    done = scripts.run(["-c", OPENS.format(path=str(tmp_path))], timeout=60)
+    assert done.returncode == 0

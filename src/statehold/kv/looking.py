@@ -29,6 +29,7 @@ from statehold.kv.opened import LOCK_S, held, refuse_other_host
 from statehold.kv.page import HEADER_BYTES, Header
 from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
 from statehold.process.file_locks import LockFile
+from statehold.process.whole_files import open_regular
 
 # Pages that go in one change, and the time between two. The processes of the store wait for a
 # change, and take their turn between two.
@@ -110,7 +111,8 @@ def _findable(table: PageTable | None, slot: int) -> int | None:
 
 def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify: bool) -> None:
     raw: bytes | mmap.mmap = b""
-    with contextlib.suppress(FileNotFoundError, ValueError), open(segment, "rb") as file:
+    is_gone = contextlib.suppress(FileNotFoundError, ValueError)
+    with is_gone, open(segment, "rb", opener=open_regular) as file:
         raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begin, size = int(segment.name[-6:]) * seen.geometry.segment_slots, seen.geometry.slot_bytes
     for slot, at in enumerate(range(0, seen.geometry.entries_at, size), begin):
@@ -185,5 +187,6 @@ def _punch(root: Path, geometry: Geometry, slots: Sequence[int]) -> None:
     for slot in slots:
         segment, at = divmod(slot, geometry.segment_slots)
         path, size = root / f"segment-{segment:06d}", geometry.slot_bytes
-        with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
+        is_lost = contextlib.suppress(OSError, ValueError)
+        with is_lost, open(path, "r+b", opener=open_regular) as file:
             mmap.mmap(file.fileno(), 0).madvise(mmap.MADV_REMOVE, at * size, size)

@@ -37,7 +37,7 @@ from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import home
-from statehold.process.whole_files import replace_file
+from statehold.process.whole_files import open_regular, replace_file
 from statehold.units import MiB, format_bytes
 
 FORMAT = 2
@@ -182,7 +182,8 @@ class Geometry:
         """Say in the segments what these slots hold, as the table does. If the storage refuses,
         what they said before stays."""
         for segment, there in groupby(sorted(slots), lambda slot: slot // self.segment_slots):
-            with contextlib.suppress(OSError), open(segment_path(root, segment), "r+b", 0) as file:
+            path = segment_path(root, segment)
+            with contextlib.suppress(OSError), open(path, "r+b", 0, opener=open_regular) as file:
                 for _, row in groupby(enumerate(there), lambda each: each[1] - each[0]):
                     first, *others = (slot for _, slot in row)
                     at = self.entries_at + first % self.segment_slots * PAGE_ENTRY_BYTES
@@ -246,7 +247,7 @@ class FileTier(MappedTable):
             path, raw = segment_path(self._root, begin // self._by_segment), b""
             if not os.path.exists(path):
                 continue
-            with contextlib.suppress(OSError), open(path, "rb", 0) as file:
+            with contextlib.suppress(OSError), open(path, "rb", 0, opener=open_regular) as file:
                 raw = os.pread(file.fileno(), nbytes, at)
             for first, count in self.table.adopt_entries(begin, raw.ljust(nbytes, b"\0")):
                 for part in range(first, first + count, most):
