@@ -101,3 +101,14 @@ def test_a_segment_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "segment-000000")
     done = scripts.run(["-c", OPENS.format(path=str(tmp_path))], timeout=60)
     assert done.returncode == 0
+
+
+def test_a_directory_that_cannot_be_used_is_an_error_of_the_storage(tmp_path: Path) -> None:
+    with made(tmp_path / "pages") as store:
+        put(store, 1)
+    lock = tmp_path / "pages" / ".lock"
+    lock.rename(tmp_path / "lock")
+    lock.symlink_to(tmp_path / "lock")
+    for path in (tmp_path / "pages", tmp_path / "lock" / "pages"):
+        with pytest.raises(StorageError, match="lock a store of pages"):
+            made(path)
