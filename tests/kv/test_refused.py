@@ -112,3 +112,33 @@ def test_a_directory_that_cannot_be_used_is_an_error_of_the_storage(tmp_path: Pa
     for path in (tmp_path / "pages", tmp_path / "lock" / "pages"):
         with pytest.raises(StorageError, match="lock a store of pages"):
             made(path)
+
+
+FORKS = """
+import os
+from pathlib import Path
+from statehold.errors import ClosedError
+from support.faults import must
+from support.pages import get, made, put
+path = Path({path!r})
+with made(path) as store:
+    put(store, 1)
+    if os.fork():
+        must(os.wait()[1] == 0)
+        must([each.value for each in get(store, 1)] == ["hit"])
+    else:
+        try:
+            get(store, 1)
+        except ClosedError:
+            store.close()
+            with made(path) as own:
+                must([each.value for each in get(own, 1)] == ["hit"])
+            os._exit(0)
+        os._exit(1)
+"""
+
+
+def test_a_forked_child_opens_a_store_of_its_own(tmp_path: Path) -> None:
+    """The store of its parent has no threads there: a call was late, and close() failed."""
+    done = scripts.run(["-c", FORKS.format(path=str(tmp_path))])
+    assert done.returncode == 0, done.stderr

@@ -118,7 +118,9 @@ class PageStore:
         self._counts: Counter[str] = Counter()
         self._counting, self._reaping = threading.Lock(), threading.Lock()
         self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
-        self._is_flush_due = self._is_closed = False
+        self._is_flush_due = False
+        # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
+        self._pid = os.getpid()
         self._leftover: deque[LoadGroup] = deque()
         self._open = OpenStore(
             os.path.abspath(os.fspath(path)),
@@ -246,9 +248,9 @@ class PageStore:
         If the storage hangs, it returns after CLOSE_S and logs a warning. The memory and the files
         stay open then, because transfers may still use them.
         """
-        if self._is_closed:
+        if self._pid != os.getpid():
             return
-        self._is_closed = True
+        self._pid = 0
         workers, until = (self._take_in, self._write, self._read), time.monotonic() + CLOSE_S
         has_ended = all(worker.passed(until) for worker in workers)
         if self._behind is not None:
@@ -589,7 +591,7 @@ class PageStore:
     # -- small things ----------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._pid != os.getpid():
             raise ClosedError("the store of pages is closed", facts={"path": self.path})
 
     def _begin(
