@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from statehold.errors import StorageError
-from statehold.kv import PageVerdict, opened
+from statehold.errors import StorageError, UsageError
+from statehold.io.memory_room import Room
+from statehold.kv import PageVerdict, opened, tiers
 from statehold.kv.looking import prune
 from statehold.kv.tiers import FileTier, Geometry
 from support import scripts
 from support.faults import must
-from support.pages import get, made, put
+from support.pages import SLOT, get, made, put
 
 BAD, HIT, MISS = PageVerdict.BAD, PageVerdict.HIT, PageVerdict.MISS
 
@@ -119,7 +120,7 @@ import os
 from pathlib import Path
 from statehold.errors import ClosedError
 from support.faults import must
-from support.pages import get, made, put
+from support.pages import SLOT, get, made, put
 path = Path({path!r})
 with made(path) as store:
     put(store, 1)
@@ -142,3 +143,26 @@ def test_a_forked_child_opens_a_store_of_its_own(tmp_path: Path) -> None:
     """The store of its parent has no threads there: a call was late, and close() failed."""
     done = scripts.run(["-c", FORKS.format(path=str(tmp_path))])
     assert done.returncode == 0, done.stderr
+
+
+def test_memory_whose_making_was_killed_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(tmp_path) as store:
+        memory = Path(tiers.memory_path(store.path, SLOT))
+    memory.touch()
+    monkeypatch.setattr(tiers, "spare_memory", lambda: Room(SLOT, "of this test"))
+    with pytest.raises(UsageError, match="has no room"):
+        made(tmp_path)
+    assert memory.stat().st_size == 0
+    memory.unlink()
+
+
+def test_memory_that_is_there_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(tmp_path) as store:
+        put(store, 1)
+        monkeypatch.setattr(tiers, "spare_memory", lambda: Room(0, "of this test"))
+        with made(tmp_path) as other:
+            assert get(other, 1) == [HIT]

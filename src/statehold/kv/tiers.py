@@ -103,7 +103,8 @@ class MemoryTier(MappedTable):
         _free_lost(path)
         slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
         room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
-        if more > room.nbytes and not os.path.exists(path):
+        taken = os.path.getsize(path) if os.path.exists(path) else 0
+        if more > room.nbytes + taken:
             raise refused(
                 "the memory of a store of pages has no room", format_bytes(more),
                 f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
