@@ -14,8 +14,9 @@ from statehold._core import PAGE_ENTRY_BYTES
 from statehold.errors import RunBusyError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look, prune
-from statehold.kv.page import HEADER_BYTES
+from statehold.kv.page import HEADER_BYTES, whole_blocks
 from statehold.kv.tiers import FileTier, Geometry
+from statehold.units import MiB
 from support import scripts
 from support.faults import must
 from support.pages import SLOT, get, made, put
@@ -244,6 +245,15 @@ def test_verify_reports_each_page_that_a_get_would_find_bad(tmp_path: Path) -> N
     assert seen.pages.total() == PAGES - len(lost)
     with made(tmp_path) as store:
         assert get(store, *range(PAGES)).count(BAD) == len(lost)
+
+
+def test_the_whole_budget_may_be_given_and_no_file_goes_beyond_it(tmp_path: Path) -> None:
+    """store.json was not counted."""
+    capacity = Geometry.of(2 * MiB, SLOT).nbytes
+    with made(tmp_path, capacity=capacity) as store:
+        put(store, *range(store.stats()["pages_max"]))
+    taken = sum(whole_blocks(each.stat().st_size) for each in tmp_path.iterdir())
+    assert capacity - SLOT < taken <= capacity
 
 
 def test_entries_count_in_the_budget(tmp_path: Path) -> None:

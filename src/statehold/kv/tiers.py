@@ -157,7 +157,7 @@ class Geometry:
         counts = range(1, 1 + capacity // (by_segment * slot_bytes))
         segments = bisect.bisect_right(counts, capacity, key=lambda count: made(count).nbytes)
         if not segments:
-            least = format_bytes(made(1).nbytes + whole_blocks(1))
+            least = format_bytes(made(1).nbytes)
             hint = f"a page takes {format_bytes(slot_bytes)}"
             summary = "the capacity of a store of pages is too small"
             raise refused(summary, f"at least {least}", format_bytes(capacity), hint)
@@ -175,9 +175,9 @@ class Geometry:
 
     @property
     def nbytes(self) -> int:
-        """Of all segments and the index."""
-        segments = self.slots // self.segment_slots
-        return whole_blocks(PageTable.nbytes(self.slots)) + segments * self.segment_bytes
+        """Of all files: segments, index, store.json."""
+        segments, index = self.slots // self.segment_slots, PageTable.nbytes(self.slots)
+        return segments * self.segment_bytes + whole_blocks(index) + whole_blocks(1)
 
     def note(self, root: str, table: PageTable, slots: Iterable[int]) -> None:
         """Say in the segments what these slots hold, as the table does. If the storage refuses,
