@@ -116,7 +116,7 @@ class PageStore:
         client = None if behind is None else client_of(behind, behind_options)
         self._identity = _check_identity(identity)
         self._counts: Counter[str] = Counter()
-        self._counting, self._reaping = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
         self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
         self._is_flush_due = False
         # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
@@ -305,9 +305,8 @@ class PageStore:
 
     def _reap(self) -> None:
         """Give back the memory of late loads, as far as they are done by now."""
-        with self._reaping:
-            for _ in range(len(self._leftover)):
-                self._finish(self._leftover.popleft())
+        for _ in range(len(self._leftover)):
+            self._finish(self._leftover.popleft())
 
     def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
@@ -438,9 +437,9 @@ class PageStore:
     def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
         while waiting:
             taken = self._take(batch, waiting)
-            if waiting and not taken:  # memory is full of pages that are to be written, or late
-                self._reap()
-                if not self._write.passed(batch.until):
+            if waiting and not taken:  # memory is full of pages that are read, or to be written
+                self._read.submit(self._reap)
+                if not (self._read.passed(batch.until) and self._write.passed(batch.until)):
                     return  # they are late
                 taken = self._take(batch, waiting)
                 if waiting and not taken:
