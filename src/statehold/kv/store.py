@@ -194,7 +194,8 @@ class PageStore:
         return batch
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once all pages that were put are in files, or were dropped, and are durable.
+        """Return once all pages that were put are in files, or were dropped, and are durable. Those
+        that the storage has refused stay in memory alone: stats() counts them as "unwritten".
 
         Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
