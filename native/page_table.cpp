@@ -155,11 +155,12 @@ void PageTable::end_change() {
 
 int64_t PageTable::take(uint32_t seat, uint64_t below) {
   int64_t slot = static_cast<int64_t>(words_[kFreeAt]) - 1;
-  if (slot >= 0) {
-    words_[kFreeAt] = older_[checked(static_cast<uint64_t>(slot))];
-  } else if (words_[kFresh] < std::min(below, slots_)) {
-    slot = static_cast<int64_t>(words_[kFresh]++);
-  } else {
+  if (slot >= 0) words_[kFreeAt] = older_[checked(static_cast<uint64_t>(slot))];
+  for (; slot < 0 && words_[kFresh] < std::min(below, slots_); ++words_[kFresh]) {
+    // Some process may still fill a slot behind a cut.
+    if (state_of(words_[kFresh]) != kFilling) slot = static_cast<int64_t>(words_[kFresh]);
+  }
+  if (slot < 0) {
     slot = oldest();
     if (slot < 0) return -1;
     unlink(static_cast<uint64_t>(slot));

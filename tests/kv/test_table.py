@@ -369,6 +369,18 @@ def test_slots_with_pages_are_not_cut() -> None:
         assert [real.find(index) for index in (1, 3, 4)] == [-1, slots[2], slots[3]]
 
 
+def test_a_slot_that_a_process_fills_is_not_taken_after_a_cut() -> None:
+    real = table(4)
+    with changing(real):
+        slots = [real.take(7) for _ in range(4)]
+        real.cut(1)  # by a process whose disk is full
+        assert real.take(0) == -1
+        real.free(slots[2])
+        assert (real.take(0), real.take(0)) == (slots[2], -1)
+        assert real.publish(slots[3], 4, 0, real.space(bytes(16)))
+    assert real.find(4) == slots[3]
+
+
 def test_a_table_is_new_until_its_first_change_has_ended() -> None:
     """What a process that is killed meanwhile has taken up is not all that there is."""
     memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
