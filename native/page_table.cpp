@@ -98,7 +98,6 @@ bool PageTable::is_new() const {
 void PageTable::create() {
   std::memset(words_, 0, bytes(slots_));  // another build may have left its own
   words_[kSlots] = slots_;
-  words_[kMagicAt] = kTableMagic;
 }
 
 int64_t PageTable::find(uint64_t index) const {
@@ -149,13 +148,19 @@ void PageTable::begin_change(uint32_t now_s) {
   put(words_[kChanges], words_[kChanges] + 1);
 }
 
+void PageTable::end_change() {
+  words_[kMagicAt] = kTableMagic;
+  ++words_[kChanges];
+}
+
 int64_t PageTable::take(uint32_t seat, uint64_t below) {
   int64_t slot = static_cast<int64_t>(words_[kFreeAt]) - 1;
-  if (slot >= 0) {
-    words_[kFreeAt] = older_[checked(static_cast<uint64_t>(slot))];
-  } else if (words_[kFresh] < std::min(below, slots_)) {
-    slot = static_cast<int64_t>(words_[kFresh]++);
-  } else {
+  if (slot >= 0) words_[kFreeAt] = older_[checked(static_cast<uint64_t>(slot))];
+  for (; slot < 0 && words_[kFresh] < std::min(below, slots_); ++words_[kFresh]) {
+    // Some process may still fill a slot behind a cut.
+    if (state_of(words_[kFresh]) != kFilling) slot = static_cast<int64_t>(words_[kFresh]);
+  }
+  if (slot < 0) {
     slot = oldest();
     if (slot < 0) return -1;
     unlink(static_cast<uint64_t>(slot));
@@ -172,6 +177,10 @@ bool PageTable::publish(uint64_t slot, uint64_t index, uint64_t before, int64_t 
                         double score) {
   checked(slot);
   if (space < 0 || find(index) >= 0) return false;
+  while (words_[kFresh] <= slot) {  // another process has cut the table meanwhile
+    const uint64_t each = words_[kFresh]++;
+    if (each != slot && state_of(each) == kFree) give_back(each);
+  }
   fill(slot, index, before, static_cast<uint32_t>(space), score);
   hash(slot);
   link(slot);
@@ -225,8 +234,10 @@ std::vector<PageTable::Dropped> PageTable::drop(const std::vector<std::string_vi
 }
 
 void PageTable::cut(uint64_t below) {
-  if (below >= words_[kFresh]) return;
-  words_[kFresh] = below;
+  uint64_t end = std::min(words_[kFresh], slots_);
+  while (end > below && state_of(end - 1) != kWhole && state_of(end - 1) != kDirty) --end;
+  if (end >= words_[kFresh]) return;
+  words_[kFresh] = end;
   rebuild();
 }
 

@@ -59,7 +59,7 @@ class PageTable {
   static uint64_t bytes(uint64_t slots);
 
   bool is_new() const;  // whether the memory has no table of this size
-  void create();
+  void create();        // it stays new until its first change has ended
 
   // Without the lock.
   int64_t find(uint64_t index) const;  // the slot that may hold a page; -1 without one
@@ -82,7 +82,7 @@ class PageTable {
   // used that this change uses.
   bool is_torn() const { return words_[kChanges] % 2 != 0; }
   void begin_change(uint32_t now_s);
-  void end_change() { ++words_[kChanges]; }
+  void end_change();
 
   // A slot that is empty, or whose page has to go; it is FILLING then. -1 without one. Slots that
   // were never taken are taken only below `below`.
@@ -103,7 +103,8 @@ class PageTable {
   };
   std::vector<Dropped> drop(const std::vector<std::string_view>& identities, uint32_t before_s,
                             uint64_t most, uint64_t keep);
-  // The slots from this one on have no storage: nobody takes them any more.
+  // The slots from this one on have no storage: nobody takes them any more. Those up to the last
+  // one with a page stay.
   void cut(uint64_t below);
   // Pages were used, and so were those before them. The last page of a prefix comes first.
   void touch(const std::vector<int64_t>& slots);

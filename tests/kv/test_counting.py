@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from observe.exposition import samples_of
 from statehold import _core
 from statehold.errors import UsageError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import counts
+from statehold.observe.counters import exposition
 from support import scripts
 from support.faults import must
 from support.pages import NEW, OLD, PAGE, get, key, made, put
@@ -75,3 +78,19 @@ def test_a_call_is_counted_once_and_when_it_has_ended(
         assert [sum(each[:7]) for each in calls] == [10, 1, 12]
         assert store.stats()["hit"] == 10 + (verdict == [PageVerdict.HIT])
     assert len(calls) == 3
+
+
+def test_prometheus_sees_the_verdicts(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    with made(tmp_path / "pages") as store:
+        put(store, 1, 2)
+        get(store, 1, 2, 3)
+        label = (("store", os.fspath(tmp_path / "pages")),)
+        samples = samples_of(exposition())
+        found = {
+            name: samples[f"statehold_pages_{name}", label]
+            for name in ("hit_total", "miss_total", "stored_total", "bad_total", "in_files")
+        }
+    assert found == {
+        "hit_total": 2, "miss_total": 1, "stored_total": 2, "bad_total": 0, "in_files": 2,
+    }  # fmt: skip

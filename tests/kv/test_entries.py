@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from statehold._core import PAGE_ENTRY_BYTES
 from statehold.errors import RunBusyError
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look, prune
+from statehold.kv.page import HEADER_BYTES, whole_blocks
 from statehold.kv.tiers import FileTier, Geometry
+from statehold.units import MiB
+from support import scripts
 from support.faults import must
-from support.pages import get, made, put
+from support.pages import SLOT, get, made, put
 
 BAD, HIT, MISS = PageVerdict.BAD, PageVerdict.HIT, PageVerdict.MISS
 
@@ -86,6 +90,43 @@ def test_a_table_that_is_lost_while_processes_use_it_is_made_again_after_them(
         assert get(store, *range(PAGES)) == [HIT] * PAGES
     with made(tmp_path) as store:
         assert get(store, *range(PAGES)) == [HIT] * PAGES
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from statehold import _core
+from support.pages import made
+adopt = _core.PageTable.adopt_entries
+def killed(table, first, entries):
+    if first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return adopt(table, first, entries)
+_core.PageTable.adopt_entries = killed
+made(Path({path!r}))
+"""
+
+
+def test_a_table_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    done = scripts.run(["-c", KILLED.format(path=str(tmp_path))])
+    must(done.returncode == -signal.SIGKILL)
+    with made(tmp_path) as store:
+        assert get(store, *range(PAGES)) == [HIT] * PAGES
+
+
+def test_a_page_that_was_bad_is_not_named_again(tmp_path: Path) -> None:
+    with made(tmp_path) as store:
+        put(store, 1, 2)
+    segment = tmp_path / "segment-000000"
+    raw = bytearray(segment.read_bytes())
+    raw[HEADER_BYTES] ^= 1
+    segment.write_bytes(raw)
+    with made(tmp_path) as store:
+        must(get(store, 1, 2) == [BAD, HIT])
+    (tmp_path / "index").unlink()
+    with made(tmp_path) as store:
+        assert get(store, 1, 2) == [MISS, HIT]
 
 
 def test_only_slots_that_no_page_had_are_read_once(tmp_path: Path, read: list[int]) -> None:
@@ -185,6 +226,34 @@ def test_entries_are_no_pages_to_those_who_look(tmp_path: Path) -> None:
     seen = look(tmp_path, verify=True)
     assert seen.pages.total() == PAGES
     assert not seen.bad
+
+
+def test_verify_reports_each_page_that_a_get_would_find_bad(tmp_path: Path) -> None:
+    """Its slot has zeros, or another page; its segment was cut, or is gone."""
+    with made(tmp_path) as store:
+        put(store, *range(PAGES))
+    count = Geometry.read(os.fspath(tmp_path)).segment_slots
+    first, second, *_, last = sorted(tmp_path.glob("segment-*"))
+    raw = first.read_bytes()
+    first.write_bytes(raw[SLOT : 2 * SLOT] + raw[SLOT : 2 * SLOT] + bytes(SLOT) + raw[3 * SLOT :])
+    os.truncate(second, 3 * SLOT + 8000)
+    last.unlink()
+    lost = [(first, 0), (first, 2), *((second, n) for n in range(3, count))]
+    lost += [(last, n) for n in range(count)]
+    seen = look(tmp_path, verify=True)
+    assert seen.bad == [f"{segment.name} at {n * SLOT}" for segment, n in lost]
+    assert seen.pages.total() == PAGES - len(lost)
+    with made(tmp_path) as store:
+        assert get(store, *range(PAGES)).count(BAD) == len(lost)
+
+
+def test_the_whole_budget_may_be_given_and_no_file_goes_beyond_it(tmp_path: Path) -> None:
+    """store.json was not counted."""
+    capacity = Geometry.of(2 * MiB, SLOT).nbytes
+    with made(tmp_path, capacity=capacity) as store:
+        put(store, *range(store.stats()["pages_max"]))
+    taken = sum(whole_blocks(each.stat().st_size) for each in tmp_path.iterdir())
+    assert capacity - SLOT < taken <= capacity
 
 
 def test_entries_count_in_the_budget(tmp_path: Path) -> None:

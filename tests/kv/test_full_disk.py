@@ -9,6 +9,7 @@ import pytest
 
 from statehold.errors import NoSpaceError
 from statehold.kv import PageVerdict, opened
+from statehold.kv.looking import prune
 from statehold.kv.tiers import FileTier, Geometry
 from statehold.units import MiB
 from support.faults import must
@@ -19,10 +20,10 @@ class NoRoom:
     """A file system that has room for one segment, until it has room again."""
 
     def __init__(self, fs: Any) -> None:
-        self._fs, self.refused, self.has_room = fs, 0, False
+        self._fs, self.refused, self.has_room, self.has_holes = fs, 0, False, False
 
     def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
-        if not (reuse or self.has_room or path.endswith("-000000")):
+        if self.has_holes or not (reuse or self.has_room or path.endswith("-000000")):
             self.refused += 1
             raise NoSpaceError("cannot open_write", errno=28, path=path)
         return self._fs.open_write(path, nbytes, reuse=reuse)
@@ -91,3 +92,48 @@ def test_a_process_whose_disk_was_full_leaves_the_pages_of_others(
         put(store, 1000)
         stats = store.stats()
         assert (stats["pages"], stats["evicted"]) == (slots, evicted + 1)
+
+
+def test_pages_stay_whose_segment_has_no_room_for_others_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """A prune has given storage of the segments back, and others have taken it."""
+    with made(tmp_path) as store:
+        slots = store.stats()["pages_max"]
+        for number in range(slots):
+            put(store, number)
+    prune(tmp_path, to=slots // 2 * SLOT, is_done=True)
+    disks = request.getfixturevalue("disks")
+    with made(tmp_path) as store:
+        left = store.stats()["pages"]
+        must(left == slots // 2)
+        disks[0].has_holes = True
+        put(store, 1000)
+        must(disks[0].refused > 0)
+        assert store.stats()["pages"] == left
+        disks[0].has_holes, disks[0].has_room = False, True
+        put(store, 1001)
+        assert store.stats()["pages"] == left + 1
+    monkeypatch.undo()
+    with made(tmp_path) as store:
+        assert get(store, *range(slots)).count(PageVerdict.HIT) == left
+
+
+def test_a_segment_that_two_processes_make_at_once_takes_the_pages_of_both(
+    tmp_path: Path, disks: list[NoRoom], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process makes it after this one has looked for it."""
+    with made(tmp_path) as store:
+        real = disks[0]._fs
+
+        class Late:
+            def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+                if not reuse:
+                    real.open_write(path, nbytes, reuse=False)
+                return real.open_write(path, nbytes, reuse=reuse)
+
+        disks[0]._fs = Late()
+        put(store, 1)
+        stats = store.stats()
+        assert (stats["pages"], stats["unwritten"]) == (1, 0)
+    assert not caplog.text

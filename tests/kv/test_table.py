@@ -353,6 +353,46 @@ def test_a_slot_without_storage_is_not_taken_again() -> None:
         assert real.take(0, 2) == -1
 
 
+def test_slots_with_pages_are_not_cut() -> None:
+    """Another process has storage for them, or the disk is too full to write there again."""
+    real = table(4)
+    space = real.space(bytes(16))
+    with changing(real):
+        slots = [real.take(0) for _ in range(4)]
+        assert real.publish(slots[0], 1, 0, space)
+        assert real.publish(slots[2], 3, 0, space)
+        real.cut(1)
+        assert (real.find(1), real.find(3)) == (slots[0], slots[2])
+        assert real.publish(slots[3], 4, 0, space)  # it was being filled
+        real.free(slots[1])
+        assert [real.take(0, 1), real.take(0, 1)] == [slots[1], slots[0]]
+        assert [real.find(index) for index in (1, 3, 4)] == [-1, slots[2], slots[3]]
+
+
+def test_a_slot_that_a_process_fills_is_not_taken_after_a_cut() -> None:
+    real = table(4)
+    with changing(real):
+        slots = [real.take(7) for _ in range(4)]
+        real.cut(1)  # by a process whose disk is full
+        assert real.take(0) == -1
+        real.free(slots[2])
+        assert (real.take(0), real.take(0)) == (slots[2], -1)
+        assert real.publish(slots[3], 4, 0, real.space(bytes(16)))
+    assert real.find(4) == slots[3]
+
+
+def test_a_table_is_new_until_its_first_change_has_ended() -> None:
+    """What a process that is killed meanwhile has taken up is not all that there is."""
+    memory = memoryview(bytearray(PageTable.nbytes(SLOTS)))
+    real = PageTable(memory, SLOTS)
+    real.create()
+    real.begin_change()
+    assert real.publish(real.take(0), 1, 0, real.space(bytes(16)))
+    assert PageTable(memory, SLOTS).is_new
+    real.end_change()
+    assert not PageTable(memory, SLOTS).is_new
+
+
 def test_nothing_beyond_a_table_is_named() -> None:
     real = table()
     for slot in (SLOTS, 1 << 40):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from serving.asking import wait_for
 from statehold.errors import UsageError
 from statehold.kv.opened import OpenStore
 from statehold.kv.vllm import opening
@@ -41,6 +42,17 @@ def test_a_second_engine_computes_only_what_is_not_there(tmp_path: Path) -> None
         assert engine.run(prompt(1)) == 24
         assert engine.run(prompt(1)[:17] + prompt(3)) == 16
         assert engine.run(prompt(1)[:24]) == 23  # the last token's logits are the answer
+
+
+def test_the_counters_say_when_the_pages_of_an_answer_are_there(tmp_path: Path) -> None:
+    """The tests with vLLM wait for them."""
+    with Engine(tmp_path) as engine:
+        engine.run(prompt(1))
+        wait_for(str(tmp_path), 6)
+        assert engine.run(prompt(1)) == 24
+        engine.run(prompt(2))
+        wait_for(str(tmp_path), 12)
+        assert engine.run(prompt(2)) == 24
 
 
 def test_an_engine_of_two_ranks_has_pages_for_each(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def ask(
     *,
     rounds: Sequence[int] = (0,),
     run: Path | None = None,
+    first: int = 0,
     tokens: int = 6,
     processes: int = 1,
     **options: Any,
@@ -66,7 +67,7 @@ def ask(
     if processes == 1:
         options["distributed_executor_backend"] = "uni"
     job = {"model": str(model), "options": options, "prompts": asked, "rounds": list(rounds),
-        "run": str(run or ""),
+        "run": str(run or ""), "first": first,
            "tokens": tokens, "out": str(out)}  # fmt: skip
     out.with_suffix(".job").write_text(json.dumps(job))
     env = {

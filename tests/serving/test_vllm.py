@@ -121,7 +121,7 @@ def test_an_engine_starts_from_a_run_and_takes_its_steps(
         model, asked, tmp_path / "fresh.json", **given, model_loader_extra_config=config("2")
     ).answers()
     live = ask(
-        model, asked, tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run, **given,
+        model, asked, tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run, first=1, **given,
         **pages(tmp_path / "kv"), model_loader_extra_config=config("best:loss"),
         weight_transfer_config={"backend": "statehold"},
     ).answers()  # fmt: skip

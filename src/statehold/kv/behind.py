@@ -147,8 +147,11 @@ class Behind:
             is_right = self._deliver(batch, pages, raws)
         except MissingFileError:
             pass  # somebody has deleted it
+        except TruncatedFileError as error:
+            self._count("behind_bad", len(pages))
+            self._store.warn("use", error, "an object behind it")
         except Exception as error:
-            is_right = not isinstance(error, TruncatedFileError)
+            is_right = True
             self._fail(error)
         finally:
             self._fetches.release()

@@ -2,9 +2,10 @@
 
 Invariants: no seat is taken, so a store may be in use, and no memory is made. A slot is reported as
 bad only if its page could be found all the while that it was read, as the table of the store says.
-Without a table, any slot is. A prune changes the tables as a process of the store does, in short
-changes: a page is forgotten before its bytes go, and its slot is free only after that. So a kill
-loses no other page, and who reads the page notices by its generation.
+Then it is bad with anything but this page in it. Without a table, any slot with bytes is. A prune
+changes the tables as a process of the store does, in short changes: a page is forgotten before its
+bytes go, and its slot is free only after that. So a kill loses no other page, and who reads the
+page notices by its generation.
 Not here: the store itself (store).
 """
 
@@ -28,6 +29,7 @@ from statehold.kv.opened import LOCK_S, held, refuse_other_host
 from statehold.kv.page import HEADER_BYTES, Header
 from statehold.kv.tiers import INDEX, LOCK, Geometry, boot, memory_path, no_store, slots_there
 from statehold.process.file_locks import LockFile
+from statehold.process.whole_files import open_regular
 
 # Pages that go in one change, and the time between two. The processes of the store wait for a
 # change, and take their turn between two.
@@ -53,8 +55,8 @@ def look(path: str | os.PathLike[str], *, verify: bool = False) -> PagesSeen:
     root = Path(path)
     seen = PagesSeen(_geometry(root))
     table = _table(f"{root}/{INDEX}", seen.geometry.slots, mmap.ACCESS_COPY)
-    for segment in sorted(root.glob("segment-" + 6 * "[0-9]")):
-        _look_at(segment, seen, table, verify=verify)
+    for number in range(seen.geometry.slots // seen.geometry.segment_slots):
+        _look_at(root / f"segment-{number:06d}", seen, table, verify=verify)
     seen.file_bytes = sum(each.stat().st_blocks * 512 for each in root.iterdir())
     return seen
 
@@ -100,31 +102,35 @@ def _opened(root: Path, access: int) -> tuple[Geometry, PageTable]:
 
 
 def _findable(table: PageTable | None, slot: int) -> int | None:
-    """The generation of a slot whose page can be found; 0 for a slot that is in no table."""
-    if table is None or slot >= table.slots:
+    """The generation of a slot whose page can be found; 0 without a table."""
+    if table is None:
         return 0
     generation = table.generation(slot)
     return generation if table.find(table.index(slot)) == slot else None
 
 
 def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify: bool) -> None:
-    if not segment.stat().st_size:
-        return
+    raw: bytes | mmap.mmap = b""
+    is_gone = contextlib.suppress(FileNotFoundError, ValueError)
+    with is_gone, open(segment, "rb", opener=open_regular) as file:
+        raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     begin, size = int(segment.name[-6:]) * seen.geometry.segment_slots, seen.geometry.slot_bytes
-    with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        end = min(len(raw), seen.geometry.entries_at) - HEADER_BYTES + 1
-        for slot, at in enumerate(range(0, end, size), begin):
-            generation, first = _findable(table, slot), raw[at : at + HEADER_BYTES]
-            header = Header.decode(first)
-            is_bad = header is None and first != bytes(HEADER_BYTES)
-            if header is not None and verify:
-                is_bad = Header.proven(raw[at : at + size]) is None
-            if is_bad:
-                if generation is not None and generation == _findable(table, slot):
-                    seen.bad.append(f"{segment.name} at {at}")
-            elif header is not None and generation is not None:  # others are evicted, or pruned
-                seen.pages[header.identity.hex()] += 1
-                seen.payload_bytes += header.nbytes
+    for slot, at in enumerate(range(0, seen.geometry.entries_at, size), begin):
+        if (generation := _findable(table, slot)) is None:
+            continue
+        first = raw[at : at + HEADER_BYTES]
+        if (header := Header.decode(first)) is None:
+            is_bad = table is not None or bool(first.strip(b"\0"))
+        else:
+            is_bad = table is not None and header.index != table.index(slot)
+            is_bad = is_bad or (verify and Header.proven(raw[at : at + size]) is None)
+        if generation != _findable(table, slot):
+            continue  # it was evicted or pruned meanwhile
+        if is_bad:
+            seen.bad.append(f"{segment.name} at {at}")
+        elif header is not None:
+            seen.pages[header.identity.hex()] += 1
+            seen.payload_bytes += header.nbytes
 
 
 # -- pages that go ---------------------------------------------------------------------------------
@@ -181,5 +187,6 @@ def _punch(root: Path, geometry: Geometry, slots: Sequence[int]) -> None:
     for slot in slots:
         segment, at = divmod(slot, geometry.segment_slots)
         path, size = root / f"segment-{segment:06d}", geometry.slot_bytes
-        with contextlib.suppress(OSError, ValueError), open(path, "r+b") as file:
+        is_lost = contextlib.suppress(OSError, ValueError)
+        with is_lost, open(path, "r+b", opener=open_regular) as file:
             mmap.mmap(file.fileno(), 0).madvise(mmap.MADV_REMOVE, at * size, size)

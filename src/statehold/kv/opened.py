@@ -62,7 +62,8 @@ class OpenStore:
         with contextlib.ExitStack() as opened:
             make_own_directory(path, "of a store of pages")
             size = slot_bytes(page_bytes)
-            self._lock = LockFile(f"{path}/{LOCK}")
+            with storing("lock a store of pages", f"{path}/{LOCK}"):
+                self._lock = LockFile(f"{path}/{LOCK}")
             opened.callback(self._lock.close)
             fs = _core.open_fs()
             opened.callback(fs.close)

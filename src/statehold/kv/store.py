@@ -118,7 +118,9 @@ class PageStore:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
-        self._is_flush_due = self._is_closed = False
+        self._is_flush_due = False
+        # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
+        self._pid = os.getpid()
         self._leftover: deque[LoadGroup] = deque()
         self._open = OpenStore(
             os.path.abspath(os.fspath(path)),
@@ -192,7 +194,8 @@ class PageStore:
         return batch
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once all pages that were put are in files, or were dropped, and are durable.
+        """Return once all pages that were put are in files, or were dropped, and are durable. Those
+        that the storage has refused stay in memory alone: stats() counts them as "unwritten".
 
         Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
@@ -246,9 +249,9 @@ class PageStore:
         If the storage hangs, it returns after CLOSE_S and logs a warning. The memory and the files
         stay open then, because transfers may still use them.
         """
-        if self._is_closed:
+        if self._pid != os.getpid():
             return
-        self._is_closed = True
+        self._pid = 0
         workers, until = (self._take_in, self._write, self._read), time.monotonic() + CLOSE_S
         has_ended = all(worker.passed(until) for worker in workers)
         if self._behind is not None:
@@ -280,8 +283,7 @@ class PageStore:
     # -- reading ---------------------------------------------------------------------------
 
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
-        for _ in range(len(self._leftover)):  # loads that were late may be done by now
-            self._finish(self._leftover.popleft())
+        self._reap()
         waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
         try:
             while waiting or under_way:
@@ -301,6 +303,11 @@ class PageStore:
             self._leftover += under_way  # the tables were held for too long
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
+
+    def _reap(self) -> None:
+        """Give back the memory of late loads, as far as they are done by now."""
+        for _ in range(len(self._leftover)):
+            self._finish(self._leftover.popleft())
 
     def _absent(self, batch: PageBatch, pages: list[MovingPage]) -> list[MovingPage]:
         """Deliver what is in memory; returns the others."""
@@ -368,7 +375,7 @@ class PageStore:
 
     def _group(self, batch: PageBatch, pages: list[MovingPage]) -> LoadGroup:
         moves = [(each.slot, each.there, each.view.nbytes) for each in pages]
-        return LoadGroup(batch, pages, self._begin_job(moves))
+        return LoadGroup(batch, pages, self._begin_job(moves, pages))
 
     def _finish(self, group: LoadGroup) -> None:
         """Wait for pages from files, and deliver them; if late, later calls let them go."""
@@ -405,6 +412,7 @@ class PageStore:
             places = [page.place for page in group.pages if page.verdict is verdict]
             is_hit = verdict is PageVerdict.HIT
             group.batch.settle(places, self._hit(group.batch) if is_hit else verdict)
+        self._files.note(p.there for p in group.pages if p.verdict is PageVerdict.BAD)
 
     def _came(self, batch: PageBatch, pages: list[MovingPage], raws: list[memoryview]) -> bool:
         """Deliver pages from behind, and keep them as if they were put. False if one is wrong."""
@@ -430,8 +438,9 @@ class PageStore:
     def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
         while waiting:
             taken = self._take(batch, waiting)
-            if waiting and not taken:  # memory is full of pages that are to be written
-                if not self._write.passed(batch.until):
+            if waiting and not taken:  # memory is full of pages that are read, or to be written
+                self._read.submit(self._reap)
+                if not (self._read.passed(batch.until) and self._write.passed(batch.until)):
                     return  # they are late
                 taken = self._take(batch, waiting)
                 if waiting and not taken:
@@ -558,12 +567,17 @@ class PageStore:
 
     # -- transfers -------------------------------------------------------------------------
 
-    def _begin_job(self, moves: list[Move], *, is_write: bool = False) -> RangesJob | None:
-        """None if the storage refuses, which is logged."""
+    def _begin_job(
+        self, moves: list[Move], read: Sequence[MovingPage] = (), *, is_write: bool = False
+    ) -> RangesJob | None:
+        """None if the storage refuses, which is logged. read: pages that may be right all the same,
+        unless their segment is gone."""
         try:
             return self._open.job(moves, is_write=is_write)
         except StateholdError as error:
             self._open.warn("write" if is_write else "read", error)
+            for page in read if isinstance(error, StorageError) else ():
+                page.verdict = PageVerdict.MISS
             return None
 
     def _is_done(self, job: RangesJob | None, timeout_s: float | None) -> bool | None:
@@ -577,7 +591,7 @@ class PageStore:
     # -- small things ----------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._pid != os.getpid():
             raise ClosedError("the store of pages is closed", facts={"path": self.path})
 
     def _begin(

@@ -37,7 +37,7 @@ from statehold.io.memory_room import spare_memory
 from statehold.kv.page import whole_blocks
 from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import home
-from statehold.process.whole_files import replace_file
+from statehold.process.whole_files import open_regular, replace_file
 from statehold.units import MiB, format_bytes
 
 FORMAT = 2
@@ -103,7 +103,8 @@ class MemoryTier(MappedTable):
         _free_lost(path)
         slots = slots_there(path) or max(SLOTS_MIN, nbytes // slot_bytes)
         room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
-        if more > room.nbytes and not os.path.exists(path):
+        taken = os.path.getsize(path) if os.path.exists(path) else 0
+        if more > room.nbytes + taken:
             raise refused(
                 "the memory of a store of pages has no room", format_bytes(more),
                 f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
@@ -156,7 +157,7 @@ class Geometry:
         counts = range(1, 1 + capacity // (by_segment * slot_bytes))
         segments = bisect.bisect_right(counts, capacity, key=lambda count: made(count).nbytes)
         if not segments:
-            least = format_bytes(made(1).nbytes + whole_blocks(1))
+            least = format_bytes(made(1).nbytes)
             hint = f"a page takes {format_bytes(slot_bytes)}"
             summary = "the capacity of a store of pages is too small"
             raise refused(summary, f"at least {least}", format_bytes(capacity), hint)
@@ -174,15 +175,16 @@ class Geometry:
 
     @property
     def nbytes(self) -> int:
-        """Of all segments and the index."""
-        segments = self.slots // self.segment_slots
-        return whole_blocks(PageTable.nbytes(self.slots)) + segments * self.segment_bytes
+        """Of all files: segments, index, store.json."""
+        segments, index = self.slots // self.segment_slots, PageTable.nbytes(self.slots)
+        return segments * self.segment_bytes + whole_blocks(index) + whole_blocks(1)
 
     def note(self, root: str, table: PageTable, slots: Iterable[int]) -> None:
         """Say in the segments what these slots hold, as the table does. If the storage refuses,
         what they said before stays."""
         for segment, there in groupby(sorted(slots), lambda slot: slot // self.segment_slots):
-            with contextlib.suppress(OSError), open(segment_path(root, segment), "r+b", 0) as file:
+            path = segment_path(root, segment)
+            with contextlib.suppress(OSError), open(path, "r+b", 0, opener=open_regular) as file:
                 for _, row in groupby(enumerate(there), lambda each: each[1] - each[0]):
                     first, *others = (slot for _, slot in row)
                     at = self.entries_at + first % self.segment_slots * PAGE_ENTRY_BYTES
@@ -246,7 +248,7 @@ class FileTier(MappedTable):
             path, raw = segment_path(self._root, begin // self._by_segment), b""
             if not os.path.exists(path):
                 continue
-            with contextlib.suppress(OSError), open(path, "rb", 0) as file:
+            with contextlib.suppress(OSError), open(path, "rb", 0, opener=open_regular) as file:
                 raw = os.pread(file.fileno(), nbytes, at)
             for first, count in self.table.adopt_entries(begin, raw.ljust(nbytes, b"\0")):
                 for part in range(first, first + count, most):
@@ -278,14 +280,18 @@ class FileTier(MappedTable):
 
     def _open(self, segment: int, *, is_write: bool) -> File:
         path = segment_path(self._root, segment)
+        is_there = os.path.exists(path)
         try:
             if is_write:
-                nbytes = self._geometry.segment_bytes
-                return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
+                return self._fs.open_write(path, self._geometry.segment_bytes, reuse=is_there)
             return open_past_cache(self._fs, path)
         except NoSpaceError:
             self.below = min(self.below, segment * self._by_segment)
             raise
+        except StorageError:
+            if is_there or not os.path.exists(path):
+                raise
+            return self._open(segment, is_write=is_write)  # another process has made it meanwhile
 
     def flush(self) -> None:
         """Make the pages durable that were written so far, then the table. Raises OSError."""
