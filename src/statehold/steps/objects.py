@@ -108,7 +108,7 @@ class Neighbour:
             if both.size(source) != size:
                 return False
             both.copy(source, target)
-            return self._client.size(f"{SHARED}/{name}") == size
+            return self._client.has(f"{SHARED}/{name}", size)
         except MissingFileError:  # the other run has just deleted it
             return False
         except StorageError as error:
@@ -338,7 +338,7 @@ class ObjectSteps(Shelf):
 
     def has(self, step: int, attempt: str, name: str, size: int) -> bool:
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
-        return self.client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
+        return self.client.has(f"{directory_name(step, attempt)}/{check_file(name)}", size)
 
     def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
         """A file of an attempt that was not published, for reading."""
@@ -481,7 +481,7 @@ class SharedObjects:
 
     def has(self, name: str, size: int) -> bool:
         """Whether a shared object is there."""
-        return self._client.size(f"{SHARED}/{name}") == size
+        return self._client.has(f"{SHARED}/{name}", size)
 
     def upload(
         self, name: str, size: int, blocks: Iterable[memoryview], before: Callable[[int], None]
