@@ -32,7 +32,7 @@ from statehold.errors import UsageError
 from statehold.integrations.trained import give_second_names, persistent_buffers
 from statehold.options.paths import NamedStep, step_name
 from statehold.process.warn import logger
-from statehold.process.whole_files import replace_file
+from statehold.process.whole_files import replace_file, sync_files
 from statehold.reading.places import file_system, find
 from statehold.tensors.marks import Volatile
 
@@ -156,6 +156,7 @@ class Folders:
             return
         with self.beside(step) as new:
             give_second_names(source, new / step_name(step))
+        sync_files([self.path(step), self._run])
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:
