@@ -255,3 +255,33 @@ def test_what_was_opened_is_closed_where_the_rest_cannot_be(
     assert threading.active_count() == threads
     assert not settled(before).growth_since(before)
     assert kept.value is not None
+
+
+ENDS = """
+import atexit, sys, threading, torch, statehold
+def save(ckpt):
+    try:
+        ckpt.save(2, {"w": torch.ones(8)})
+    except statehold.errors.ClosedError as error:
+        print(error.summary, flush=True)
+ckpt = statehold.Checkpointer(sys.argv[1])
+if "new" in sys.argv:
+    ckpt = None
+    atexit.register(lambda: save(statehold.Checkpointer(sys.argv[1])))
+elif "late" in sys.argv:
+    ckpt.save(1, {"w": torch.ones(8)})
+    atexit.register(save, ckpt)
+elif "thread" in sys.argv:
+    ckpt.save(1, {"w": torch.ones(8)})
+    def train():
+        threading.main_thread().join()
+        save(ckpt)
+    threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.parametrize("who", ["new", "late", "thread"])
+def test_who_saves_when_the_program_has_ended_is_told_so(run: Path, who: str) -> None:
+    result = scripts.run(["-c", ENDS, run, who])
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "the program ends: its main thread has ended\n"

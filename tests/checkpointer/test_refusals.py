@@ -241,3 +241,24 @@ def test_what_repr_cannot_show_is_refused_like_anything_else(
 ) -> None:
     with pytest.raises(UsageError, match="which repr\\(\\) cannot show"):
         PASSED[where](str(tmp_path / "run"), it)
+
+
+INSIDE: dict[str, Callable[[Path, Path], object]] = {
+    "run": lambda _, inside: Checkpointer(inside).save(1, {}),
+    "level": lambda run, inside: Checkpointer(run, levels=[Directory(), Directory(path=inside)]),
+    "copy": lambda run, inside: statehold.copy_step(run, inside),
+    "export": lambda run, inside: export_step(run, inside, "torch"),
+}
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_nothing_is_made_in_the_directory_of_a_step(tmp_path: Path, what: str) -> None:
+    """It would be deleted with the step, without a word."""
+    run = tmp_path / "run"
+    with Checkpointer(run, **SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.ones(5)}).wait("committed", DEADLINE_S)
+    step = run / "step-000000000001"
+    before = sorted(step.rglob("*"))
+    with pytest.raises(UsageError, match="would lie in the directory of a step"):
+        INSIDE[what](run, step / "made/here")
+    assert sorted(step.rglob("*")) == before

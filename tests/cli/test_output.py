@@ -23,6 +23,7 @@ import pytest
 
 import statehold.cli
 from statehold.cli import main, output, tables, terminal
+from statehold.format.entries import About
 from statehold.units import format_age
 from support.faults import must
 from support.runs import write_step
@@ -361,3 +362,24 @@ def test_json_is_utf8_whatever_names_are(run: Path, monkeypatch: pytest.MonkeyPa
         document = json.loads(raw.getvalue().decode("utf-8"))
     (step,) = document["steps"]
     assert step["foreign"] == ["odd\udcff"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", ["ls", "tree", "json"])
+def test_a_stdout_that_holds_less_than_utf8_gets_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, command: str
+) -> None:
+    """As in a locale such as de_DE.ISO-8859-1. What it has no character for is escaped."""
+    base, about = tmp_path / "runs/base", About(tags=("größe", "😀"))
+    write_step(base, 1, {"w": ("F32", np.zeros(4, "<f4"))}, about)
+    main(["fork", f"{base}@1", str(tmp_path / "runs/child")])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    words = {"tree": ["tree", str(base.parent)], "json": ["ls", str(base), "--json"]}
+    assert main(words.get(command, ["ls", str(base)])) == 0
+    sys.stdout.flush()
+    shown = sys.stdout.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    if command == "json":
+        assert json.loads(shown)["steps"][0]["tags"] == ["größe", "😀"]
+    else:
+        assert r"\U0001f600" in shown
+        assert "child" in shown or command == "ls"

@@ -3,16 +3,22 @@ a caller leaves nobody waiting."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import statehold
 from statehold.errors import StateholdError
 from statehold.integrations.trained import Finisher
 from support.faults import DEADLINE_S, must
 from support.interrupts import interrupt_everywhere
+from support.power import SyncedDisk
 
 
 class Saved:
@@ -143,3 +149,26 @@ def test_ctrl_c_at_the_end_does_not_hang_it() -> None:
         finisher.finish(write=False)
 
     assert "finish" in interrupt_everywhere([Finisher.finish], make, end, end)
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
+def test_second_names_outlive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """The run retires the step later, and then the folder alone has it."""
+    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
+    run = tmp_path / "disk/run"
+    with statehold.Checkpointer(run) as ckpt:
+        ckpt.save(7, {"w": torch.arange(5.0)}).wait("committed")
+    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
+    folders = transformers_folders.Folders(str(run))
+    folders.make(7, "{}")
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    folders.hold(7)
+    left = disk.cut(tmp_path / "left")
+    assert statehold.load(left / "run/checkpoint-7", "w").tolist() == [0, 1, 2, 3, 4]
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EPERM, "injected: no second names here")

@@ -6,17 +6,29 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 import statehold
-from statehold.errors import StorageError, UnavailableError
+from statehold.checkpoint.levels.object_place import ObjectPlace
+from statehold.checkpoint.telemetry.watch import CopyWatch, LevelWatch
+from statehold.errors import MissingFileError, StorageError, UnavailableError
+from statehold.format.entries import sha256
+from statehold.format.manifest import Commit, RecordEntry, record_name
 from statehold.io.objects.client import ObjectClient, not_given_back
+from statehold.observe.background_log import BackgroundLog
+from statehold.observe.counters import Figures
+from statehold.ranks.peers import Peers
+from statehold.steps.copying import Copy, CopyPart
 from statehold.steps.near_files import PREFIX
 from statehold.steps.objects import ObjectSteps
+from statehold.steps.owners import OwnedSteps
+from statehold.steps.shelf import StepShelf
 from support.faults import DEADLINE_S, SMALL
+from support.in_memory import SimFs
 from support.inside import inside
 from support.levels import settle
 
@@ -65,6 +77,49 @@ def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
         assert equal(live, 4)
         ckpt.save(6, content(6)).wait("committed", DEADLINE_S)
     assert not list(Path("/dev/shm").glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+def places_of_two_ranks(tmp_path: Path) -> list[ObjectPlace]:
+    owned = cast(OwnedSteps, SimpleNamespace(claim=lambda: None, is_anothers=False))
+    found = []
+    for rank in range(2):
+        objects = ObjectSteps(f"file://{tmp_path}/bucket")
+        found.append(ObjectPlace("far", objects, keep=None, leads=rank == 0, owned=owned))
+        found[-1].prepare(cast(Peers, object()))
+    return found
+
+
+def manifest_of(step: int) -> bytes:
+    """Of two ranks that have records alone."""
+    entries = tuple(RecordEntry(record_name(rank, 2), 2, sha256(b"{}")) for rank in range(2))
+    return Commit(step, 2, "2026-11-29T00:00:00Z", "test 1", "5f3a09c1-7", entries, {}).encode()
+
+
+def part(rank: int, step: int) -> Copy:
+    own = CopyPart((), ((record_name(rank, 2), b"{}"),), manifest_of(step))
+    watch = CopyWatch(LevelWatch("far", 0, None, Figures({}), BackgroundLog()), "upload")
+    return Copy(step, None, own, StepShelf(SimFs(seed=1), "/"), lambda _: None, watch)
+
+
+def test_a_rank_that_is_ahead_keeps_its_part(tmp_path: Path) -> None:
+    """It has given step 10 up, because the leading rank waits for an answer of the store."""
+    late, ahead = places_of_two_ranks(tmp_path)
+    ahead.take(part(1, 11))
+    for step in (10, 11):
+        late.take(part(0, step))
+    late.commit(11, None, manifest_of(11))
+    assert late.read(11, record_name(1, 2), 10) == b"{}"
+
+
+def test_a_copy_without_the_part_of_a_rank_is_not_committed(tmp_path: Path) -> None:
+    place, other = places_of_two_ranks(tmp_path)
+    place.take(part(0, 11))
+    with pytest.raises(MissingFileError, match="rank-00001-of-00002"):
+        place.commit(11, None, manifest_of(11))
+    assert place.steps() == []
+    other.take(part(1, 11))
+    place.commit(11, None, manifest_of(11))
+    assert place.steps() == [11]
 
 
 def test_a_step_saved_again_replaces_the_one_in_the_store(tmp_path: Path) -> None:

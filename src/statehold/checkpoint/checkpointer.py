@@ -40,7 +40,7 @@ from statehold.options.io import Io
 from statehold.options.keep import Keep, Mode, kept_of
 from statehold.options.keywords import answering
 from statehold.options.paths import check_run
-from statehold.process.ending import forget, remember
+from statehold.process.ending import JOIN, PROGRAM_ENDS, forget, remember
 from statehold.process.reentry import enter
 from statehold.ranks.preemption import Preemption
 from statehold.tensors.devices.graphs import refuse_in_capture
@@ -133,7 +133,7 @@ class Checkpointer:
         self._levels = levels_of(levels, self._options)
         self._open: Session | None = None
         self._keeper: Keeper[Session] | None = None  # as soon as it is open
-        self._closed = False
+        self._closed = self._has_ended = False  # by close(); with the program
         self._borrowed = Borrowed()  # for tests
         self._trainer = Trainer()
         self._gate = self._trainer.gate
@@ -412,6 +412,7 @@ class Checkpointer:
 
     def _end(self) -> None:
         """The program ends, by an exception or not, and nobody has closed this."""
+        self._has_ended = True
         self._close(getattr(sys, "last_value", None), alike=False)
 
     def _close(
@@ -446,6 +447,8 @@ class Checkpointer:
 
     def _opened(self) -> Session:
         is_taken_over = self._keeper is not None and self._keeper.is_dropped
+        if self._has_ended:
+            raise ClosedError(PROGRAM_ENDS, facts={"run": self._run}, hint=JOIN)
         if self._closed or is_taken_over:
             what = "this Checkpointer was closed"
             if is_taken_over:

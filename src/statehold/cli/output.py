@@ -197,16 +197,22 @@ _UNSEEN = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 def emit(document: Any, *, indent: int | None = 1) -> None:
     """Print one JSON document; with indent=None on one line."""
-    text = json.dumps(_finite(document), indent=indent, ensure_ascii=False, allow_nan=False)
+    is_ascii = not _encoding().lower().startswith("utf")
+    text = json.dumps(_finite(document), indent=indent, ensure_ascii=is_ascii, allow_nan=False)
     say(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def say(*pieces: str | Table) -> None:
-    """Print pieces as one line; a table as its lines."""
+    """Print pieces as one line; a table as its lines. What stdout cannot encode is escaped."""
     hide()
-    is_colored = terminal.wants_color(sys.stdout)
+    is_colored, encoding = terminal.wants_color(sys.stdout), _encoding()
     for line in _lines(pieces):
-        print("".join(map(_painted, line) if is_colored else line))
+        text = "".join(map(_painted, line) if is_colored else line)
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def sections(*parts: str | Table) -> None:

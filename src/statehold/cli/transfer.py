@@ -17,7 +17,7 @@ from statehold.checkpoint.levels.forking import fork as forked_into
 from statehold.cli import codes
 from statehold.cli.output import ProgressReport, emit, note, say
 from statehold.integrations.formats.partial import check_free
-from statehold.options.paths import absolute, check_run
+from statehold.options.paths import absolute, absolute_outside, check_run
 from statehold.reading.copying import copy_step
 from statehold.reading.places import check_source, file_system, find, step_in
 from statehold.units import format_bytes
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 def _exported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]:
     with contextlib.closing(file_system()) as fs:
         find(fs, args.step)
-    check_free(absolute(args.destination, "the destination"))
+    check_free(absolute_outside(args.destination, "the destination"))
     from statehold.integrations.formats.convert import export_step
 
     left_out = export_step(

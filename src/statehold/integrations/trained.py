@@ -29,6 +29,7 @@ from statehold.checkpoint.checkpointer import Checkpointer, go_on_from
 from statehold.checkpoint.save.handle import Save
 from statehold.errors import StateholdError, StateMismatchError
 from statehold.process.warn import logger
+from statehold.process.whole_files import sync_files
 from statehold.process.worker import Thread
 
 
@@ -128,7 +129,11 @@ def leave_on_signals(ckpt: Checkpointer, within_s: float | None) -> None:
 
 
 def give_second_names(step: Path, folder: Path) -> None:
-    """Make the directory `folder`, in which the files of the committed `step` have second names."""
+    """Make the directory `folder`, in which the files of the committed `step` have second names.
+
+    They are durable on return. The caller syncs the directories that have the name of the folder,
+    or of one above it, before the run can retire the step.
+    """
     folder.mkdir()
     for path in step.iterdir():
         target = folder / path.name
@@ -136,6 +141,8 @@ def give_second_names(step: Path, folder: Path) -> None:
             os.link(path, target)
         except OSError:  # a file system without second names
             shutil.copyfile(path, target)
+            sync_files([target])
+    sync_files([folder])
 
 
 # -- what follows a save ---------------------------------------------------------------------------

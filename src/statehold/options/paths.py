@@ -95,9 +95,25 @@ def _deleted(text: str) -> UsageError:
     )
 
 
+def absolute_outside(path: str | os.PathLike[str], what: str) -> str:
+    """As absolute(), of what is to be made. Raises UsageError if it would be deleted with a step,
+    because it lies in the directory of one."""
+    text = absolute(path, what)
+    above = os.path.dirname(text)
+    while above != os.path.dirname(above):
+        if STEP_NAME.fullmatch(os.path.basename(above)):
+            raise UsageError(
+                f"{what} would lie in the directory of a step, and be deleted with it",
+                facts={"expected": f"a path outside of {above}", "got": text},
+            )
+        above = os.path.dirname(above)
+    return text
+
+
 def check_run(run: str | os.PathLike[str]) -> str:
-    """The path of a run, absolute. Raises UsageError for a new one that is called like a step."""
-    path = absolute(run, "the run")
+    """The path of a run, absolute. Raises UsageError for a new one that is called like a step, or
+    lies in one."""
+    path = absolute_outside(run, "the run")
     above, name = os.path.split(path)
     if named := STEP_NAME.fullmatch(name):  # otherwise the run would seem to have no steps
         raise UsageError(

@@ -13,25 +13,33 @@ import threading
 import weakref
 from typing import Protocol
 
+from statehold.errors import ClosedError
+
 
 class Ends(Protocol):
     def _end(self) -> None:
         """Called when the program ends."""
 
 
+PROGRAM_ENDS = "the program ends: its main thread has ended"
+JOIN = "save before: let the main thread wait for others, and do not save in atexit handlers"
+
 _open: weakref.WeakSet[Ends] = weakref.WeakSet()
 _is_registered = False
 
 
 def remember(one: Ends) -> None:
-    """End `owner` with the program."""
+    """End `owner` with the program. Raises ClosedError if it has ended."""
     global _is_registered
-    _open.add(one)
     if not _is_registered:
-        _is_registered = True
         # This registers as concurrent.futures does, and so runs before the end of that module.
         # Without it, concurrent.futures would still commit the saves under way.
-        getattr(threading, "_register_atexit", lambda _: None)(end_all)
+        try:
+            getattr(threading, "_register_atexit", lambda _: None)(end_all)
+        except RuntimeError:
+            raise ClosedError(PROGRAM_ENDS, hint=JOIN) from None
+        _is_registered = True
+    _open.add(one)
 
 
 def forget(one: Ends) -> None:

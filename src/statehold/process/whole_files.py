@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterable
 
 from statehold.errors import UsageError
 
@@ -58,6 +59,20 @@ def open_regular(path: str, flags: int, mode: int = 0o777) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
+
+
+def sync_files(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Make files, and the names in directories, durable. Raises OSError.
+
+    What may not be opened is passed over, such as the home of other users above a directory.
+    """
+    for path in paths:
+        with contextlib.suppress(PermissionError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
 
 def try_folder(folder: str | os.PathLike[str]) -> None:

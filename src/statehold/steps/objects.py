@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -108,7 +108,7 @@ class Neighbour:
             if both.size(source) != size:
                 return False
             both.copy(source, target)
-            return self._client.size(f"{SHARED}/{name}") == size
+            return self._client.has(f"{SHARED}/{name}", size)
         except MissingFileError:  # the other run has just deleted it
             return False
         except StorageError as error:
@@ -338,16 +338,25 @@ class ObjectSteps(Shelf):
 
     def has(self, step: int, attempt: str, name: str, size: int) -> bool:
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
-        return self.client.size(f"{directory_name(step, attempt)}/{check_file(name)}") == size
+        return self.client.has(f"{directory_name(step, attempt)}/{check_file(name)}", size)
 
     def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
         """A file of an attempt that was not published, for reading."""
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
         return ObjectFile(partial(self.client.fetch, path))
 
-    def publish(self, step: int, attempt: str, manifest: bytes) -> None:
-        """Commit a step whose other files are uploaded. May be called again after a failure."""
+    def publish(
+        self, step: int, attempt: str, manifest: bytes, records: Collection[str] = ()
+    ) -> None:
+        """Commit a step whose other files are uploaded. May be called again after a failure.
+
+        records: those of the ranks, by name; raises MissingFileError if one is not there.
+        """
         directory = directory_name(step, attempt)
+        wanted = {f"{directory}/{name}" for name in records}
+        if missing := wanted and wanted.difference(self.client.list(directory)[0]):
+            facts = {"file": self.client.path(min(missing)), "missing": len(missing)}
+            raise MissingFileError("a copy lacks the part of a rank", facts=facts)
         self.shared.check(directory)
         before = self._named_by(step)
         self.client.put(f"{directory}/{MANIFEST_NAME}", manifest)
@@ -415,9 +424,9 @@ class ObjectSteps(Shelf):
             if self._named_by(step) != directory:
                 self._delete(directory)
 
-    def clear(self, but_for: int | None = None) -> None:
+    def clear(self, but_for: int | None = None, *, and_newer: bool = True) -> None:
         """Delete the directories that no commit object names, except attempts at the step
-        `but_for`.
+        `but_for`, and without `and_newer` those at newer steps: other ranks may be ahead.
 
         For the one job that writes: it also deletes attempts of other jobs that are under way.
         """
@@ -428,7 +437,8 @@ class ObjectSteps(Shelf):
         for directory, (step, _) in found.items():
             # The only directory of a committed step is its own, so that needs no request.
             is_named = step in committed and several[step] == 1
-            if not is_named and step != but_for:
+            stays = but_for is not None and (step == but_for or (step > but_for and not and_newer))
+            if not is_named and not stays:
                 self._clear_one(step, directory)
 
     def _clear_one(self, step: int, directory: str) -> None:
@@ -481,7 +491,7 @@ class SharedObjects:
 
     def has(self, name: str, size: int) -> bool:
         """Whether a shared object is there."""
-        return self._client.size(f"{SHARED}/{name}") == size
+        return self._client.has(f"{SHARED}/{name}", size)
 
     def upload(
         self, name: str, size: int, blocks: Iterable[memoryview], before: Callable[[int], None]

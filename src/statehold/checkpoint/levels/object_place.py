@@ -16,7 +16,7 @@ from dataclasses import astuple
 from statehold.checkpoint.levels.remembered import recall
 from statehold.errors import CorruptionError, StateholdError
 from statehold.format.entries import sha256
-from statehold.format.manifest import Manifest
+from statehold.format.manifest import Commit, Manifest
 from statehold.options.keep import Keep
 from statehold.ranks.peers import Peers
 from statehold.steps.copying import Copy, DataFile, blocks, content_of, is_shared
@@ -63,6 +63,7 @@ class ObjectPlace(Target):
         self._owner = owned
         self._retention = Retention(keep, objects.manifest)
         self._leads = leads
+        self._is_alone = True
         self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 
     @property
@@ -71,13 +72,14 @@ class ObjectPlace(Target):
 
     def prepare(self, peers: Peers | None) -> None:
         self.objects.ask_again()  # leftovers are deleted when another step comes
+        self._is_alone = peers is None
 
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
         self._owner.claim()
         if self._leads:
             # Other ranks may already be copying a later save of this step.
-            self.objects.clear(but_for=step)
+            self.objects.clear(but_for=step, and_newer=self._is_alone)
         self._taken = step, attempt
         shared = {file.name: _object_of(file) for file in copy.part.files if is_shared(file.name)}
         self.objects.refer(step, attempt, shared)
@@ -123,7 +125,9 @@ class ObjectPlace(Target):
         return True
 
     def commit(self, step: int, attempt: str | None, manifest: bytes) -> None:
-        self.objects.publish(step, attempt_at(manifest), manifest)
+        listed = Manifest.listed(manifest, self.path(step), step)
+        records = [each.name for each in listed.records] if isinstance(listed, Commit) else []
+        self.objects.publish(step, attempt_at(manifest), manifest, records)
         self._retention.forget(step)
         self._taken = None
 

@@ -23,7 +23,7 @@ from statehold.io.objects.client import check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering, check_flag
-from statehold.options.paths import check_path
+from statehold.options.paths import absolute_outside
 from statehold.planners.intervals import Loss
 from statehold.units import parse_bytes
 
@@ -116,7 +116,7 @@ class Memory(Level):
         Level.__post_init__(self)
         check_flag("agent", self.agent)
         if self.path is not None:
-            check_path(self.path, f"the path of level {self.name}")
+            absolute_outside(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
         keep = kept_of(self.keep)
         if keep is None or keep.most is None:
@@ -153,7 +153,7 @@ class Directory(Level):
     def __post_init__(self) -> None:
         Level.__post_init__(self)
         if self.path is not None:
-            check_path(self.path, f"the path of level {self.name}")
+            absolute_outside(self.path, f"the path of level {self.name}")
         _check_copies(self, self.copies)
         if self.copies and not self.per_host:
             raise UsageError(

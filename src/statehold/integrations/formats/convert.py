@@ -60,7 +60,7 @@ from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, plan_save
 from statehold.observe.background_log import counted
-from statehold.options.paths import absolute, check_path
+from statehold.options.paths import absolute, absolute_outside, check_path
 from statehold.process.warn import warn_caller
 from statehold.reading.load import part_of as node_of
 from statehold.reading.places import StepPlace, at_rest, file_system, step_in
@@ -110,7 +110,7 @@ def export_step(
         raise UsageError("no such format", facts={"expected": known, "got": show(to)})
     with contextlib.closing(file_system()) as fs:
         beside = {} if config is None else hf.texts_of(os.fspath(config), to)
-        target = absolute(destination, "the destination")
+        target = absolute_outside(destination, "the destination")
         write = partial(_exported, fs, target, to, name, beside, report)
         left_out = at_rest(fs, check_path(step, "the step"), write)
     if left_out:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from statehold.integrations.formats.archives import torch_save
 from statehold.integrations.trained import give_second_names
 from statehold.options.paths import step_name
+from statehold.process.whole_files import sync_files
 
 STEPS, MANIFEST, REMOVED, HALF = ".steps", "manifest.json", ".removed", ".half"
 # What stands in a file until its weights are written. No reader takes it for a checkpoint.
@@ -84,6 +85,7 @@ class Checkpoint:
         if held.exists():  # saved again
             os.replace(held, new / "old")
         os.replace(new / held.name, held)
+        sync_files([self.steps, self.steps.parent])
         self._drop_older(held.name)
         if self.has_weights():
             _write(self.path, WEIGHTS_FOLLOW)

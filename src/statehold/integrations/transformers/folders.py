@@ -33,7 +33,7 @@ from statehold.errors import UsageError
 from statehold.integrations.trained import persistent_buffers
 from statehold.options.paths import NamedStep, step_name
 from statehold.process.warn import logger
-from statehold.process.whole_files import replace_file
+from statehold.process.whole_files import replace_file, sync_files
 from statehold.reading.copying import copy_step
 from statehold.reading.places import file_system, find
 from statehold.subscription.levels import levels_of
@@ -159,6 +159,7 @@ class Folders:
             source = Path(level.where, step_name(step))
             if not self.holds(step) and source.is_dir():
                 copy_step(source, self.path(step))
+                sync_files([self.path(step), self._run])
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:

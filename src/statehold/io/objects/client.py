@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -39,8 +40,10 @@ from statehold.errors import (
     UsageError,
     shown,
     storage_error,
+    storing,
 )
 from statehold.io.objects.parallel import Extent, apart, move
+from statehold.process.whole_files import sync_files
 from statehold.units import MiB
 
 if TYPE_CHECKING:
@@ -150,7 +153,25 @@ class ObjectClient:
 
     def put(self, name: str, data: bytes) -> None:
         """Create an object, or replace it, with one request."""
-        self._ask("write", name, lambda store: store.put(name, data, use_multipart=False))
+
+        def put(store: ObjectStore) -> None:
+            store.put(name, data, use_multipart=False)
+            self._make_durable(name)
+
+        self._ask("write", name, put)
+
+    def has(self, name: str, size: int) -> bool:
+        """Whether an object of this size is there, durably. Its maker may have died before that."""
+
+        def look(store: ObjectStore) -> bool:
+            is_there = store.head(name)["size"] == size
+            if is_there:
+                self._make_durable(name)
+            return is_there
+
+        with contextlib.suppress(MissingFileError):
+            return self._ask("look at", name, look)
+        return False
 
     def copy(self, source: str, target: str) -> None:
         """Create an object, or replace it, with the content of another one, inside the store."""
@@ -172,10 +193,16 @@ class ObjectClient:
             self._ask("delete", name, lambda store: store.delete(name))
 
     def delete_below(self, directory: str) -> None:
-        """Delete all objects of a directory."""
+        """Delete all objects of a directory. A name beside it that was deleted never comes back
+        without them."""
+
+        def delete(store: ObjectStore) -> None:
+            self._make_durable(directory, is_gone=True)
+            store.delete(paths)
+
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
             paths = self.list_all(directory)
-            self._ask("delete", directory, lambda store: store.delete(paths))
+            self._ask("delete", directory, delete)
 
     # -- uploads ---------------------------------------------------------------------------
 
@@ -195,6 +222,11 @@ class ObjectClient:
                 chunk_size=part_bytes,
                 max_concurrency=in_flight,
             )
+            try:
+                self._make_durable(name)
+            except StateholdError:  # the bytes may be lost, and the next sync would not say so
+                store.delete(name)
+                raise
 
         try:
             self._ask("write", name, put, again=0)  # the blocks come once
@@ -261,6 +293,14 @@ class ObjectClient:
                 if error.errno != errno.ECONNRESET or time.monotonic() > until_s:
                     raise
         return ask()
+
+    def _make_durable(self, name: str, is_gone: bool = False) -> None:
+        """A store in files answers before the disk has an object, or its name: sync both."""
+        parts = urlsplit(self.url)
+        if parts.scheme == "file":
+            path = Path(unquote(parts.path), name)
+            with storing("make durable", str(path)):
+                sync_files([*path.parents] if is_gone else [path, *path.parents])
 
     def _check_waiting(self, waited_s: float) -> None:
         if waited_s > LATE_S:

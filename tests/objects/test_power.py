@@ -1,0 +1,128 @@
+"""A store in files, file:///, after a power cut: what was said to be there is there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from statehold.errors import StorageError
+from statehold.format.saved import MANIFEST_NAME
+from statehold.steps.objects import ObjectSteps
+from support.power import SyncedDisk
+
+FIRST, SECOND = "5f3a09c1-7", "5f3a09c1-8"
+DATA = "rank-00000-of-00001.safetensors"
+SHARED_DATA = "rank-00000-of-00001-1.safetensors"
+OBJECT = f"{'0' * 64}.safetensors"
+BYTES_MAX = 1 << 20
+
+After = Callable[[], ObjectSteps]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SyncedDisk:
+    (tmp_path / "disk").mkdir()
+    return SyncedDisk(tmp_path / "disk", monkeypatch)
+
+
+@pytest.fixture
+def steps(disk: SyncedDisk, tmp_path: Path) -> ObjectSteps:
+    return ObjectSteps(f"file://{tmp_path}/disk/two%20words/deep")
+
+
+@pytest.fixture
+def after(disk: SyncedDisk, tmp_path: Path) -> After:
+    """Makes the power go off; the store as it is then."""
+
+    def cut() -> ObjectSteps:
+        left = disk.cut(tmp_path / "after")
+        return ObjectSteps(f"file://{left}/two%20words/deep")
+
+    return cut
+
+
+def add(steps: ObjectSteps, step: int, attempt: str = FIRST) -> None:
+    data = attempt.encode()
+    steps.refer(step, attempt, {SHARED_DATA: OBJECT})
+    if not steps.shared.has(OBJECT, 4):
+        steps.shared.upload(OBJECT, 4, [memoryview(b"both")], lambda _: None)
+    steps.upload(step, attempt, DATA, len(data), [memoryview(data)])
+    steps.publish(step, attempt, b"manifest of " + data)
+
+
+def read(steps: ObjectSteps, step: int) -> tuple[bytes, bytes, bytes]:
+    own, shared = bytearray(len(FIRST)), bytearray(4)
+    manifest = steps.read(step, MANIFEST_NAME, BYTES_MAX)
+    steps.fetch(step, DATA, [(0, memoryview(own))])
+    steps.fetch(step, SHARED_DATA, [(0, memoryview(shared))])
+    return manifest, bytes(own), bytes(shared)
+
+
+def test_a_published_step_is_whole(steps: ObjectSteps, after: After) -> None:
+    add(steps, 7)
+    left = after()
+    assert left.steps() == [7]
+    assert read(left, 7) == (b"manifest of " + FIRST.encode(), FIRST.encode(), b"both")
+
+
+def test_a_step_that_is_saved_again_is_whole(steps: ObjectSteps, after: After) -> None:
+    add(steps, 7)
+    add(steps, 7, SECOND)
+    left = after()
+    assert left.steps() == [7]
+    assert read(left, 7)[1] == SECOND.encode()
+
+
+def test_what_a_dead_job_has_left_is_durable_before_it_counts(
+    steps: ObjectSteps, after: After, tmp_path: Path
+) -> None:
+    """The other job was killed when its objects were there, and no sync had ended."""
+    directory = tmp_path / "disk/two words/deep" / f"step-{7:012d}.{FIRST}"
+    shared = tmp_path / "disk/two words/deep/shared"
+    for folder in (directory, shared):
+        folder.mkdir(parents=True)
+    (directory / DATA).write_bytes(FIRST.encode())
+    (shared / OBJECT).write_bytes(b"both")
+    assert steps.has(7, FIRST, DATA, len(FIRST))
+    steps.refer(7, FIRST, {SHARED_DATA: OBJECT})
+    assert steps.shared.has(OBJECT, 4)
+    steps.publish(7, FIRST, b"manifest")
+    assert read(after(), 7) == (b"manifest", FIRST.encode(), b"both")
+
+
+def test_a_step_without_its_files_never_comes_back(
+    steps: ObjectSteps, after: After, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(steps, 7)
+    add(steps, 8, SECOND)
+    left = list[ObjectSteps]()
+    delete_below = steps.client.delete_below
+
+    def cut(directory: str) -> None:
+        delete_below(directory)
+        left.append(after())
+
+    monkeypatch.setattr(steps.client, "delete_below", cut)
+    steps.retire(7)
+    assert [each.steps() for each in left] == [[8]]
+
+
+def test_bytes_whose_sync_fails_are_not_taken_for_whole_later(
+    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = list[int]()
+
+    def fail(fd: int) -> None:
+        failed.append(fd)
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="make durable"):
+            steps.upload(7, FIRST, DATA, 4, [memoryview(b"data")])
+    assert failed
+    assert not steps.has(7, FIRST, DATA, 4)

@@ -1,0 +1,50 @@
+"""What a power cut leaves of files that Python writes: no more than was synced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+class SyncedDisk:
+    """Notes every os.fsync() below `root`: the bytes of a file, and the names in a directory.
+
+    What is there at the beginning is durable.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._names: dict[int, dict[str, int]] = {}  # by the inode of a directory
+        self._bytes: dict[int, bytes] = {}  # by the inode of a file
+        for path in (root, *root.rglob("*")):
+            self._note(path)
+        sync = os.fsync
+
+        def noted(fd: int) -> None:
+            sync(fd)
+            self._note(Path(os.readlink(f"/proc/self/fd/{fd}")))
+
+        monkeypatch.setattr(os, "fsync", noted)
+
+    def _note(self, path: Path) -> None:
+        if path.is_dir():
+            names = {each.name: each.stat().st_ino for each in path.iterdir()}
+            self._names[path.stat().st_ino] = names
+        elif path.is_file():
+            self._bytes[path.stat().st_ino] = path.read_bytes()
+
+    def cut(self, into: Path) -> Path:
+        """Make the tree that a power cut leaves now, in another place: files that were never
+        synced are empty, and so are directories."""
+        self._leave(self._root.stat().st_ino, into)
+        return into
+
+    def _leave(self, directory: int, into: Path) -> None:
+        into.mkdir()
+        for name, inode in self._names[directory].items():
+            if inode in self._names:
+                self._leave(inode, into / name)
+            else:
+                (into / name).write_bytes(self._bytes.get(inode, b""))
