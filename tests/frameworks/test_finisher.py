@@ -15,7 +15,9 @@ import torch
 
 import statehold
 from statehold.errors import StateholdError
-from statehold.integrations.trained import Finisher
+from statehold.integrations.trained import Finisher, give_second_names
+from statehold.options.paths import step_name
+from statehold.process.whole_files import sync_files
 from support.faults import DEADLINE_S, must
 from support.interrupts import interrupt_everywhere
 from support.power import SyncedDisk
@@ -156,6 +158,22 @@ def test_second_names_outlive_a_power_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
 ) -> None:
     """The run retires the step later, and then the folder alone has it."""
+    run = tmp_path / "disk/run"
+    with statehold.Checkpointer(run) as ckpt:
+        ckpt.save(7, {"w": torch.arange(5.0)}).wait("committed")
+    disk, folder = SyncedDisk(tmp_path / "disk", monkeypatch), run / "checkpoint-7"
+    folder.mkdir()
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    give_second_names(run / step_name(7), folder / step_name(7))
+    sync_files([folder, run])
+    left = disk.cut(tmp_path / "left")
+    assert statehold.load(left / "run/checkpoint-7", "w").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_folder_of_a_held_step_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
     run = tmp_path / "disk/run"
     with statehold.Checkpointer(run) as ckpt:
@@ -163,9 +181,8 @@ def test_second_names_outlive_a_power_cut(
     disk = SyncedDisk(tmp_path / "disk", monkeypatch)
     folders = transformers_folders.Folders(str(run))
     folders.make(7, "{}")
-    if not has_links:
-        monkeypatch.setattr(os, "link", refuse)
     folders.hold(7)
+    disk.trust(run / "checkpoint-7" / step_name(7))
     left = disk.cut(tmp_path / "left")
     assert statehold.load(left / "run/checkpoint-7", "w").tolist() == [0, 1, 2, 3, 4]
 

@@ -18,8 +18,7 @@ class SyncedDisk:
         self._root = root
         self._names: dict[int, dict[str, int]] = {}  # by the inode of a directory
         self._bytes: dict[int, bytes] = {}  # by the inode of a file
-        for path in (root, *root.rglob("*")):
-            self._note(path)
+        self.trust(root)
         sync = os.fsync
 
         def noted(fd: int) -> None:
@@ -27,6 +26,11 @@ class SyncedDisk:
             self._note(Path(os.readlink(f"/proc/self/fd/{fd}")))
 
         monkeypatch.setattr(os, "fsync", noted)
+
+    def trust(self, directory: Path) -> None:
+        """What is there now is durable, such as what the core has synced."""
+        for path in (directory, *directory.rglob("*")):
+            self._note(path)
 
     def _note(self, path: Path) -> None:
         if path.is_dir():
