@@ -309,6 +309,25 @@ def test_a_run_made_where_another_was_removed_restores_its_own_steps(
             ckpt.save(4, live)
 
 
+def test_a_parent_does_not_take_the_place_of_steps_that_only_memory_has(
+    memory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, base = tmp_path / "run", tmp_path / "base"
+    with statehold.Checkpointer(base, **SMALL) as ckpt:
+        save(ckpt, 2, {"w": torch.full((5,), 7.0)})
+    trained(run, memory, 1, 3)
+    shutil.rmtree(run)
+    levels = [Memory(path=memory, agent=False), Directory()]
+    for _ in range(2):  # the first restore of the run, and one after a save
+        with statehold.Checkpointer(run, parent=f"{base}@2", levels=levels, **SMALL) as ckpt:
+            live = {"w": torch.zeros(5)}
+            assert ckpt.restore(live) == 3
+            assert torch.equal(live["w"], torch.ones(5))
+            save(ckpt, 3, live)
+    assert "continues that run" in caplog.text
+    assert "statehold free RUN --yes --force" in caplog.text
+
+
 def test_an_agent_takes_nothing_from_a_newer_trainer(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     objects = ObjectSteps(f"file://{tmp_path}/bucket")
