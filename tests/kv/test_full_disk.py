@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from statehold.errors import NoSpaceError
-from statehold.kv import PageVerdict, opened
+from statehold.kv import PageBatch, PageVerdict, opened
 from statehold.kv.looking import prune
-from statehold.kv.tiers import FileTier, Geometry
+from statehold.kv.tiers import MAKING, FileTier, Geometry
+from statehold.process.file_locks import LockFile
 from statehold.units import MiB
 from support.faults import must
-from support.pages import SLOT, get, made, put
+from support.pages import SLOT, get, key, made, page, put
 
 
 class NoRoom:
@@ -119,21 +123,54 @@ def test_pages_stay_whose_segment_has_no_room_for_others_any_more(
         assert get(store, *range(slots)).count(PageVerdict.HIT) == left
 
 
-def test_a_segment_that_two_processes_make_at_once_takes_the_pages_of_both(
-    tmp_path: Path, disks: list[NoRoom], caplog: pytest.LogCaptureFixture
+class Makes:
+    """A file system that makes a segment, and takes it away if there is no room for all of it."""
+
+    def __init__(self, fs: Any, meanwhile: Callable[[], None], *, has_room: bool) -> None:
+        self._fs, self._meanwhile, self._has_room = fs, meanwhile, has_room
+
+    def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
+        made = self._fs.open_write(path, nbytes, reuse=reuse)
+        self._meanwhile()
+        if self._has_room:
+            return made
+        os.unlink(path)
+        raise NoSpaceError("cannot allocate", errno=28, path=path)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_one_process_at_a_time_makes_a_segment(
+    tmp_path: Path, disks: list[NoRoom], monkeypatch: pytest.MonkeyPatch, has_room: bool
 ) -> None:
-    """Another process makes it after this one has looked for it."""
-    with made(tmp_path) as store:
-        real = disks[0]._fs
+    begun, take, opens = threading.Event(), LockFile.take, NoRoom.open_write
+    batches = list[PageBatch]()
 
-        class Late:
-            def open_write(self, path: str, nbytes: int, *, reuse: bool) -> Any:
-                if not reuse:
-                    real.open_write(path, nbytes, reuse=False)
-                return real.open_write(path, nbytes, reuse=reuse)
+    def taken(lock: LockFile, byte: int, timeout_s: float | None = None) -> bool:
+        if batches and byte == MAKING:
+            begun.set()
+        return take(lock, byte, timeout_s)
 
-        disks[0]._fs = Late()
+    def opened_by_other(disk: NoRoom, path: str, nbytes: int, *, reuse: bool) -> Any:
+        found = opens(disk, path, nbytes, reuse=reuse)
+        begun.set()
+        return found
+
+    def meanwhile() -> None:
+        batches.append(other.put([key(2)], [page(2)]))
+        must(begun.wait(60))
+
+    with made(tmp_path) as store, made(tmp_path) as other:
+        monkeypatch.setattr(LockFile, "take", taken)
+        monkeypatch.setattr(NoRoom, "open_write", opened_by_other)
+        makes = Makes(disks[0]._fs, meanwhile, has_room=has_room)
+        disks[0].open_write = makes.open_write  # type: ignore[method-assign]
         put(store, 1)
-        stats = store.stats()
-        assert (stats["pages"], stats["unwritten"]) == (1, 0)
-    assert not caplog.text
+        other.flush()
+        must(batches[0].wait() == [PageVerdict.STORED])
+        assert store.stats()["unwritten"] == (not has_room)
+        assert other.stats()["unwritten"] == 0
+    with made(tmp_path) as store:
+        assert get(store, 1, 2) == [
+            PageVerdict.HIT if has_room else PageVerdict.MISS,
+            PageVerdict.HIT,
+        ]

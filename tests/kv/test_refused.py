@@ -13,6 +13,7 @@ from statehold.errors import StorageError, UsageError
 from statehold.io.memory_room import Room
 from statehold.kv import PageVerdict, opened, tiers
 from statehold.kv.looking import prune
+from statehold.kv.opened import OpenStore
 from statehold.kv.tiers import FileTier, Geometry
 from support import scripts
 from support.faults import must
@@ -61,6 +62,30 @@ def test_a_segment_that_cannot_be_opened_keeps_its_pages(
         must(systems[1].refused > 0)
         systems[1].has_room = True
         assert get(store, *range(4)) == [HIT] * 4
+
+
+def test_a_slot_that_cannot_be_written_costs_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, refused = OpenStore.job, list[int]()
+
+    def job(self: OpenStore, moves: list[Any], *, is_write: bool = False) -> Any:
+        if is_write and any(there == 2 for _, there, _ in moves):
+            refused.append(len(moves))
+            raise StorageError("cannot write", errno=errno.EIO, path="segment-000000")
+        return begin(self, moves, is_write=is_write)
+
+    with monkeypatch.context() as patched, made(tmp_path) as store:
+        patched.setattr(OpenStore, "job", job)
+        slots = store.stats()["pages_max"]
+        for number in range(slots + 5):
+            put(store, number)
+        assert refused == [1]
+        stats = store.stats()
+        assert (stats["unwritten"], stats["pages"]) == (1, slots - 1)
+    with made(tmp_path) as store:
+        put(store, 1000)
+        assert store.stats()["pages"] == slots
 
 
 def test_a_segment_that_is_gone_loses_its_pages_at_once(tmp_path: Path) -> None:

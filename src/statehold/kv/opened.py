@@ -1,6 +1,6 @@
 """A store of pages that a process has opened: its tiers, its seat, and the lock of the tables.
 
-    STORE/.lock         byte 0: around changes of the tables; those behind it: a seat each
+    STORE/.lock     bytes: around changes of the tables; a seat each; who sends; who makes a segment
 
 Invariants: what a dead process was filling is free again when the next one opens the store. A table
 that is lost, or older than the pages because the host has lost its power, is made again: from the

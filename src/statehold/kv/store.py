@@ -47,6 +47,9 @@ GROUP_PAGES = 64
 GROUP_BYTES = 8 * MiB
 GROUPS = 3
 DEADLINE_S = 1.0
+# The part of the slots in files that a process leaves alone once the storage has refused them. When
+# it has ended, the next process that opens the store tries them again.
+REFUSED_PART = 8
 # How long close() waits for a storage that hangs.
 CLOSE_S = 10.0
 # Pages older than this survive a loss of power.
@@ -118,7 +121,7 @@ class PageStore:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.conversing = threading.Lock()  # a conversation is saved or resumed (caches)
-        self._is_flush_due = False
+        self._is_flush_due, self._refused = False, 0
         # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
         self._pid = os.getpid()
         self._leftover: deque[LoadGroup] = deque()
@@ -194,8 +197,7 @@ class PageStore:
         return batch
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Return once all pages that were put are in files, or were dropped, and are durable. Those
-        that the storage has refused stay in memory alone: stats() counts them as "unwritten".
+        """Return once all pages that were put are in files, and durable, or dropped, or unwritten.
 
         Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
@@ -532,7 +534,10 @@ class PageStore:
         done = self._written(group.moves, group.job)
         with self._open.changing(None):
             for slot, there, _ in group.moves:
-                if slot not in done or not _publish(files, there, group.headers[slot]):
+                is_refused = slot not in done and there < self._files.below
+                if is_refused and self._refused < files.slots // REFUSED_PART:
+                    self._refused += 1  # it stays taken, or each later page would be tried there
+                elif slot not in done or not _publish(files, there, group.headers[slot]):
                     files.free(there)
             for slot in group.headers:
                 memory.release(slot)
@@ -678,5 +683,4 @@ def _until(timeout_s: float | None) -> float | None:
 def _check_identity(identity: object) -> bytes:
     if isinstance(identity, bytes) and len(identity) == IDENTITY_BYTES:
         return identity
-    hint = "statehold.kv.identity() makes one"
-    raise refused("not an identity", f"{IDENTITY_BYTES} bytes", identity, hint)
+    raise refused("not an identity", f"{IDENTITY_BYTES} bytes", identity, "kv.identity() makes one")

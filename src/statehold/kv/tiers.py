@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
-from statehold._core import PAGE_ENTRY_BYTES, File, Fs, PageTable
+from statehold._core import PAGE_ENTRY_BYTES, SEATS_MAX, File, Fs, PageTable
 from statehold.errors import FormatVersionError, NoSpaceError, StorageError, refused, storing
 from statehold.io.clients import open_past_cache
 from statehold.io.memory_room import spare_memory
@@ -44,6 +44,8 @@ FORMAT = 2
 SLOTS_MIN = 8
 SEGMENT_BYTES = 256 * MiB
 ABOUT, INDEX, LOCK = "store.json", "index", ".lock"
+# The byte of the lock of who makes a segment, and how long others wait for that.
+MAKING, MAKING_S = 2 + SEATS_MAX, 10.0
 # How the memory ends: it says where the store is.
 _ROOT, _ROOT_BYTES = b"store of pages: ", 4096 + 16
 
@@ -280,18 +282,16 @@ class FileTier(MappedTable):
 
     def _open(self, segment: int, *, is_write: bool) -> File:
         path = segment_path(self._root, segment)
-        is_there = os.path.exists(path)
-        try:
-            if is_write:
-                return self._fs.open_write(path, self._geometry.segment_bytes, reuse=is_there)
+        if not is_write:
             return open_past_cache(self._fs, path)
+        nbytes, lock = self._geometry.segment_bytes, f"{self._root}/{LOCK}"
+        try:
+            with storing("make a segment", path), contextlib.closing(LockFile(lock)) as making:
+                making.take(MAKING, MAKING_S)  # who has no room takes the file away again
+                return self._fs.open_write(path, nbytes, reuse=os.path.exists(path))
         except NoSpaceError:
             self.below = min(self.below, segment * self._by_segment)
             raise
-        except StorageError:
-            if is_there or not os.path.exists(path):
-                raise
-            return self._open(segment, is_write=is_write)  # another process has made it meanwhile
 
     def flush(self) -> None:
         """Make the pages durable that were written so far, then the table. Raises OSError."""
