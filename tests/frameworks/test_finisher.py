@@ -16,6 +16,7 @@ import torch
 import statehold
 from statehold.errors import StateholdError
 from statehold.integrations.trained import Finisher
+from statehold.process.whole_files import sync_files
 from support.faults import DEADLINE_S, must
 from support.interrupts import interrupt_everywhere
 from support.power import SyncedDisk
@@ -172,3 +173,20 @@ def test_second_names_outlive_a_power_cut(
 
 def refuse(*_: object) -> None:
     raise OSError(errno.EPERM, "injected: no second names here")
+
+
+def test_weights_that_are_there_after_a_power_cut_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would write them again."""
+    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
+    run = tmp_path / "disk/run"
+    run.mkdir(parents=True)
+    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
+    folders = transformers_folders.Folders(str(run))
+    folders.make(7, "{}")
+    with folders.beside(7) as new:
+        (new / "model.safetensors").write_bytes(b"weights")
+    sync_files([folders.path(7), run])  # a disk may have the names at any time
+    left = disk.cut(tmp_path / "left")
+    assert (left / "run/checkpoint-7/model.safetensors").read_bytes() == b"weights"

@@ -166,6 +166,7 @@ class Folders:
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
         try:
             yield new
+            sync_files(new.rglob("*"))  # an entry that is there counts as whole
             for path in new.iterdir():
                 os.replace(path, folder / path.name)
         finally:
