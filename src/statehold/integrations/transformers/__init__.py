@@ -231,14 +231,12 @@ class StateholdTrainer(Trainer):
             broadcast_object_list(decided)
         step, source, stock, newest = decided[0]
         opened.step, opened.source = step, source
-        opened.is_asked = source is not None or (opened.wanted is not True and step != newest)
+        opened.is_asked = source is not None or step != newest
         if step is None:
             is_new = stock is None and not opened.ckpt.steps()
             if is_new and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
-        if opened.wanted is True:  # a person has deleted the folders of newer ones
-            self._discard_newer(opened)
         for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}
