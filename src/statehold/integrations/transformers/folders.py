@@ -193,7 +193,9 @@ class Folder:
         return self.folders.has(self.step)
 
     def hold(self, step: int) -> None:
-        """Nothing: the run keeps the step, or the folder is removed."""
+        """The run keeps the step. Without its folder, the step would count as given up."""
+        with contextlib.suppress(FileNotFoundError):  # it was removed
+            sync_files([os.path.dirname(self.path), self.path])
 
     def remove(self) -> None:
         self.folders.remove(self.step)
