@@ -189,3 +189,36 @@ def test_the_folder_of_a_held_step_outlives_a_power_cut(
 
 def refuse(*_: object) -> None:
     raise OSError(errno.EPERM, "injected: no second names here")
+
+
+def test_weights_that_are_there_after_a_power_cut_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would write them again."""
+    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
+    run = tmp_path / "disk/run"
+    run.mkdir(parents=True)
+    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
+    folders = transformers_folders.Folders(str(run))
+    folders.make(7, "{}")
+    with folders.beside(7) as new:
+        (new / "model.safetensors").write_bytes(b"weights")
+    sync_files([folders.path(7), run])  # a disk may have the names at any time
+    left = disk.cut(tmp_path / "left")
+    assert (left / "run/checkpoint-7/model.safetensors").read_bytes() == b"weights"
+
+
+def test_the_folder_of_a_committed_step_outlives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step may lie in an object store, and without its folder it would count as given up."""
+    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
+    run = tmp_path / "disk/run"
+    run.mkdir(parents=True)
+    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
+    folder = transformers_folders.Folders(str(run)).of(7)
+    folder.folders.make(7, "{}")
+    finisher = made(lambda _: None)
+    finisher.hold(Saved(7).end(), folder)
+    finisher.finish(write=False)
+    assert (disk.cut(tmp_path / "left") / "run/checkpoint-7").is_dir()

@@ -261,6 +261,23 @@ def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> 
     assert (steps(), folders(out)) == ([1, 2], ["checkpoint-1", "checkpoint-2"])
 
 
+def test_a_step_whose_folder_was_deleted_goes_at_the_first_save(tmp_path: Path) -> None:
+    """The step before it may not fit."""
+    out, whole = tmp_path / "out", trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Stop):
+        trainer(out, more=[StopAfter(3)]).train()
+    shutil.rmtree(out / "checkpoint-3")
+    with pytest.raises(StateMismatchError):
+        trainer(out, optim="sgd").train(resume_from_checkpoint=True)
+    with statehold.Checkpointer(out) as ckpt:
+        assert ckpt.steps() == [1, 2, 3]
+    again = trainer(out)
+    again.train(resume_from_checkpoint=True)
+    assert same_weights(again.model, whole.model)
+    assert folders(out) == folders(tmp_path / "whole")
+
+
 def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:
     """Such as one of DeepSpeed, which has its weights in a format of its own."""
     out = tmp_path / "out"

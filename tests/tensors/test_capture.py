@@ -15,6 +15,7 @@ from torch import nn
 
 import statehold
 from statehold.errors import UnsupportedValueError, UsageError
+from statehold.tensors import composed
 from statehold.tensors.found import Seen
 from statehold.tensors.kinds import capture, parts
 from statehold.tensors.stepping import Stepping
@@ -227,6 +228,25 @@ def test_what_is_refused_and_where(name: str) -> None:
         capture({"deep": [{"down": value}]})
     assert str(caught.value.facts["path"]).startswith("deep.0.down")
     assert caught.value.hint
+
+
+def test_a_jagged_tensor_is_refused_by_name_though_its_class_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its shape has a number that no step can hold, which the save found out in the background."""
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(UnsupportedValueError, match="a nested tensor") as caught:
+        capture({"t": jagged})
+    assert "allow_tensor_class" not in str(caught.value)
+    monkeypatch.setattr(composed, "allowed", {})
+    statehold.allow_tensor_class(type(jagged))
+    with pytest.raises(UnsupportedValueError, match="a nested tensor"):
+        capture({"t": jagged})
+
+
+def test_a_tensor_of_onednn_is_not_called_sparse() -> None:
+    with pytest.raises(UnsupportedValueError, match="a tensor of oneDNN cannot be stored"):
+        capture({"t": torch.ones(2, 2).to_mkldnn()})
 
 
 def test_uninitialized_parameters_are_called_that() -> None:

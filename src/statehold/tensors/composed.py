@@ -271,7 +271,7 @@ def allow_tensor_class(
 def is_allowed(tensor: torch.Tensor) -> bool:
     """Whether a step can hold tensors of this class, taken apart."""
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind is torch.Tensor or kind is torch.nn.Parameter or tensor.is_nested:
         return False
     name = name_of(kind)
     if name in allowed:

@@ -85,6 +85,8 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 
 def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
+    if tensor.is_nested:
+        return "a nested tensor", "store its values and offsets"
     if type(tensor) not in _PLAIN_TYPES:
         if is_dtensor(tensor):
             return _refused_kind(local_of(tensor))
@@ -98,12 +100,12 @@ def _refused_kind(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "a tensor subclass", f"{allow}, or store the tensors it is made of"
     if tensor.device.type == "meta":
         return "a meta tensor, which has no data,", "materialize it before saving or restoring"
+    if tensor.is_mkldnn:
+        return "a tensor of oneDNN", "store to_dense()"
     if tensor.layout is not torch.strided:
         return "a sparse tensor", "store its indices and values, or to_dense()"
     if tensor.is_quantized:
         return "a quantized tensor", "store int_repr(), and the scales and zero points"
-    if tensor.is_nested:
-        return "a nested tensor", "store its values and offsets"
     return None
 
 

@@ -104,6 +104,7 @@ class Checkpoint:
         try:
             torch_save(values, new)
             os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
+            sync_files([new])  # a file that is there counts as whole
             os.replace(new, self.path)
         except BaseException:  # no room, perhaps: leave it to the steps
             with contextlib.suppress(OSError):

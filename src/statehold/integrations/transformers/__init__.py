@@ -234,17 +234,14 @@ class StateholdTrainer(Trainer):
         if self.args.world_size > 1:
             broadcast_object_list(decided)
         step, source, stock, newest = decided[0]
-        is_older = opened.wanted is not True and step != newest
         # Once more the same step: it is damaged, and was not set aside.
-        opened.is_asked = source is not None or is_older or step == opened.step
+        opened.is_asked = source is not None or step != newest or step == opened.step
         opened.step, opened.source = step, source
         if step is None:
             is_new = stock is None and not opened.ckpt.steps()
             if is_new and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
-        if opened.wanted is True:  # a person has deleted the folders of newer ones
-            self._discard_newer(opened)
         for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
             log.warning("%s", doubt)
         trainer = {"state": "", "world": 0, "extra": ""}

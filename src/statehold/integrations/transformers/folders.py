@@ -169,6 +169,7 @@ class Folders:
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
         try:
             yield new
+            sync_files(new.rglob("*"))  # an entry that is there counts as whole
             for path in new.iterdir():
                 os.replace(path, folder / path.name)
         finally:
@@ -195,7 +196,9 @@ class Folder:
         return self.folders.has(self.step)
 
     def hold(self, step: int) -> None:
-        """Nothing: the run keeps the step, or the folder is removed."""
+        """The run keeps the step. Without its folder, the step would count as given up."""
+        with contextlib.suppress(FileNotFoundError):  # it was removed
+            sync_files([os.path.dirname(self.path), self.path])
 
     def remove(self) -> None:
         self.folders.remove(self.step)
