@@ -161,6 +161,15 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
     return texts
 
 
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_sampler_whose_order_is_lost_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    trainer(tmp_path, train_sampling_strategy=strategy, max_steps=1).train()
+    is_named = "LengthGroupedSampler draws the order of an epoch" in told(caplog)
+    assert is_named == (strategy == "group_by_length")
+
+
 @pytest.mark.thorough
 def test_what_differs_after_a_resume_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

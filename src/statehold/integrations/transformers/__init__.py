@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
@@ -322,6 +323,16 @@ class StateholdTrainer(Trainer):
                 kwargs["resume_from_checkpoint"] = self._found(opened)
         return super()._inner_training_loop(*args, **kwargs)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        saves = self._open_run is not None and self.args.save_strategy != SaveStrategy.NO
+        # accelerate replaces a RandomSampler by one that knows the epoch
+        is_seeded = self.args.accelerator_config.use_seedable_sampler
+        is_replaced = isinstance(sampler, RandomSampler) and is_seeded
+        if saves and hasattr(sampler, "generator") and not is_replaced:
+            log.warning(_OTHER_ORDER.format(type(sampler).__name__))
+        return sampler
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         opened = self._open_run
         if opened is None:
@@ -552,6 +563,10 @@ _MODEL_ONLY = (
 _FORGETFUL = (
     "the step has the state of {}, and it is not restored. Pass TrainingArguments("
     "restore_callback_states_from_checkpoint=True) to go on with it"
+)
+_OTHER_ORDER = (
+    "{} draws the order of an epoch from a generator that no step has: a resume inside an epoch "
+    "takes other samples for the rest of it. Use a sampler that seeds its order in set_epoch()"
 )
 _FOLDERS = (
     "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
