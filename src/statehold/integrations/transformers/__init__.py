@@ -279,13 +279,7 @@ class StateholdTrainer(Trainer):
             return self._newest(opened, steps)
         if self.args.save_only_model and os.path.isdir(path):
             return _Resumed(stock=path)
-        raise StepNotFoundError(
-            "this checkpoint has no committed step",
-            facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
-            hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
-            "weights for from_pretrained; the optimizer and the rest are in the directory of the "
-            "step beside it, so copy the whole run",
-        )
+        raise _no_step(path, steps)
 
     def _newest(self, opened: _OpenRun, steps: list[int]) -> _Resumed:
         kept = [step for step in steps if opened.folders.has(step)] or steps
@@ -296,6 +290,9 @@ class StateholdTrainer(Trainer):
         stock = get_last_checkpoint(out) if os.path.isdir(out) else None
         if stock and opened.folders.is_stock(stock):
             return _Resumed(stock=stock)
+        number = opened.folders.step_of(stock)
+        if number is not None and not opened.folders.is_unfinished(number):
+            raise _no_step(str(stock), steps)  # it was copied here, perhaps
         log.warning("there is no step to resume in %s: beginning", out)
         return _Resumed()
 
@@ -544,6 +541,16 @@ class _Steps(TrainerCallback):
         opened = self._trainer._open_run
         if opened is not None and opened.ckpt.is_last(state.global_step):
             control.should_save = True
+
+
+def _no_step(path: str, steps: list[int]) -> StepNotFoundError:
+    return StepNotFoundError(
+        "this checkpoint has no committed step",
+        facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
+        hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
+        "weights for from_pretrained; the optimizer and the rest are in the directory of the "
+        "step beside it, so copy the whole run",
+    )
 
 
 # -- doubts ----------------------------------------------------------------------------------------
