@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageErro
 from statehold.integrations.lightning import StateholdCallback, checkpoints  # noqa: E402
 from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
+from support.faults import DEADLINE_S  # noqa: E402
 
 DATA = torch.randn(16, 8, generator=torch.Generator().manual_seed(7))
 EVERY = {"every_n_train_steps": 1, "save_last": True}
@@ -393,6 +395,39 @@ def test_what_was_not_committed_does_not_count(tmp_path: Path) -> None:
     (out / "other.ckpt.steps").mkdir()
     with pytest.raises(StepNotFoundError, match="no committed step"):
         fit(out, out / "other.ckpt")
+
+
+def test_another_precision_goes_on(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", 3)
+    again, trainer, _ = fit(tmp_path / "run", "last", precision="bf16-true")
+    assert [step for _, step, _ in again.seen] == [3, 4, 5, 6, 7]
+    tensors = [
+        *again.parameters(),
+        *(each["exp_avg"] for each in trainer.optimizers[0].state.values()),
+    ]
+    assert {each.dtype for each in tensors} == {torch.bfloat16}
+
+
+def test_a_path_that_is_late_delays_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_third, hold, in_time = threading.Event(), Checkpoint.hold, []
+
+    class Tells(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                saved_third.set()
+
+    def late(self: Checkpoint, step: int) -> bool:
+        if step == 1:
+            in_time.append(saved_third.wait(DEADLINE_S))
+        return hold(self, step)
+
+    monkeypatch.setattr(Checkpoint, "hold", late)
+    out, saves = tmp_path / "run", {"every_n_train_steps": 1, "save_top_k": -1}
+    fit(out, saves=saves, more=lambda: [Tells()])
+    assert in_time == [True]
+    assert len(list(out.glob("*.ckpt.steps/step-*/manifest.json"))) == 8
 
 
 def test_used_directories_are_not_overwritten(tmp_path: Path) -> None:

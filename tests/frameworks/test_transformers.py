@@ -164,6 +164,23 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
     return texts
 
 
+def test_a_folder_that_was_copied_without_its_step_is_not_begun_over(tmp_path: Path) -> None:
+    trainer(tmp_path / "run", max_steps=2).train()
+    shutil.copytree(tmp_path / "run/checkpoint-2", tmp_path / "copy/checkpoint-2")
+    with pytest.raises(StepNotFoundError, match="no committed step"):
+        trainer(tmp_path / "copy").train(resume_from_checkpoint=True)
+    assert [each.name for each in (tmp_path / "copy").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_a_sampler_whose_order_is_lost_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, strategy: str
+) -> None:
+    trainer(tmp_path, train_sampling_strategy=strategy, max_steps=1).train()
+    is_named = "LengthGroupedSampler draws the order of an epoch" in told(caplog)
+    assert is_named == (strategy == "group_by_length")
+
+
 @pytest.mark.thorough
 def test_what_differs_after_a_resume_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

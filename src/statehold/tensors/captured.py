@@ -208,12 +208,12 @@ class Flat:
         members = list(chain.from_iterable(map(dict.values, dicts)))
         if are_tensors(members):
             return cls(keys, members, [])
+        tensors = [value for value in members if isinstance(value, torch.Tensor)]
         others: list[tuple[int, str, Any]] = []
-        for index, each in enumerate(dicts):
+        for index, each in enumerate(dicts if tensors else ()):
             plain = [(index, key, value) for key, value in each.items() if type(value) in _PLAIN]
             if plain and all(map(values.is_plain_key, each)):
                 others += plain
-        tensors = [value for value in members if isinstance(value, torch.Tensor)]
         if not tensors or len(tensors) + len(others) < len(members):
             return None
         return cls(keys, tensors, others)
@@ -377,11 +377,8 @@ class Capturing:
         first = next(iter(members.values()), None)
         if type(first) is dict:
             return self._dicts(members, path)
-        if isinstance(first, torch.Tensor) and are_tensors(list(members.values())):
-            return self._dict(members, path)
-        return None
-
-    def _dict(self, members: Mapping[Any, Any], path: str) -> list[Any]:
+        if not (isinstance(first, torch.Tensor) and are_tensors(list(members.values()))):
+            return None
         nodes: list[Any] = []
         for begin, keys, tensors in in_batches(members, BATCH):
             paths = [values.join(path, key) for key in keys]

@@ -59,7 +59,7 @@ from statehold.tensors.marks import Volatile
 # that the Trainer has, and takes it away at the end.
 
 
-# A step is given to its paths at the latest when the save after next begins.
+# A step is given to its paths before the third save after it begins, so the run has it until then.
 KEEP = 3
 SUPPORTED = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
@@ -188,7 +188,7 @@ class StrategyLayer:
             self._give(path, step, self._saved.handle, key)
             return
         # The run has one step of a number. An earlier one of this number gets its paths first.
-        self._finisher.wait(0 if self._saved and self._saved.step == step else 1)
+        self._finisher.wait(0 if self._saved and self._saved.step == step else KEEP - 1)
         self._save(path, step, checkpoint)
 
     def _save(self, path: str, step: int, checkpoint: dict[str, Any]) -> None:
@@ -486,7 +486,8 @@ class Restoring:
         strict: bool = True,
     ) -> None:
         with Checkpointer(found.run) as ckpt:
-            ckpt.restore(state, found.step, only=list(only), strict=strict)
+            # cast: the Trainer may have another precision now, and Lightning converts, too
+            ckpt.restore(state, found.step, only=list(only), strict=strict, cast=True)
 
     def _put_back_generators(self) -> None:
         if "rng" in self._known:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import RandomSampler
 from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
@@ -281,13 +282,7 @@ class StateholdTrainer(Trainer):
             return self._newest(opened, steps)
         if self.args.save_only_model and os.path.isdir(path):
             return _Resumed(stock=path)
-        raise StepNotFoundError(
-            "this checkpoint has no committed step",
-            facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
-            hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
-            "weights for from_pretrained; the optimizer and the rest are in the directory of the "
-            "step beside it, so copy the whole run",
-        )
+        raise _no_step(path, steps)
 
     def _newest(self, opened: _OpenRun, steps: list[int]) -> _Resumed:
         kept = [step for step in steps if opened.folders.has(step)] or steps
@@ -298,6 +293,9 @@ class StateholdTrainer(Trainer):
         stock = get_last_checkpoint(out) if os.path.isdir(out) else None
         if stock and opened.folders.is_stock(stock):
             return _Resumed(stock=stock)
+        number = opened.folders.step_of(stock)
+        if number is not None and not opened.folders.is_unfinished(number):
+            raise _no_step(str(stock), steps)  # it was copied here, perhaps
         log.warning("there is no step to resume in %s: beginning", out)
         return _Resumed()
 
@@ -324,6 +322,16 @@ class StateholdTrainer(Trainer):
                 opened.wanted, opened.has_saved = True, False
                 kwargs["resume_from_checkpoint"] = self._found(opened)
         return super()._inner_training_loop(*args, **kwargs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        saves = self._open_run is not None and self.args.save_strategy != SaveStrategy.NO
+        # accelerate replaces a RandomSampler by one that knows the epoch
+        is_seeded = self.args.accelerator_config.use_seedable_sampler
+        is_replaced = isinstance(sampler, RandomSampler) and is_seeded
+        if saves and hasattr(sampler, "generator") and not is_replaced:
+            log.warning(_OTHER_ORDER.format(type(sampler).__name__))
+        return sampler
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         opened = self._open_run
@@ -538,6 +546,16 @@ class _Steps(TrainerCallback):
             control.should_save = True
 
 
+def _no_step(path: str, steps: list[int]) -> StepNotFoundError:
+    return StepNotFoundError(
+        "this checkpoint has no committed step",
+        facts={"checkpoint": path, "steps": ", ".join(map(str, steps)) or "none"},
+        hint="resume_from_checkpoint=True takes the newest step. A folder checkpoint-N has "
+        "weights for from_pretrained; the optimizer and the rest are in the directory of the "
+        "step beside it, so copy the whole run",
+    )
+
+
 # -- doubts ----------------------------------------------------------------------------------------
 # Why a training may not go on with the same bits after all, and what to do, in words for the log.
 # In each of these cases the Trainer's own resume differs, too, and says nothing.
@@ -555,6 +573,10 @@ _MODEL_ONLY = (
 _FORGETFUL = (
     "the step has the state of {}, and it is not restored. Pass TrainingArguments("
     "restore_callback_states_from_checkpoint=True) to go on with it"
+)
+_OTHER_ORDER = (
+    "{} draws the order of an epoch from a generator that no step has: a resume inside an epoch "
+    "takes other samples for the rest of it. Use a sampler that seeds its order in set_epoch()"
 )
 _FOLDERS = (
     "{}: on_save() is called before checkpoint-N has its weights, which are written in the "

@@ -87,9 +87,10 @@ def parts(state: Any) -> Iterator[tuple[str, Any]]:
     left = [("", state)]
     while left:
         path, value = left.pop()
-        if isinstance(value, nn.Module | LRScheduler):
+        is_plain = type(value) in (dict, list, tuple)  # as most of a state is
+        if not is_plain and isinstance(value, nn.Module | LRScheduler):
             yield path, value
-        elif (optimizer := optimizers.of(value)) is not None:
+        elif not is_plain and (optimizer := optimizers.of(value)) is not None:
             yield path, optimizer
         elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
             seen.add(id(value))
