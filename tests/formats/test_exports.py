@@ -22,10 +22,12 @@ from statehold.errors import (
     UnsupportedValueError,
 )
 from statehold.integrations.formats import convert
-from statehold.integrations.formats.partial import OutFile
+from statehold.integrations.formats.partial import OutFile, identity_of, work_on
 from statehold.io.memory_room import free_bytes
+from statehold.process.whole_files import sync_files
 from support.disks import no_file_larger_than
 from support.mounts import tmpfs, why_no_tmpfs
+from support.power import SyncedDisk
 from support.records import example
 from support.steps import true_sums
 from support.transfers import check_equal, saved
@@ -240,3 +242,26 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_command_offers_every_format() -> None:
     assert set(cli.FORMATS) == {name for name, each in convert.FORMATS.items() if each.export}
+
+
+def test_an_export_after_a_power_cut_has_all_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal of what is durable may be all that the disk has."""
+    (tmp_path / "disk").mkdir()
+    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
+
+    def export(folder: Path, *, ends: bool) -> None:
+        identity = identity_of(export="test")
+        with work_on(f"{folder}/out", identity, is_file=False, done=lambda _: None) as work:
+            sync_files([folder, work.directory])  # a disk may have names at any time
+            with work.file("deep/data") as out:
+                out.put("key", 5, iter([memoryview(b"bytes")]), 0, work.done)
+            if not ends:
+                raise StorageError("injected", errno=errno.EIO, path="")
+
+    with pytest.raises(StorageError, match="injected"):
+        export(tmp_path / "disk", ends=False)
+    left = disk.cut(tmp_path / "left")
+    export(left, ends=True)
+    assert (left / "out/deep/data").read_bytes() == b"bytes"

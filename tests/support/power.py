@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 
 class SyncedDisk:
-    """Notes every os.fsync() below `root`: the bytes of a file, and the names in a directory.
+    """Notes every sync by Python below `root`: of the bytes of a file, or the names in a directory.
 
     What is there at the beginning is durable.
     """
@@ -19,13 +21,12 @@ class SyncedDisk:
         self._names: dict[int, dict[str, int]] = {}  # by the inode of a directory
         self._bytes: dict[int, bytes] = {}  # by the inode of a file
         self.trust(root)
-        sync = os.fsync
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, partial(self._sync, getattr(os, name)))
 
-        def noted(fd: int) -> None:
-            sync(fd)
-            self._note(Path(os.readlink(f"/proc/self/fd/{fd}")))
-
-        monkeypatch.setattr(os, "fsync", noted)
+    def _sync(self, sync: Callable[[int], None], fd: int) -> None:
+        sync(fd)
+        self._note(Path(os.readlink(f"/proc/self/fd/{fd}")))
 
     def trust(self, directory: Path) -> None:
         """What is there now is durable, such as what the core has synced."""

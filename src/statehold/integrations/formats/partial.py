@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from statehold._version import __version__
@@ -35,7 +36,7 @@ from statehold.errors import (
 )
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
-from statehold.process.whole_files import open_regular
+from statehold.process.whole_files import open_regular, sync_files
 from statehold.units import MiB
 
 JOURNAL = ".journal"
@@ -121,6 +122,7 @@ class OutFile:
 
     def __init__(self, path: str, journal: Journal) -> None:
         self._fd = _opened(path, os.O_RDWR | os.O_CREAT)
+        sync_files([os.path.dirname(path)])  # the journal may not outlive the name
         self._journal = journal
         self._unsynced = 0
 
@@ -230,6 +232,7 @@ class PartialExport:
             facts = {"name": name, "expected": "a name without .. and empty parts"}
             raise UnsupportedValueError("a name of the state cannot name a file", facts=facts)
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        sync_files(each for each in Path(path).parents if each.is_relative_to(self.directory))
         return path
 
     @contextlib.contextmanager
@@ -252,14 +255,13 @@ class PartialExport:
         if self._is_file:
             [name] = [name for name in os.listdir(self.directory) if name != JOURNAL]
             os.rename(f"{self.directory}/{name}", self.path)
-            _sync(os.path.dirname(self.path))
+            sync_files([os.path.dirname(self.path)])
             shutil.rmtree(self.directory)
         else:
-            for parent, _, _ in os.walk(self.directory):
-                _sync(parent)
+            sync_files(parent for parent, _, _ in os.walk(self.directory))
             os.unlink(f"{self.directory}/{JOURNAL}")
             os.rename(self.directory, self.path)
-        _sync(os.path.dirname(self.path))
+        sync_files([os.path.dirname(self.path)])
 
     def close(self) -> None:
         self.journal.close()
@@ -286,14 +288,6 @@ def work_on(
         raise
     finally:
         work.close()
-
-
-def _sync(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def identity_of(**facts: Any) -> str:
