@@ -55,17 +55,20 @@ def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def nearly_full(root: Path, free_bytes: int) -> Iterator[None]:
-    """Another file takes all space but this much."""
+    """Another file takes all space but this much, also while others write there."""
     ballast = root / "ballast"
     with ballast.open("wb") as file:
-        room = os.statvfs(root)
-        taken = room.f_bavail * room.f_frsize - free_bytes
-        while taken > 0:
-            try:
-                os.posix_fallocate(file.fileno(), 0, taken)
+        end, part = 0, 16 << 20
+        while part:
+            room = os.statvfs(root)
+            taken = min(part, room.f_bavail * room.f_frsize - free_bytes)
+            if taken <= 0:
                 break
-            except OSError:  # some of it is needed to say where the file is
-                taken -= room.f_frsize
+            try:
+                os.posix_fallocate(file.fileno(), end, taken)
+                end += taken
+            except OSError:  # others were quicker, or it is needed to say where the file is
+                part = taken // 2
     try:
         yield
     finally:

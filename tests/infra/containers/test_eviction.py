@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.containers.pods import NEEDED, Pod, in_
+from support.agents import steps_in, wait_for
 
 pytestmark = NEEDED
 
@@ -56,6 +57,8 @@ def test_an_evicted_job_goes_on_where_its_volume_is(
         node(tmp_path, "pod-a", "/mnt/a"), Path("/mnt/a/run"), FOREVER, log, leave_s=30, **levels
     ) as pod:
         pod.until(STEPS_UNTIL_EVICTED)
+        if levels:  # step 1 is copied to the volume beside the training
+            wait_for(lambda: steps_in(tmp_path / "volume/run"), "step 1 is not at the volume")
         code = evict(pod, grace_s)
         last = pod.said("step")[-1]
         assert (code in (0, 75)) == bool(grace_s), pod.log()
