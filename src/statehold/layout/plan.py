@@ -64,18 +64,14 @@ class SavePlan:
     step: int
     world_size: int
     rank: int
+    file_name: str
     specs: tuple[TensorSpec, ...]
     source_index: tuple[int, ...]
     begins: tuple[int, ...]
     header: bytes
     data_begin: int
     file_bytes: int
-    part: int = 0  # of a rank with several files
     frozen: tuple[str, ...] | None = None  # the parameters that need no gradient, if that is known
-
-    @property
-    def file_name(self) -> str:
-        return file_name(self.rank, self.world_size, self.part)
 
     def at_step(self, step: int) -> SavePlan:
         """The same plan at another step: only twelve digits of the header differ."""
@@ -154,13 +150,13 @@ def plan_save(
         step=step,
         world_size=world_size,
         rank=rank,
+        file_name=file_name(rank, world_size, part),
         specs=placed,
         source_index=tuple(order),
         begins=tuple([len(raw) + at for at in begins]),
         header=raw,
         data_begin=len(raw),
         file_bytes=len(raw) + data_bytes,
-        part=part,
         frozen=frozen,
     )
 

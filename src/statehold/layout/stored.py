@@ -19,7 +19,14 @@ from statehold.encoding import header
 from statehold.errors import InvariantError
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box, Layout
-from statehold.layout.plan import BLOCK_BYTES, SavePlan, TensorSpec, check_specs, piece_count
+from statehold.layout.plan import (
+    BLOCK_BYTES,
+    SavePlan,
+    TensorSpec,
+    check_specs,
+    file_name,
+    piece_count,
+)
 from statehold.layout.share import HeldTensor, global_shape
 
 SUM_BYTES = 8
@@ -46,13 +53,13 @@ class StoredFile:
         """Its plan, as number `part` of the files of the rank that saves by `save`."""
         return replace(
             save,
+            file_name=file_name(save.rank, save.world_size, part),
             specs=self.specs,
             source_index=(),
             begins=self.begins,
             header=b"",
             data_begin=self.data_begin,
             file_bytes=self.file_bytes,
-            part=part,
         )
 
 
