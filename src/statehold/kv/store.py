@@ -44,8 +44,8 @@ from statehold.units import MiB, check_timeout, parse_bytes
 
 # Pages that move as one: so many, or so many bytes. As many such groups are read at a time.
 GROUP_PAGES = 64
-GROUP_BYTES = 8 * MiB
-GROUPS = 3
+GROUP_BYTES = 4 * MiB
+GROUPS = 6
 DEADLINE_S = 1.0
 # The part of the slots in files that a process leaves alone once the storage has refused them. When
 # it has ended, the next process that opens the store tries them again.
