@@ -30,7 +30,8 @@ def text_files(root: Path, suffixes: frozenset[str]) -> list[Path]:
     found: list[Path] = []
     for directory, subdirs, names in os.walk(root):
         subdirs[:] = [name for name in subdirs if name not in SKIPPED_DIRS]
-        found += [Path(directory, name) for name in names if Path(name).suffix in suffixes]
+        paths = [Path(directory, name) for name in names if Path(name).suffix in suffixes]
+        found += filter(Path.is_file, paths)  # a link may lead nowhere
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

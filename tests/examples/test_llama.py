@@ -171,6 +171,7 @@ def test_a_directory_is_read_in_a_fixed_order(llama, tmp_path):
     (tmp_path / "b").mkdir()
     for name, text in (("b/2.txt", "two"), ("a.md", "one"), ("c.py", "three"), ("d.bin", "no")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "link.py").symlink_to(tmp_path / "gone.py")
     assert llama.data.read_corpus(str(tmp_path)) == b"one\0two\0three"
     with pytest.raises(FileNotFoundError, match="--data"):
         llama.data.read_corpus(str(tmp_path / "nothing"))
