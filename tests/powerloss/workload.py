@@ -68,8 +68,10 @@ class Workload:
         """Which step comes after this one."""
         if step and self.plan.has_resaves and self._chance.random() < 0.5:
             return step
-        if step > 1 and self.plan.kind == "rewind" and self._chance.random() < 0.4:
-            return self._rewind(job, self._chance.randint(1, step - 1)) + 1
+        if self.plan.kind == "rewind":
+            older = job.ckpts[0].steps()[:-1]
+            if older and self._chance.random() < 0.4:
+                return self._rewind(job, self._chance.choice(older)) + 1
         return step + self._chance.randint(1, 3)
 
     def save(self, job: Job, step: int) -> int:
