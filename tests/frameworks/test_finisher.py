@@ -15,8 +15,7 @@ import torch
 
 import statehold
 from statehold.errors import StateholdError
-from statehold.integrations.trained import Finisher, give_second_names
-from statehold.options.paths import step_name
+from statehold.integrations.trained import Finisher
 from statehold.process.whole_files import sync_files
 from support.faults import DEADLINE_S, must
 from support.interrupts import interrupt_everywhere
@@ -24,7 +23,7 @@ from support.power import SyncedDisk
 
 
 class Saved:
-    """A save that ends when it is told to."""
+    """A save that ends at end()."""
 
     def __init__(self, step: int, error: StateholdError | None = None) -> None:
         self.step = step
@@ -153,38 +152,59 @@ def test_ctrl_c_at_the_end_does_not_hang_it() -> None:
     assert "finish" in interrupt_everywhere([Finisher.finish], make, end, end)
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An empty run directory, alone on a disk."""
+    path = tmp_path / "disk/run"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def disk(run: Path, monkeypatch: pytest.MonkeyPatch) -> SyncedDisk:
+    return SyncedDisk(run.parent, monkeypatch)
+
+
+@pytest.fixture
+def folders(run: Path) -> Any:
+    return pytest.importorskip("statehold.integrations.transformers.folders").Folders(str(run))
+
+
+def save_in(run: Path, size: int = 5) -> None:
+    with statehold.Checkpointer(run) as ckpt:
+        ckpt.save(7, {"w": torch.arange(float(size))}).wait("committed")
+
+
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
 def test_second_names_outlive_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
-) -> None:
+    tmp_path: Path, run: Path, disk: SyncedDisk, folders: Any,
+    monkeypatch: pytest.MonkeyPatch, has_links: bool,
+) -> None:  # fmt: skip
     """The run retires the step later, and then the folder alone has it."""
-    run = tmp_path / "disk/run"
-    with statehold.Checkpointer(run) as ckpt:
-        ckpt.save(7, {"w": torch.arange(5.0)}).wait("committed")
-    disk, folder = SyncedDisk(tmp_path / "disk", monkeypatch), run / "checkpoint-7"
-    folder.mkdir()
+    save_in(run)
+    disk.trust(run.parent)
+    folders.make(7, "{}")
     if not has_links:
         monkeypatch.setattr(os, "link", refuse)
-    give_second_names(run / step_name(7), folder / step_name(7))
-    sync_files([folder, run])
-    left = disk.cut(tmp_path / "left")
-    assert statehold.load(left / "run/checkpoint-7", "w").tolist() == [0, 1, 2, 3, 4]
-
-
-def test_the_folder_of_a_held_step_outlives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
-    run = tmp_path / "disk/run"
-    with statehold.Checkpointer(run) as ckpt:
-        ckpt.save(7, {"w": torch.arange(5.0)}).wait("committed")
-    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
-    folders = transformers_folders.Folders(str(run))
-    folders.make(7, "{}")
     folders.hold(7)
-    disk.trust(run / "checkpoint-7" / step_name(7))
     left = disk.cut(tmp_path / "left")
     assert statehold.load(left / "run/checkpoint-7", "w").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_second_names_take_no_read_of_the_step(run: Path, folders: Any) -> None:
+    """A Trainer has a new best step again and again, and the training may wait for its names."""
+    save_in(run, size=1 << 20)
+    folders.make(7, "{}")
+    before = bytes_read()
+    folders.hold(7)
+    assert bytes_read() - before < 1 << 20  # of 4 MiB
+    assert folders.holds(7)
+
+
+def bytes_read() -> int:
+    """By this process so far, from the cache or not."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
 
 
 def refuse(*_: object) -> None:
@@ -192,32 +212,24 @@ def refuse(*_: object) -> None:
 
 
 def test_weights_that_are_there_after_a_power_cut_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Path, disk: SyncedDisk, folders: Any
 ) -> None:
     """Nobody would write them again."""
-    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
-    run = tmp_path / "disk/run"
-    run.mkdir(parents=True)
-    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
-    folders = transformers_folders.Folders(str(run))
     folders.make(7, "{}")
     with folders.beside(7) as new:
         (new / "model.safetensors").write_bytes(b"weights")
-    sync_files([folders.path(7), run])  # a disk may have the names at any time
+    # A disk may have the names at any time.
+    sync_files([folders.path(7), run])
     left = disk.cut(tmp_path / "left")
     assert (left / "run/checkpoint-7/model.safetensors").read_bytes() == b"weights"
 
 
 def test_the_folder_of_a_committed_step_outlives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, disk: SyncedDisk, folders: Any
 ) -> None:
     """The step may lie in an object store, and without its folder it would count as given up."""
-    transformers_folders = pytest.importorskip("statehold.integrations.transformers.folders")
-    run = tmp_path / "disk/run"
-    run.mkdir(parents=True)
-    disk = SyncedDisk(tmp_path / "disk", monkeypatch)
-    folder = transformers_folders.Folders(str(run)).of(7)
-    folder.folders.make(7, "{}")
+    folder = folders.of(7)
+    folders.make(7, "{}")
     finisher = made(lambda _: None)
     finisher.hold(Saved(7).end(), folder)
     finisher.finish(write=False)

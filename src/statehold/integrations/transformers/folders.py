@@ -9,7 +9,7 @@ Owns: the folders; which models beside the one that trains belong into a step.
 Invariants: a folder is made before its step is saved, so a step without a folder was given up: by
 save_total_limit, or by a person who has deleted the folder. The files of the best step get second
 names in its folder; so they stay when the run retires the step, and need no second space. Those of
-a level on another file system are copied.
+another level are copied.
 Not here: who fills the folders, and when (transformers).
 """
 
@@ -30,7 +30,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from statehold.errors import UsageError
-from statehold.integrations.trained import persistent_buffers
+from statehold.integrations.trained import give_second_names, persistent_buffers
 from statehold.options.paths import NamedStep, step_name
 from statehold.process.warn import logger
 from statehold.process.whole_files import replace_file, sync_files
@@ -153,13 +153,19 @@ class Folders:
         return os.path.isdir(f"{self.path(step)}/{step_name(step)}")
 
     def hold(self, step: int) -> None:
-        """Give the files of a committed step second names in its folder; copy them from a level on
-        another file system, such as memory, which may retire the step before the run has it."""
-        for level in levels_of(str(self._run)):
-            source = Path(level.where, step_name(step))
-            if not self.holds(step) and source.is_dir():
+        """Give the files of a committed step second names in its folder. Only another level may
+        have the step, such as memory, and retire it before the run has it: then copy them."""
+        run = str(self._run)
+        for where in [run, *(level.where for level in levels_of(run))]:
+            source = Path(where, step_name(step))
+            if self.holds(step) or not source.is_dir():
+                continue
+            if where == run:
+                with self.beside(step) as new:
+                    give_second_names(source, new / step_name(step))
+            else:
                 copy_step(source, self.path(step))
-                sync_files([self.path(step), self._run])
+            sync_files([self.path(step), self._run])
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:
