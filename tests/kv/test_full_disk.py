@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from statehold.errors import NoSpaceError
-from statehold.kv import PageBatch, PageVerdict, opened
+from statehold.kv import PageBatch, PageVerdict
 from statehold.kv.looking import prune
-from statehold.kv.tiers import MAKING, FileTier, Geometry
+from statehold.kv.tiers import MAKING, Geometry
 from statehold.process.file_locks import LockFile
 from statehold.units import MiB
 from support.faults import must
-from support.pages import SLOT, get, key, made, page, put
+from support.pages import SLOT, file_systems, get, key, made, page, put
 
 
 class NoRoom:
@@ -38,16 +38,7 @@ class NoRoom:
 
 @pytest.fixture
 def disks(monkeypatch: pytest.MonkeyPatch) -> list[NoRoom]:
-    """Those of stores that are opened from now on."""
-    found = list[NoRoom]()
-
-    class SmallTier(FileTier):
-        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
-            found.append(NoRoom(fs))
-            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(opened, "FileTier", SmallTier)
-    return found
+    return file_systems(monkeypatch, NoRoom)
 
 
 def test_a_disk_without_room_for_a_segment_goes_on_with_those_that_are_there(

@@ -11,13 +11,12 @@ import pytest
 
 from statehold.errors import StorageError, UsageError
 from statehold.io.memory_room import Room
-from statehold.kv import PageVerdict, opened, tiers
+from statehold.kv import PageVerdict, tiers
 from statehold.kv.looking import prune
 from statehold.kv.opened import OpenStore
-from statehold.kv.tiers import FileTier, Geometry
 from support import scripts
 from support.faults import must
-from support.pages import SLOT, get, made, put
+from support.pages import SLOT, file_systems, get, made, put
 
 BAD, HIT, MISS = PageVerdict.BAD, PageVerdict.HIT, PageVerdict.MISS
 
@@ -40,16 +39,7 @@ class NoDescriptors:
 
 @pytest.fixture
 def systems(monkeypatch: pytest.MonkeyPatch) -> list[NoDescriptors]:
-    """Those of stores that are opened from now on."""
-    found = list[NoDescriptors]()
-
-    class PoorTier(FileTier):
-        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
-            found.append(NoDescriptors(fs))
-            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(opened, "FileTier", PoorTier)
-    return found
+    return file_systems(monkeypatch, NoDescriptors)
 
 
 def test_a_segment_that_cannot_be_opened_keeps_its_pages(
@@ -145,7 +135,7 @@ import os
 from pathlib import Path
 from statehold.errors import ClosedError
 from support.faults import must
-from support.pages import SLOT, get, made, put
+from support.pages import SLOT, file_systems, get, made, put
 path = Path({path!r})
 with made(path) as store:
     put(store, 1)

@@ -483,6 +483,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     return made_so_far
 
 
+def get_late(store: PageStore, held: list[Held], *numbers: int) -> None:
+    """Have a load of these pages under way whose call was given up."""
+    into = [bytearray(PAGE) for _ in numbers]
+    while not held:  # a call that finds the table taken for a moment begins no load
+        late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
+        must(late.wait() == [PageVerdict.LATE] * len(numbers))
+
+
 def test_no_call_under_way_gives_pages_of_the_identity_before(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -506,10 +514,8 @@ def test_a_page_that_comes_late_stays_where_it_is(
         put(store, 1)
     held = request.getfixturevalue("held")
     with made(tmp_path, identity=OLD) as store:
-        while not held:  # a call that finds the table taken for a moment begins no load
-            late = store.get([key(1)], [bytearray(PAGE)], deadline_s=0.0)
-            must(late.wait() == [PageVerdict.LATE])
-            get(store, 9)  # the thread that reads has left the page behind
+        get_late(store, held, 1)
+        get(store, 9)  # the thread that reads has left the page behind
         store.identity = NEW
         held[0].may_end.set()
         get(store, 9)  # now it finds the page
@@ -582,10 +588,7 @@ def test_a_call_waits_for_no_memory_that_late_loads_have(
         put(store, *range(SLOTS_MIN + 1))
     held = request.getfixturevalue("held")
     with made(tmp_path, memory=0) as store:
-        into = [bytearray(PAGE) for _ in numbers]
-        while not held:  # a call that finds the table taken for a moment begins no load
-            late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
-            must(late.wait() == [PageVerdict.LATE] * SLOTS_MIN)
+        get_late(store, held, *numbers)
         more = store.get([key(SLOTS_MIN)], [bytearray(PAGE)], deadline_s=math.inf).wait()
         assert len(held) == 1
         assert more == [PageVerdict.LATE]
@@ -630,10 +633,7 @@ def test_a_put_has_the_memory_of_late_loads_that_have_ended(
         put(store, *numbers)
     held = request.getfixturevalue("held")
     with made(tmp_path, memory=0) as store:
-        into = [bytearray(PAGE) for _ in numbers]
-        while not held:  # a call that finds the table taken for a moment begins no load
-            late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
-            must(late.wait() == [PageVerdict.LATE] * SLOTS_MIN)
+        get_late(store, held, *numbers)
         get(store, 99)  # the thread that reads has left the pages behind
         held[0].may_end.set()
         verdicts = store.put([key(100)], [page(100)]).wait()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from statehold.kv import PageStore, PageVerdict
+import pytest
+
+from statehold.kv import PageStore, PageVerdict, opened
 from statehold.kv.page import HEADER_BYTES
+from statehold.kv.tiers import FileTier, Geometry
 from statehold.units import MiB
 
 PAGE = 20_000  # not a multiple of a block
 SLOT = HEADER_BYTES + 20_480
 OLD, NEW = b"o" * 16, b"n" * 16
+FsT = TypeVar("FsT")
 
 
 def key(number: int) -> bytes:
@@ -41,3 +47,16 @@ def get(store: PageStore, *numbers: int) -> list[PageVerdict]:
     for number, verdict, found in zip(numbers, verdicts, into, strict=True):
         assert verdict is not PageVerdict.HIT or found == page(number)
     return verdicts
+
+
+def file_systems(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], FsT]) -> list[FsT]:
+    """The file systems of stores that are opened from now on: the native one, wrapped."""
+    found = list[FsT]()
+
+    class Tier(FileTier):
+        def __init__(self, fs: Any, root: str, geometry: Geometry) -> None:
+            found.append(wrap(fs))
+            super().__init__(found[-1], root, geometry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(opened, "FileTier", Tier)
+    return found
