@@ -158,14 +158,13 @@ class Folders:
         run = str(self._run)
         for where in [run, *(level.where for level in levels_of(run))]:
             source = Path(where, step_name(step))
-            if self.holds(step) or not source.is_dir():
-                continue
-            if where == run:
-                with self.beside(step) as new:
-                    give_second_names(source, new / step_name(step))
-            else:
-                copy_step(source, self.path(step))
-            sync_files([self.path(step), self._run])
+            if source.is_dir() and not self.holds(step):
+                if where == run:
+                    with self.beside(step) as new:
+                        give_second_names(source, new / step_name(step))
+                else:
+                    copy_step(source, self.path(step))
+                sync_files([self.path(step), self._run])
 
     @contextlib.contextmanager
     def beside(self, step: int) -> Iterator[Path]:
