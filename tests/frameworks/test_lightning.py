@@ -5,6 +5,7 @@ Where Lightning has its own behaviour, the test runs both with the same seeds an
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -34,8 +35,14 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 
 import statehold  # noqa: E402
 from statehold import _core  # noqa: E402
-from statehold.errors import StepNotFoundError, UnsupportedValueError, UsageError  # noqa: E402
-from statehold.integrations.lightning import StateholdCallback, checkpoints  # noqa: E402
+from statehold.checkpoint.checkpointer import Checkpointer  # noqa: E402
+from statehold.errors import (  # noqa: E402
+    StepNotFoundError,
+    StorageError,
+    UnsupportedValueError,
+    UsageError,
+)
+from statehold.integrations.lightning import StateholdCallback, checkpoints, strategy  # noqa: E402
 from statehold.integrations.lightning.checkpoints import Checkpoint, settle  # noqa: E402
 from support.disks import no_file_larger_than  # noqa: E402
 from support.faults import DEADLINE_S  # noqa: E402
@@ -450,6 +457,32 @@ def test_an_older_step_discards_nothing_until_the_first_save(tmp_path: Path) -> 
     assert steps() == ["6", "7", "8"]
     fit(tmp_path / "run", older, saves={"every_n_train_steps": 1}, max_steps=7)
     assert steps() == ["6", "7"]
+
+
+def test_a_discard_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discard, failed = strategy.discard_newer, []
+
+    def once(ckpt: Checkpointer, step: int | None) -> None:
+        if step is not None and not failed:
+            failed.append(step)
+            raise StorageError("the disk is gone", errno=errno.EIO)
+        discard(ckpt, step)
+
+    class SavesTwice(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            with pytest.raises(StorageError):
+                trainer.save_checkpoint(tmp_path / "run/again.ckpt")
+            trainer.save_checkpoint(tmp_path / "run/again.ckpt")
+
+    out = tmp_path / "run"
+    fit(out, saves={"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"})
+    monkeypatch.setattr(strategy, "discard_newer", once)
+    never = {"every_n_train_steps": 100}
+    fit(out, out / "step=6.ckpt", saves=never, more=lambda: [SavesTwice()], max_steps=7)
+    assert failed == [6]
+    assert sorted(path.name[-1] for path in out.glob("step-*")) == ["6", "7"]
 
 
 # -- which checkpoints stay ------------------------------------------------------------------------

@@ -611,7 +611,8 @@ class _Methods:
             )
         key, step = str(save_dir), self._engine.global_steps
         ckpt = self._opened(key)
-        discard_newer(ckpt, self._loaded.pop(key, None))
+        discard_newer(ckpt, self._loaded.get(key))
+        self._loaded.pop(key, None)
         name = f"global_step{step}" if tag is None else str(tag)
         state = {**self._state, CLIENT: dict(client_state or {}), TAG: name}
         self._last[key] = ckpt.save(step, state, force=True)

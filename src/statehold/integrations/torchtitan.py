@@ -65,8 +65,8 @@ class StateholdCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
-        loaded, self._loaded = self._loaded, None
-        discard_newer(self._ckpt, loaded)
+        discard_newer(self._ckpt, self._loaded)
+        self._loaded = None
         if last_step and self.last_save_model_only:
             self._save_last_step(curr_step)  # calls dcp_save()
         else:

@@ -193,8 +193,8 @@ class StrategyLayer:
 
     def _save(self, path: str, step: int, checkpoint: dict[str, Any]) -> None:
         assert self.ckpt is not None
-        begins_at, self._begins_at = self._begins_at, None
-        discard_newer(self.ckpt, begins_at)
+        discard_newer(self.ckpt, self._begins_at)
+        self._begins_at = None
         progress = _progress(checkpoint)
         states = checkpoint.get("optimizer_states", ())
         if states and all(map(operator.is_, states, self._given)):
