@@ -47,7 +47,7 @@ from statehold.layout.plan import file_of
 from statehold.process.warn import logger
 from statehold.steps.directories import ATTEMPT
 from statehold.steps.near_files import NearFiles
-from statehold.steps.shelf import Ranges, Shelf
+from statehold.steps.shelf import FetchedFile, Ranges, Shelf
 
 # -- the steps -------------------------------------------------------------------------------------
 # A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,
@@ -120,18 +120,6 @@ class Neighbour:
         if not self._failed:
             self._failed = True
             logger.info("files that the run at %s has are uploaded again: %s", self._url, error)
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectFile:
-    """An object, as a file that is read from begin to end. fetch: fills memory with ranges."""
-
-    fetch: Callable[[Sequence[Extent]], None]
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        self.fetch([(offset, memory)])
-
-    def close(self) -> None: ...
 
 
 class ObjectSteps(Shelf):
@@ -257,8 +245,8 @@ class ObjectSteps(Shelf):
             )  # fmt: skip
         return self._near.bring(step, name, nbytes, ranges, partial(self.fetch, step, name))
 
-    def open_file(self, step: int, name: str) -> ObjectFile:
-        return ObjectFile(partial(self.fetch, step, name))
+    def open_file(self, step: int, name: str) -> FetchedFile:
+        return FetchedFile(partial(self.fetch, step, name))
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         # A reader of a step that is replaced in the store gets an error, and asks again.
@@ -340,10 +328,10 @@ class ObjectSteps(Shelf):
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
         return self.client.has(f"{directory_name(step, attempt)}/{check_file(name)}", size)
 
-    def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
+    def uploaded(self, step: int, attempt: str, name: str) -> FetchedFile:
         """A file of an attempt that was not published, for reading."""
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
-        return ObjectFile(partial(self.client.fetch, path))
+        return FetchedFile(partial(self.client.fetch, path))
 
     def publish(
         self, step: int, attempt: str, manifest: bytes, records: Collection[str] = ()
