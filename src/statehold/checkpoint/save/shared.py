@@ -23,9 +23,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -35,6 +33,7 @@ from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, pl
 from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
+from statehold.process.worker import Crew
 from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
@@ -424,15 +423,16 @@ def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
     found = [piece for file, claim in enumerate(claims) for piece in _pieces(file, claim)]
     left = iter(found)  # next() takes one at a time, whichever thread asks
 
-    def compare(_: int) -> list[FilePiece]:
+    def compare() -> list[FilePiece]:
         return [each for each in left if hash_memory(each.address, each.nbytes) != each.expected]
 
     count = min(settled(runtime.options.io).copy_threads, len(found))
     differing = [set[int]() for _ in claims]
     if count:
-        with low_priority(count) as threads:
-            for piece in chain.from_iterable(threads.map(compare, range(count))):
-                differing[piece.file].add(piece.tensor)
+        with contextlib.closing(low_priority(count)) as threads:
+            for task in [threads.submit(compare) for _ in range(count)]:
+                for piece in task.result():
+                    differing[piece.file].add(piece.tensor)
     return differing
 
 
@@ -463,9 +463,9 @@ def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
             yield FilePiece(file, index, address + begin - at, end - begin, value)
 
 
-def low_priority(count: int) -> ThreadPoolExecutor:
+def low_priority(count: int) -> Crew:
     """So many threads that leave the processor to training."""
-    return ThreadPoolExecutor(count, "statehold-proof", initializer=_yield)
+    return Crew("statehold-proof", count, _yield)
 
 
 def _yield() -> None:
