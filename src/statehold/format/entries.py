@@ -84,7 +84,7 @@ class FileEntry:
 
 
 def record_file(
-    plan: SavePlan, sums: bytes, *, index: int = 0, block_bytes: int = BLOCK_BYTES
+    plan: SavePlan, sums: bytes, *, index: int = 0
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """The account of a file written by `plan`, as file number `index` of its document.
 
@@ -92,11 +92,11 @@ def record_file(
     in file order. The tensors come in file order, with global shapes.
     """
     text = _sums_to_hex(sums)
-    at = 16 * piece_count(0, plan.data_begin, block_bytes)
+    at = 16 * piece_count(0, plan.data_begin, BLOCK_BYTES)
     header_sums = text[:at]
     tensors = {}
     for spec, begin in zip(plan.specs, plan.begins, strict=True):
-        size = 16 * piece_count(begin, spec.nbytes, block_bytes)
+        size = 16 * piece_count(begin, spec.nbytes, BLOCK_BYTES)
         end, shape = begin + spec.nbytes, spec.shape
         offsets = (0,) * len(shape) if spec.offsets is None else spec.offsets
         chunk = Chunk(offsets, shape, index, begin, end, text[at : at + size])
