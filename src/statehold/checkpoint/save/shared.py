@@ -24,12 +24,13 @@ import os
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statehold._core import hash_memory
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
-from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
+from statehold.layout.plan import BLOCK_BYTES, SavePlan, pieces, plan_save, sum_places
 from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
@@ -444,13 +445,8 @@ def differing(plan: SavePlan, sums: bytes, others: bytes) -> set[int]:
 
 def windows(plan: SavePlan) -> list[tuple[int, int]]:
     """Where in the checksums of a file those of each tensor are: [begin, end) in bytes."""
-    at = SUM_BYTES * piece_count(0, plan.data_begin, BLOCK_BYTES)
-    found = []
-    for spec, begin in zip(plan.specs, plan.begins, strict=True):
-        end = at + SUM_BYTES * piece_count(begin, spec.nbytes, BLOCK_BYTES)
-        found.append((at, end))
-        at = end
-    return found
+    places = sum_places(plan.data_begin, plan.begins, plan.specs)
+    return list(pairwise([SUM_BYTES * at for at in places]))
 
 
 def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
