@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -48,7 +47,7 @@ from statehold.errors import (
 from statehold.format.entries import sha256
 from statehold.options.keep import kept_of
 from statehold.process.warn import let_go
-from statehold.process.worker import Flag, Worker
+from statehold.process.worker import Flag, Worker, yield_processor
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 from statehold.steps.copying import Copy, part_of
@@ -145,7 +144,7 @@ class Promoter:
         self._look()
         self._cadence = self._cadence_of(spec)
         self._thread = Worker(f"statehold-{place.name}")  # as its lane in a trace is called
-        self._thread.submit(give_way_to_training)
+        self._thread.submit(partial(yield_processor, NICENESS))
         self._under_way: _Order | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
@@ -648,14 +647,6 @@ def is_resumable(error: Exception) -> bool:
 
 BURST_S = 0.25
 NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
-
-
-def give_way_to_training() -> None:
-    """Give this thread, and those that it starts, only the processor time that others leave."""
-    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
-        thread = threading.get_native_id()
-        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 class Throttle:

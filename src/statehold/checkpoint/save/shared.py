@@ -20,7 +20,6 @@ Not here: which parts go where (sharing), second names (pipeline), the files' na
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from statehold.layout.plan import BLOCK_BYTES, SavePlan, pieces, plan_save, sum_
 from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
-from statehold.process.worker import Crew
+from statehold.process.worker import Crew, yield_processor
 from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
@@ -395,9 +394,6 @@ def plan_file(
 # and leave the processor to training.
 
 
-_NICENESS = 5  # like the threads that copy
-
-
 class BytesClaim(NamedTuple):
     """`tensors`, in file order and dense in host memory, have the bytes of a file.
 
@@ -461,9 +457,4 @@ def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
 
 def low_priority(count: int) -> Crew:
     """So many threads that leave the processor to training."""
-    return Crew("statehold-proof", count, _yield)
-
-
-def _yield() -> None:
-    with contextlib.suppress(OSError):  # of this thread alone
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    return Crew("statehold-proof", count, yield_processor)
