@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from statehold.errors import PeerFailedError, StateholdError, named
 from statehold.ranks.peers import Peers
-from statehold.ranks.rounds import Round
 from statehold.steps.target import Target
 
 # The fact of an error in the second round: some hosts may have published a step that does not
@@ -90,7 +89,7 @@ class CommitRounds:
             return told
 
         try:
-            return Round(kind, self.number).hold(self.peers, message, decide)
+            return self.peers.agree(kind, message, decide, self.number)
         finally:
             if failure is not None:
                 raise failure
