@@ -7,6 +7,7 @@ threads of the same priority: on a machine that others use, too, priority decide
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
@@ -60,8 +61,9 @@ def _rates(claims: list[BytesClaim], runtime: Runtime, memory: torch.Tensor, rou
         if any(differing):
             raise RuntimeError("memory that has not changed was refuted")
         begin = time.perf_counter()
-        with low_priority(settled(runtime.options.io).copy_threads) as threads:
-            list(threads.map(torch.sum, parts))
+        with contextlib.closing(low_priority(settled(runtime.options.io).copy_threads)) as threads:
+            for task in [threads.submit(torch.sum, part) for part in parts]:
+                task.result()
         passed = time.perf_counter() - begin
         if round_ >= 0:
             proofs.append(memory.nbytes / proven / 1e9)

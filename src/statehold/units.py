@@ -63,6 +63,15 @@ def _refused(value: object, expected: str) -> UsageError:
     return refused("not a size in bytes", expected, shown(value), _HINT)
 
 
+def parse_rate(bytes_per_s: int | str | None) -> int | None:
+    """A limit in bytes a second; None sets none. Raises UsageError."""
+    found = None if bytes_per_s is None else parse_bytes(bytes_per_s)
+    if found == 0:
+        text = "bytes_per_s must be at least one byte a second, or None for no limit"
+        raise UsageError(text, facts={"got": repr(bytes_per_s)})
+    return found
+
+
 def parse_seconds(value: object) -> float | None:
     """ "90s", "30min", "2h", "250d" in seconds, above 0; None for anything else."""
     match = _TIME.fullmatch(value) if isinstance(value, str) else None

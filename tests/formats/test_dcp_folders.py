@@ -14,8 +14,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import statehold
+from statehold.encoding import values
 from statehold.errors import CorruptionError, MissingFileError, UnsupportedValueError
+from statehold.integrations.dcp.tree import nest
 from statehold.integrations.formats import archives
+from statehold.integrations.formats.streamed import nested
 from statehold.integrations.formats.untrusted import dump_metadata, load_metadata
 from support.faults import SMALL
 from support.transfers import check_equal, saved, tensors
@@ -201,3 +204,22 @@ def test_a_conjugate_view_that_is_not_aligned_comes_in(tmp_path: Path) -> None:
     found = statehold.load(tmp_path / "run")
     for name, value in state.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ([("a", 0), ("a", 1)], {"a": [0, 1]}),
+        ([("a", 1), ("a", 3)], {"a": {1: 0, 3: 1}}),  # whoever has planned it left items out
+        ([("a", 10**12)], {"a": {10**12: 0}}),  # no list has room for them
+        ([("a",), ("a", "b")], None),
+        ([("a", "b"), ("a", "b")], None),
+    ],
+)
+def test_a_tree_has_each_value_at_its_path(paths: list[Any], expected: Any) -> None:
+    assert nested((path, number) for number, path in enumerate(paths)) == expected
+
+
+def test_a_node_that_is_a_dict_is_no_place_for_another() -> None:
+    nodes = {"a": {"$dict": []}, "b": 1}
+    assert nest(nodes, {"a": ("a",), "b": ("a", "$dict")}) == values.mapping_of(nodes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from statehold.resilience.lost import GroupLostError
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.seat import ColumnStart
 from statehold.resilience.sums.fast import FastSum
 

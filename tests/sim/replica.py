@@ -16,7 +16,7 @@ from sim.undisturbed import MODULUS, gradient, updated
 from statehold.errors import InvariantError
 from statehold.resilience.progress import STUCK_LEAST_S, StuckCheck
 from statehold.resilience.protocol import actions
-from statehold.resilience.protocol.actions import GroupLost
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (
@@ -258,7 +258,7 @@ class Rank:
             self._busy += 1
             if not self.member.is_changing and self._acts_in == self.member.epoch:
                 self.send(self.member.complain("failed"))
-            self.advance(None, GroupLost("failed"))
+            self.advance(None, GroupLostError("failed"))
 
     def act(self, action: actions.Action) -> None:
         member, random = self.member, self.world.random

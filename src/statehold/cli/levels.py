@@ -27,7 +27,7 @@ from statehold.checkpoint.levels.hosts.census import writer_of
 from statehold.checkpoint.levels.memory import COPIES_SUFFIX
 from statehold.checkpoint.levels.remembered import Remembered, itself, recall
 from statehold.cli.output import note
-from statehold.cli.places import describe
+from statehold.cli.places import describe, unreadable
 from statehold.cli.said import said
 from statehold.errors import (
     CorruptionError,
@@ -231,8 +231,7 @@ class InObjects(ObjectSteps):
                 return None
             part, manifest = whole, Manifest.decode(whole.manifest, found["path"])
         except (CorruptionError, FormatVersionError) as error:
-            newer = isinstance(error, FormatVersionError)
-            return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
+            return {**found, **unreadable(error)}
         documents = len(part.manifest) + sum(len(raw) for _, raw in part.records)
         return {
             **found,

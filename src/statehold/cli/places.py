@@ -14,7 +14,7 @@ from typing import Any
 from statehold._core import Fs
 from statehold.checkpoint.levels import remembered
 from statehold.cli.said import said
-from statehold.errors import CorruptionError, FormatVersionError, StorageError
+from statehold.errors import CorruptionError, FormatVersionError, StateholdError, StorageError
 from statehold.format.manifest import Commit, Manifest
 from statehold.reading.places import LEFTOVER, load_manifest
 from statehold.reading.sizes import files_below, sizes_of_steps
@@ -66,13 +66,17 @@ def describe(store: DirectoryShelf, step: int, *, is_part: bool = False) -> dict
     try:
         manifest = look_beside_a_writer(look, lambda: directory_id(directory), directory)
     except (CorruptionError, FormatVersionError, StorageError) as error:
-        # Damaged, or too new: a person should worry only about the first.
-        newer = isinstance(error, FormatVersionError)
-        return {**found, "state": "newer format" if newer else "damaged", "error": str(error)}
+        return {**found, **unreadable(error)}
     if manifest is None:
         has_moved = store.where(step) != directory  # it is being replaced
         return describe(store, step, is_part=is_part) if has_moved else None
     return {**found, **said(manifest)}
+
+
+def unreadable(error: StateholdError) -> dict[str, Any]:
+    """The facts of a step that is damaged, or too new: a person should worry only about damage."""
+    newer = isinstance(error, FormatVersionError)
+    return {"state": "newer format" if newer else "damaged", "error": str(error)}
 
 
 def leftovers_of(fs: Fs, run: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -112,6 +112,17 @@ class Checker:
             self.fail(where, "JSON", str(fault)[:200])
         except RecursionError:
             self.fail(where, "JSON that the stack of this thread can parse", f"{depth} levels")
+
+    def headed(
+        self, text: bytes, depth_max: int, form: str, versions: Sequence[int]
+    ) -> dict[str, Any]:
+        """The object in the file, which says its format and one of these versions."""
+        found = self.object(self.parse(text, "the file", depth_max), "the file")
+        said, version = found.get("format"), found.get("version")
+        if said != form or type(version) is not int or version not in versions:
+            got = f"{said!r}, {version!r}"[:100]
+            self.fail("format and version", f"{form!r}, {' or '.join(map(str, versions))}", got)
+        return found
 
     def integer(self, value: Any, where: str, low: int = 0, high: int = INT_MAX) -> int:
         # `type` and not isinstance: True is an int to Python, but not in a file.

@@ -16,6 +16,7 @@ import re
 from array import array
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from statehold.encoding import header, values
@@ -23,7 +24,7 @@ from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError, refused
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
-from statehold.layout.plan import BLOCK_BYTES, STEP_MAX, WORLD_MAX, SavePlan, piece_count
+from statehold.layout.plan import STEP_MAX, WORLD_MAX, SavePlan, piece_count, sum_places
 from statehold.units import GiB, KiB, MiB, format_bytes
 
 # -- the members of documents ----------------------------------------------------------------------
@@ -84,7 +85,7 @@ class FileEntry:
 
 
 def record_file(
-    plan: SavePlan, sums: bytes, *, index: int = 0, block_bytes: int = BLOCK_BYTES
+    plan: SavePlan, sums: bytes, *, index: int = 0
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """The account of a file written by `plan`, as file number `index` of its document.
 
@@ -92,21 +93,19 @@ def record_file(
     in file order. The tensors come in file order, with global shapes.
     """
     text = _sums_to_hex(sums)
-    at = 16 * piece_count(0, plan.data_begin, block_bytes)
-    header_sums = text[:at]
+    places = [16 * at for at in sum_places(plan.data_begin, plan.begins, plan.specs)]
+    header_sums = text[: places[0]]
     tensors = {}
-    for spec, begin in zip(plan.specs, plan.begins, strict=True):
-        size = 16 * piece_count(begin, spec.nbytes, block_bytes)
+    for spec, begin, (at, to) in zip(plan.specs, plan.begins, pairwise(places), strict=True):
         end, shape = begin + spec.nbytes, spec.shape
         offsets = (0,) * len(shape) if spec.offsets is None else spec.offsets
-        chunk = Chunk(offsets, shape, index, begin, end, text[at : at + size])
+        chunk = Chunk(offsets, shape, index, begin, end, text[at:to])
         whole = shape if spec.global_shape is None else spec.global_shape
         tensors[spec.name] = TensorEntry(spec.dtype, whole, (chunk,))
-        at += size
-    if at != len(text):
-        facts = {"file": plan.file_name, "expected": at // 16, "got": len(text) // 16}
+    if places[-1] != len(text):
+        facts = {"file": plan.file_name, "expected": places[-1] // 16, "got": len(text) // 16}
         raise InvariantError("a save returned another number of checksums", facts=facts)
-    digest = _digest(text, ())
+    digest = sha256(text.encode("ascii"))
     file = FileEntry(plan.file_name, plan.file_bytes, plan.data_begin, header_sums, digest)
     return file, tensors
 
@@ -160,10 +159,6 @@ def proven(raw: bytes, decode: Callable[[bytes, str], object], what: str) -> byt
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _digest(header_sums: str, sums: Iterable[str]) -> str:
-    return sha256("".join([header_sums, *sums]).encode("ascii"))
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -371,7 +366,8 @@ class EntryReader:
             if at != file.bytes:
                 expected = f"{at}, the end of its tensors"
                 self.check.fail(f"files[{i}].bytes", expected, f"{file.bytes}")
-            digest = _digest(file.header_sums, (sums for *_, sums in ranges))
+            sums = "".join([file.header_sums, *(each for *_, each in ranges)])
+            digest = sha256(sums.encode("ascii"))
             if file.digest != digest:
                 self.check.fail(f"files[{i}].digest", digest, file.digest)
 

@@ -10,7 +10,6 @@ Not here: which records make a step (manifest), the other ranks' chunks (saved),
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -31,6 +30,7 @@ from statehold.format.entries import (
     needs_version_3,
     proven,
     seal,
+    sha256,
     unseal,
 )
 from statehold.format.manifest import check_attempt
@@ -230,7 +230,7 @@ def _box_order(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _digest_of(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return sha256(text.encode("utf-8"))
 
 
 # -- reading ---------------------------------------------------------------------------------------

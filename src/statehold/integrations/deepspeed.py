@@ -37,6 +37,7 @@ from statehold.integrations.trained import check_names, discard_newer, persisten
 from statehold.layout.layout import AnyLayout, Box, ExplicitLayout, Layout, Mesh
 from statehold.tensors.kinds.rng import Rng
 from statehold.tensors.marks import Volatile
+from statehold.tensors.nodes import GROUPS, PARAMS, STATE
 from statehold.tensors.placements import Piece
 
 # -- the engine ------------------------------------------------------------------------------------
@@ -230,9 +231,6 @@ def _refusals(engine: Any) -> Any:
 # number, such as `step`, is the same on all ranks. What the optimizer already has in memory is
 # filled there. What it has not made yet is made for the restore, and put in once all bytes have
 # arrived.
-
-
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 class Moments:

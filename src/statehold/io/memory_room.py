@@ -35,7 +35,6 @@ def open_file(
     *,
     reuse: bool = False,
     mapped: bool = False,
-    kept: File | None = None,
     ranks: int = 1,
 ) -> File:
     """fs.open_write, for a file of one of `ranks` that each make one as large beside it.
@@ -44,7 +43,7 @@ def open_file(
     """
     if fs.backend != "sim" and is_memory(path):
         weigh(path, nbytes, reuse=reuse, ranks=ranks)
-    return fs.open_write(path, nbytes, reuse, mapped=mapped, kept=kept)
+    return fs.open_write(path, nbytes, reuse, mapped=mapped)
 
 
 def is_memory(path: str) -> bool:

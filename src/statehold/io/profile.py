@@ -73,13 +73,10 @@ class Profile:
 def decode(text: bytes, file: str) -> Profile:
     """A profile from its file. Raises CorruptionError that names the problem."""
     check = Checker(CorruptionError, _SUMMARY, file, _HINT)
-    document = check.object(check.parse(text, "the file", _DEPTH_MAX), "the file")
-    version = document.get("version")
-    if document.get("format") != FORMAT or type(version) is not int or version not in VERSIONS:
-        got = f"{document.get('format')!r}, {version!r}"[:100]
-        check.fail("format and version", f"{FORMAT!r}, up to {VERSION}", got)
+    document = check.headed(text, _DEPTH_MAX, FORMAT, VERSIONS)
     names = ("format", "version", "storage", "settings", "measured", "why")
-    check.members(document, "the file", names if version == 1 else (*names, "rates"))
+    has_rates = document["version"] != 1
+    check.members(document, "the file", (*names, "rates") if has_rates else names)
     why = [
         check.text(line, "why", _TEXT, "one line of text")
         for line in check.array(document["why"], "why")

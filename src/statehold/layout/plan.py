@@ -118,6 +118,15 @@ def pieces(begin: int, nbytes: int, block_bytes: int) -> Iterator[tuple[int, int
         begin = cut
 
 
+def sum_places(data_begin: int, begins: Sequence[int], specs: Sequence[TensorSpec]) -> list[int]:
+    """Where in the checksums of a file those of each tensor begin, in pieces; and where all end.
+
+    Those of the header come first."""
+    places = zip(begins, specs, strict=True)
+    counts = [piece_count(begin, spec.nbytes, BLOCK_BYTES) for begin, spec in places]
+    return list(accumulate(counts, initial=piece_count(0, data_begin, BLOCK_BYTES)))
+
+
 def plan_save(
     specs: Sequence[TensorSpec],
     *,

@@ -19,14 +19,7 @@ from statehold.encoding import header
 from statehold.errors import InvariantError
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box, Layout
-from statehold.layout.plan import (
-    BLOCK_BYTES,
-    SavePlan,
-    TensorSpec,
-    check_specs,
-    file_name,
-    piece_count,
-)
+from statehold.layout.plan import SavePlan, TensorSpec, check_specs, file_name, sum_places
 from statehold.layout.share import HeldTensor, global_shape
 
 SUM_BYTES = 8
@@ -111,16 +104,16 @@ def _check_file(file: StoredFile) -> None:
     check_specs(file.specs)
     if file.data_begin < header.PAGE or file.data_begin % header.PAGE:
         raise _invalid(file, f"data that begins at a multiple of {header.PAGE}", file.data_begin)
-    at, count = file.data_begin, piece_count(0, file.data_begin, BLOCK_BYTES)
+    at = file.data_begin
     for spec, begin in zip(file.specs, file.begins, strict=True):
         if begin != at:
             raise _invalid(file, f"{spec.name} at {at}, after the tensor before it", begin)
         if begin * 8 % header.DTYPE_BITS[spec.dtype]:
             raise _invalid(file, f"{spec.name} at a multiple of its elements' size", begin)
         at += spec.nbytes
-        count += piece_count(begin, spec.nbytes, BLOCK_BYTES)
     if at != file.file_bytes:
         raise _invalid(file, f"{file.file_bytes} bytes", f"tensors that end at {at}")
+    count = sum_places(file.data_begin, file.begins, file.specs)[-1]
     if len(file.sums) != SUM_BYTES * count:
         raise _invalid(file, f"{count} checksums", f"{len(file.sums) / SUM_BYTES:g}")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from statehold.errors import UsageError, shown
 from statehold.options.paths import check_path
-from statehold.units import parse_bytes
+from statehold.units import parse_bytes, parse_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,10 @@ class Path:
 
     def __post_init__(self) -> None:
         check_path(self.path, "a path of an optimizer")
-        if self.bytes_per_s is not None and parse_bytes(self.bytes_per_s) < 1:
-            raise UsageError(
-                "bytes_per_s must be at least one byte a second, or None for no limit",
-                facts={"path": os.fspath(self.path), "got": repr(self.bytes_per_s)},
-            )
+        try:
+            parse_rate(self.bytes_per_s)
+        except UsageError as error:
+            raise error.with_fact("path", self.directory) from None
 
     @property
     def directory(self) -> str:
@@ -70,7 +69,7 @@ class Path:
     @property
     def rate(self) -> int | None:
         """bytes_per_s, in bytes."""
-        return None if self.bytes_per_s is None else parse_bytes(self.bytes_per_s)
+        return parse_rate(self.bytes_per_s)
 
 
 Tier = Host | Path

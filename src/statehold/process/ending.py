@@ -29,7 +29,7 @@ _is_registered = False
 
 
 def remember(one: Ends) -> None:
-    """End `owner` with the program. Raises ClosedError if it has ended."""
+    """End `one` with the program. Raises ClosedError if that has ended."""
     global _is_registered
     if not _is_registered:
         # This registers as concurrent.futures does, and so runs before the end of that module.
@@ -43,7 +43,7 @@ def remember(one: Ends) -> None:
 
 
 def forget(one: Ends) -> None:
-    """`owner` has ended by itself."""
+    """`one` has ended by itself."""
     _open.discard(one)
 
 

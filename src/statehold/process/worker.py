@@ -19,6 +19,7 @@ never return: so its thread is a daemon.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -35,6 +36,7 @@ T = TypeVar("T")
 Action = Callable[[], object]
 _Actions = queue.SimpleQueue[Action | None]
 Woken = queue.SimpleQueue[None]
+COPYING = 5  # the niceness of the engine's threads that copy
 
 
 class Flag:
@@ -179,6 +181,14 @@ class Crew(_Threads):
         task = Task[T](partial(call, *args), woken)
         self._actions.put(task.make)
         return task
+
+
+def yield_processor(niceness: int = COPYING) -> None:
+    """Give this thread, and those that it starts, only the processor time that others leave."""
+    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
+        thread = threading.get_native_id()
+        niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def apart(call: Callable[..., T], *args: Any) -> T:

@@ -34,10 +34,15 @@ class Round(NamedTuple):
     number: int | None = None
     timeout_s: float | None = None
 
-    def hold(
-        self, peers: Peers, message: bytes, decide: Callable[[Sequence[bytes]], bytes]
-    ) -> bytes:
-        return peers.agree(self.kind, message, decide, self.number, self.timeout_s)
+    def hold(self, peers: Peers, own: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 decides over what all ranks have, by rank: plain values of JSON."""
+
+        def decided(messages: Sequence[bytes]) -> bytes:
+            return json.dumps(decide([json.loads(each) for each in messages])).encode()
+
+        message = json.dumps(own).encode()
+        raw = peers.agree(self.kind, message, decided, self.number, self.timeout_s)
+        return json.loads(raw)
 
 
 USUAL = Round()
@@ -73,8 +78,8 @@ def pooled(
         value = describe(result)
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
-    message = [None if failure is None else [_kind(failure), _text(failure)], value]
-    worst, values = json.loads(within.hold(peers, json.dumps(message).encode(), _pool))
+    own = [None if failure is None else [_kind(failure), _text(failure)], value]
+    worst, values = within.hold(peers, own, _pool)
     if worst is None:
         return result, values  # no rank failed, so it exists
     rank, kind, text = worst
@@ -87,7 +92,7 @@ def led(peers: Peers | None, act: Callable[[], T], within: Round = USUAL) -> T:
     """The result of `act` on rank 0, on all ranks; a plain value of JSON."""
     if peers is None:
         return act()
-    value: T = json.loads(within.hold(peers, b"", lambda _: json.dumps(act()).encode()))
+    value: T = within.hold(peers, None, lambda _: act())
     return value
 
 
@@ -129,11 +134,11 @@ def _kind(error: Exception) -> str:
     return _DAMAGE if isinstance(error, CorruptionError) else _OTHER
 
 
-def _pool(messages: Sequence[bytes]) -> bytes:
-    """[worst failure, null] or [null, all values]."""
-    failures, values = zip(*map(json.loads, messages), strict=True)
+def _pool(found: list[Any]) -> list[Any]:
+    """[worst failure, None] or [None, all values]."""
+    failures, values = zip(*found, strict=True)
     worst = _worst(failures)
-    return json.dumps([worst, None if worst else values]).encode()
+    return [worst, None if worst else values]
 
 
 def _worst(failures: Sequence[Any]) -> list[Any] | None:

@@ -5,7 +5,7 @@
     protocol          the decisions, pure; control: the coordinator's process, and links to it
     sums              gradients and losses, summed over microbatches and replicas
     data              samples and seeds of a microbatch, a loader, and checksums of what was drawn
-    groups, gloo, nccl, lost    torch.distributed's groups of one membership
+    groups, gloo, nccl    torch.distributed's groups of one membership
     transfer          the state of a run, from live replicas to a joiner
     identity, progress    names, what a job has in common, and whether a thread is stuck
 

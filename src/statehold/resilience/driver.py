@@ -26,9 +26,9 @@ from statehold import _core
 from statehold.errors import ReplicaLostError, StateholdError, UsageError, WaitTimeout
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.likeness import Likeness, refusal
-from statehold.resilience.lost import GroupLostError
 from statehold.resilience.position import Position
 from statehold.resilience.protocol import actions
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.protocol.comeback import Comeback
 from statehold.resilience.protocol.messages import TORN, View
 from statehold.resilience.seat import Seat, SeatLost
@@ -203,7 +203,7 @@ class Driver:
         member = self.seat.member
         playing = actions.play(member, self.seat.link.lock, until)
         result: object = None
-        error: actions.GroupLost | None = None
+        error: GroupLostError | None = None
         while True:
             try:
                 action = playing.throw(error) if error else playing.send(result)
@@ -231,7 +231,7 @@ class Driver:
                     result = self.execute(action)
             except GroupLostError as lost:
                 self.seat.complain(str(lost))
-                error = actions.GroupLost(str(lost))
+                error = GroupLostError(str(lost))  # without the frames, which hold the groups
 
     def execute(self, action: actions.Action) -> object:
         """Do what the protocol asks for. Raises GroupLostError when the groups have failed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from statehold.resilience.lost import GroupLostError
+from statehold.resilience.protocol.actions import GroupLostError
 
 # The longest time for ranks that have met to connect. An abandoned building lives no longer.
 CONNECT_S = 5.0

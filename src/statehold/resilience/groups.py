@@ -31,8 +31,8 @@ from torch import Tensor
 
 from statehold.process.worker import Flag, Thread
 from statehold.resilience import gloo, nccl
-from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import MeetingPlace
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.tensors.devices.devices import backend_for
 from statehold.tensors.storable import empty_on
 

@@ -26,7 +26,7 @@ from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import connect
 from statehold.process.worker import Flag
-from statehold.resilience.lost import GroupLostError
+from statehold.resilience.protocol.actions import GroupLostError
 
 # For a connection.
 CONNECT_S = 5.0

@@ -5,8 +5,8 @@ that connecting holds, and NCCL connects in the first operation of a group. So t
 made where the group is built (groups), and it ends after CONNECT_S.
 
 Invariants: an error of NCCL does not end the process (torch's default); it makes an operation fail.
-Not here: anything that was run. No machine of this project's tests has a device: written from the
-documentation of torch 2.13 and reviewed.
+Not here: anything that was run. NCCL wants a device for each rank, and no machine of this project's
+tests has two. It is written from the documentation of torch 2.13, and tested with a stand-in.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from statehold.net import addresses
 from statehold.process.worker import Flag
 from statehold.resilience.control import Link
 from statehold.resilience.groups import Groups
-from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk, MeetingPlace
 from statehold.resilience.progress import StuckCheck
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import TORN, GivesUp, Hello, Promise, Refused
 from statehold.resilience.sums.interface import Pending, Start

@@ -41,8 +41,8 @@ from statehold.net.secret import of_job
 from statehold.net.wire import Wire, check_own, connect, entered
 from statehold.process.worker import Flag
 from statehold.resilience.identity import among
-from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import CONNECT_S, MeetingPlace
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
 
 logger = logging.getLogger(__name__)

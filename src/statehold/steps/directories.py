@@ -31,7 +31,7 @@ from statehold.errors import (
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
-from statehold.options.paths import STEP_NAME
+from statehold.options.paths import STEP_NAME, step_name
 
 # -- names -----------------------------------------------------------------------------------------
 
@@ -42,8 +42,8 @@ _COPY = rf"\.copy-[0-9a-f]{{{COPY_DIGITS}}}"
 _NAMED = re.compile(rf"{ATTEMPT}(?:{_COPY})?")
 REPLACED = ".replaced"
 _STANDING = re.compile(rf"{STEP_NAME.pattern}(?:{re.escape(REPLACED)})?")
-_ATTEMPTED = re.compile(rf"step-[0-9]{{12}}\.{ATTEMPT}\.partial")
-_ENDED = re.compile(r"step-[0-9]{12}\.(?:partial|retired)")
+_ATTEMPTED = re.compile(rf"{STEP_NAME.pattern}\.{ATTEMPT}\.partial")
+_ENDED = re.compile(rf"{STEP_NAME.pattern}\.(?:partial|retired)")
 
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def misnamed(fs: Fs, run: str) -> str:
     newest = max(names, key=lambda name: found[name])
     return (
         f"directories of {run} hold steps and do not count, because of their names: {shown}. To "
-        f"restore step {found[newest]}, rename {newest} to step-{found[newest]:012d}"
+        f"restore step {found[newest]}, rename {newest} to {step_name(found[newest])}"
     )
 
 

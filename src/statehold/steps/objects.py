@@ -44,10 +44,11 @@ from statehold.format.saved import MANIFEST_NAME
 from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
+from statehold.options.paths import STEP_NAME, step_name
 from statehold.process.warn import logger
-from statehold.steps.directories import ATTEMPT
+from statehold.steps.directories import ATTEMPT, step_of
 from statehold.steps.near_files import NearFiles
-from statehold.steps.shelf import Ranges, Shelf
+from statehold.steps.shelf import FetchedFile, Ranges, Shelf
 
 # -- the steps -------------------------------------------------------------------------------------
 # A step is uploaded file by file into the directory of its attempt. `publish` puts the manifest,
@@ -120,18 +121,6 @@ class Neighbour:
         if not self._failed:
             self._failed = True
             logger.info("files that the run at %s has are uploaded again: %s", self._url, error)
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectFile:
-    """An object, as a file that is read from begin to end. fetch: fills memory with ranges."""
-
-    fetch: Callable[[Sequence[Extent]], None]
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        self.fetch([(offset, memory)])
-
-    def close(self) -> None: ...
 
 
 class ObjectSteps(Shelf):
@@ -223,7 +212,7 @@ class ObjectSteps(Shelf):
             )
 
     def path(self, step: int) -> str:
-        return self.client.path(f"step-{step:012d}")
+        return self.client.path(step_name(step))
 
     def read(self, step: int, name: str, max_bytes: int) -> bytes:
         """The content of a file of a committed step.
@@ -257,8 +246,8 @@ class ObjectSteps(Shelf):
             )  # fmt: skip
         return self._near.bring(step, name, nbytes, ranges, partial(self.fetch, step, name))
 
-    def open_file(self, step: int, name: str) -> ObjectFile:
-        return ObjectFile(partial(self.fetch, step, name))
+    def open_file(self, step: int, name: str) -> FetchedFile:
+        return FetchedFile(partial(self.fetch, step, name))
 
     def protect(self, step: int) -> contextlib.AbstractContextManager[None]:
         # A reader of a step that is replaced in the store gets an error, and asks again.
@@ -340,10 +329,10 @@ class ObjectSteps(Shelf):
         """Whether a file of an attempt was uploaded before: objects are whole or missing."""
         return self.client.has(f"{directory_name(step, attempt)}/{check_file(name)}", size)
 
-    def uploaded(self, step: int, attempt: str, name: str) -> ObjectFile:
+    def uploaded(self, step: int, attempt: str, name: str) -> FetchedFile:
         """A file of an attempt that was not published, for reading."""
         path = f"{directory_name(step, attempt)}/{check_file(name)}"
-        return ObjectFile(partial(self.client.fetch, path))
+        return FetchedFile(partial(self.client.fetch, path))
 
     def publish(
         self, step: int, attempt: str, manifest: bytes, records: Collection[str] = ()
@@ -580,8 +569,7 @@ FORMAT = "statehold.commit"
 VERSION = 1
 COMMIT_BYTES_MAX = 4096
 
-_DIRECTORY = re.compile(rf"step-([0-9]{{12}})\.({ATTEMPT})")
-_COMMIT = re.compile(r"step-([0-9]{12})\.commit")
+_DIRECTORY = re.compile(rf"{STEP_NAME.pattern}\.({ATTEMPT})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 SHARED = "shared"
@@ -592,17 +580,17 @@ _MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit
 
 
 def commit_name(step: int) -> str:
-    return f"step-{step:012d}.commit"
+    return f"{step_name(step)}.commit"
 
 
 def step_of_commit(name: str) -> int | None:
     """The step whose commit object has this name; None for any other name."""
-    match = _COMMIT.fullmatch(name)
-    return int(match[1]) if match else None
+    stem, _, end = name.rpartition(".")
+    return step_of(stem) if end == "commit" else None
 
 
 def directory_name(step: int, attempt: str) -> str:
-    name = f"step-{step:012d}.{attempt}"
+    name = f"{step_name(step)}.{attempt}"
     if _DIRECTORY.fullmatch(name) is None:
         raise InvariantError("not a valid name of an attempt to save", facts={"got": repr(name)})
     return name
@@ -685,7 +673,7 @@ class CommitObject:
         check.integer(document["step"], "step", low=step, high=step)
         expected = f"the directory of an attempt at step {step}"
         directory = check.text(document["directory"], "directory", _DIRECTORY, expected)
-        if not directory.startswith(f"step-{step:012d}."):
+        if not directory.startswith(f"{step_name(step)}."):
             check.fail("directory", expected, repr(directory))
         digest = check.text(
             document["manifest_sha256"], "manifest_sha256", _DIGEST, "64 digits 0-9 and a-f"

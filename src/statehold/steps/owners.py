@@ -23,7 +23,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 from statehold.encoding.strictjson import Checker
 from statehold.errors import CorruptionError, RunBusyError, storing
 from statehold.process.warn import logger
+from statehold.process.whole_files import open_regular
 
 if TYPE_CHECKING:
     from statehold.steps.store import Store
@@ -84,10 +84,7 @@ class Owner:
         """Raises CorruptionError."""
         check = Checker(CorruptionError, _SUMMARY, path, _HINT)
         names = ("format", "version", "id", "run", "host")
-        found = check.members(check.parse(raw, "the file", 2), "the file", names)
-        if found["format"] != FORMAT or found["version"] != VERSION:
-            got = f"{found['format']!r}, {found['version']!r}"[:100]
-            check.fail("format and version", f"{FORMAT!r}, {VERSION}", got)
+        found = check.members(check.headed(raw, 2, FORMAT, (VERSION,)), "the file", names)
         return cls(
             check.text(found["id"], "id", _ID, "16 hexadecimal digits"),
             check.text(found["run"], "run", _TEXT, "a path"),
@@ -363,16 +360,11 @@ def write_note(run: str, name: str, content: bytes) -> None:
 def read_note(path: str, summary: str, hint: str) -> bytes | None:
     """What a note says; None if there is none. Raises CorruptionError with this summary."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        facts = {"file": path, "why": os.strerror(error.errno or 0)}
+        facts = {"file": path, "why": error.strerror}
         raise CorruptionError(summary, facts=facts, hint=hint) from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CorruptionError(summary, facts={"file": path, "why": "it is not a regular file"})
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(NOTE_BYTES_MAX)
-    finally:
-        os.close(fd)
+    with open(fd, "rb") as file:
+        return file.read(NOTE_BYTES_MAX)

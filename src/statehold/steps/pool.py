@@ -19,12 +19,12 @@ import contextlib
 import errno
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from statehold._core import File, Fs
 from statehold.errors import StateholdError, StorageError
 from statehold.io.memory_room import open_file
+from statehold.io.objects.parallel import side_by_side
 from statehold.process.ownership import is_own_file
 from statehold.steps.directories import each_of, unless
 
@@ -145,9 +145,7 @@ def linked(fs: Fs, path: str, target: str) -> bool:
 
 def sync_all(fs: Fs, paths: Sequence[str]) -> None:
     """D2: make the bytes of these files durable. Raises the error of the first that fails."""
-    if paths:
-        with ThreadPoolExecutor(min(SYNCED_AT_ONCE, len(paths)), "statehold-sync") as threads:
-            list(threads.map(partial(_sync, fs), paths))
+    side_by_side([partial(_sync, fs, path) for path in paths], SYNCED_AT_ONCE)
 
 
 def _sync(fs: Fs, path: str) -> None:

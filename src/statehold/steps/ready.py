@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 
 from statehold._core import File, Fs
 from statehold.errors import StateholdError
 from statehold.io.memory_room import free_bytes, open_file
 from statehold.process.warn import logger
-from statehold.process.worker import Flag
+from statehold.process.worker import Flag, yield_processor
 from statehold.steps.directories import unless
 
 # -- the next file ---------------------------------------------------------------------------------
@@ -29,7 +28,6 @@ from statehold.steps.directories import unless
 
 
 READY_NAME = ".ready"
-_NICENESS = 5  # like the threads that copy
 _PART_BYTES = 64 << 20
 
 
@@ -95,8 +93,7 @@ class Ready:
     def _run(self, file_bytes: int) -> None:
         reason = None
         try:
-            with contextlib.suppress(OSError):  # of this thread alone
-                os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+            yield_processor()
             reason = self._make(file_bytes)
         except (StateholdError, OSError) as error:
             reason = str(error)

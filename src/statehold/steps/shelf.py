@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from statehold.errors import StorageError, no_such_step
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
+from statehold.io.objects.parallel import Extent
 from statehold.observe.background_log import log_once
 from statehold.steps.directories import standing_step_of
 from statehold.steps.publish import (
@@ -45,6 +47,19 @@ class ShelfFile(Protocol):
 
     def read_into(self, memory: memoryview, offset: int) -> None: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedFile:
+    """A data file that lies elsewhere: each read fetches. fetch: fills memory with ranges."""
+
+    fetch: Callable[[Sequence[Extent]], None]
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        self.fetch([(offset, memory)])
+
+    def close(self) -> None:
+        """Connections belong to all files of a place."""
 
 
 class Shelf(ABC):

@@ -415,7 +415,7 @@ class Store(DirectoryShelf):
         return file, reused
 
     def link(self, step: int, name: str, path: str, attempt: str | None = None) -> bool:
-        """D1 of a file that is on storage: a second name for it (second_names.linked)."""
+        """D1 of a file that is on storage: a second name for it (pool.linked)."""
         return linked(self.fs, path, f"{self.partial(step, attempt)}/{name}")
 
     def sync_links(self, step: int, names: Sequence[str], attempt: str | None = None) -> None:

@@ -19,7 +19,7 @@ from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import Wire, connect
 from statehold.resilience import control
 from statehold.resilience.control import FIRST_MAX, Server
-from statehold.resilience.lost import GroupLostError
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.protocol.coordinator import Coordinator
 from statehold.resilience.protocol.member import Member
 from statehold.resilience.protocol.messages import (

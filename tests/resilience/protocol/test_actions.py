@@ -19,7 +19,7 @@ from statehold.resilience.protocol.actions import (
     Fetch,
     Forget,
     Gather,
-    GroupLost,
+    GroupLostError,
     Reduce,
     Vote,
 )
@@ -262,7 +262,7 @@ def test_a_failure_leads_to_the_next_epoch_and_repeats_no_microbatch(kind: type)
     while not isinstance(action, kind):
         computed += [action.index] if isinstance(action, Compute) else []
         action = play.send(None)
-    assert play.throw(GroupLost("failed")) == Await(1)
+    assert play.throw(GroupLostError("failed")) == Await(1)
     enter(found, 2, {"a": found.view})  # the other one is lost
     action = play.send(None)
     while not isinstance(action, Vote):
@@ -299,7 +299,7 @@ def test_who_is_behind_commits_what_it_has_reduced() -> None:
     play = playing(found)
     until_vote(play)
     found.receive(Prepare(2))
-    assert play.throw(GroupLost("revoked")) == Await(1)
+    assert play.throw(GroupLostError("revoked")) == Await(1)
     found.receive(Install(2, {"a": found.view, "b": View(1, False, (1, 3), member=True)}))
     assert ended(play, None) == 0
     assert (found.step, found.share) == (1, (0, 2))
@@ -319,7 +319,7 @@ def test_the_copy_of_a_lost_share_is_adopted() -> None:
     play = playing(found)
     until_vote(play)
     found.receive(Prepare(2))
-    assert play.throw(GroupLost("revoked")) == Await(1)
+    assert play.throw(GroupLostError("revoked")) == Await(1)
     found.receive(Install(2, {"a": found.view}))
     assert [play.send(None), play.send(None), play.send(None)] == [Adopt(1), Gather(2), Reduce(2)]
     vote = play.send(None)
@@ -365,7 +365,7 @@ def test_a_transfer_that_breaks_off_leaves_a_torn_state() -> None:
     found, play = joining()
     play.send(None)
     play.send(None)
-    assert play.throw(GroupLost("the holder died")) == Await(4)
+    assert play.throw(GroupLostError("the holder died")) == Await(4)
     assert found.view == View(TORN)
 
 
@@ -452,7 +452,7 @@ def test_all_bytes_are_compared_where_a_state_was_fetched() -> None:
     vote = until_vote(play, play.send(None))
     assert (vote.members, vote.of_all) == (("b", "c"), True)
     assert found.newcomers == ("c",)
-    assert play.throw(GroupLost("failed")) == Await(4)
+    assert play.throw(GroupLostError("failed")) == Await(4)
     enter(found, 5, {"b": View(6, True, (0, 1, 2, 3), member=True), "c": found.view})
     assert found.newcomers == ("c",)
     holder = member("b", "c")

@@ -22,8 +22,8 @@ from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import SecretError, Wire, connect
 from statehold.process.worker import Flag
 from statehold.resilience import transfer
-from statehold.resilience.lost import GroupLostError
 from statehold.resilience.meeting import Desk, MeetingPlace
+from statehold.resilience.protocol.actions import GroupLostError
 from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
 from statehold.resilience.transfer import OfferServer, StateTransfer
 from support.faults import must

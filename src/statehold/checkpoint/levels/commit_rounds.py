@@ -12,8 +12,9 @@ Not here: the parts (steps/copying, save/publishing), how ranks talk (ranks/peer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from statehold.errors import PeerFailedError, StateholdError, named
 from statehold.ranks.peers import Peers
@@ -41,12 +42,12 @@ class CommitRounds:
 
     def gather(
         self,
-        message: bytes,
-        check: Callable[[Sequence[bytes]], bytes],
+        message: Any,
+        check: Callable[[list[Any]], Any],
         failure: Exception | None,
         then: Callable[[], None],
-    ) -> bytes:
-        """The first round.
+    ) -> Any:
+        """The first round, of plain values of JSON.
 
         On rank 0, `check` raises if the messages of the ranks are not well; otherwise `then` runs
         there. All ranks get what `check` returns; a process that is alone gets nothing.
@@ -64,7 +65,7 @@ class CommitRounds:
                 commit()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             failure = error
-        message = b"" if failure is None else str(named(failure, self.doing)).encode()
+        message = None if failure is None else str(named(failure, self.doing))
         try:
             self._hold(f"{self.kind} published", message, _check_none, failure, _nothing)
         except StateholdError as error:
@@ -73,18 +74,18 @@ class CommitRounds:
     def _hold(
         self,
         kind: str,
-        message: bytes,
-        check: Callable[[Sequence[bytes]], bytes],
+        message: Any,
+        check: Callable[[list[Any]], Any],
         failure: Exception | None,
         then: Callable[[], None],
-    ) -> bytes:
+    ) -> Any:
         if self.peers is None:
             if failure is not None:
                 raise failure
             then()
-            return b""
+            return None
 
-        def decide(messages: Sequence[bytes]) -> bytes:
+        def decide(messages: list[Any]) -> Any:
             told = check(messages)
             then()
             return told
@@ -96,11 +97,10 @@ class CommitRounds:
                 raise failure
 
 
-def _check_none(messages: Sequence[bytes]) -> bytes:
-    for rank, reason in enumerate(messages):
-        if reason:
-            raise PeerFailedError(rank, reason.decode())
-    return b""
+def _check_none(reasons: list[Any]) -> None:
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise PeerFailedError(rank, reason)
 
 
 def _nothing() -> None: ...

@@ -8,7 +8,6 @@ bytes (steps/copying).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -165,5 +164,5 @@ def attempt_at(manifest: bytes) -> str:
 
     So the next copy finds the uploads of an earlier one, but not those of another save of the step.
     """
-    digest = hashlib.sha256(manifest).hexdigest()
+    digest = sha256(manifest)
     return f"{digest[:8]}-{int(digest[8:20], 16) % 10**12}"

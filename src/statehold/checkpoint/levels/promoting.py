@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from statehold.checkpoint.cadence.costs import Interval
 from statehold.checkpoint.cadence.every import Cadence, parse_every
@@ -48,7 +47,7 @@ from statehold.errors import (
 from statehold.format.entries import sha256
 from statehold.options.keep import kept_of
 from statehold.process.warn import let_go
-from statehold.process.worker import Flag, Worker
+from statehold.process.worker import Flag, Worker, yield_processor
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 from statehold.steps.copying import Copy, part_of
@@ -145,7 +144,7 @@ class Promoter:
         self._look()
         self._cadence = self._cadence_of(spec)
         self._thread = Worker(f"statehold-{place.name}")  # as its lane in a trace is called
-        self._thread.submit(give_way_to_training)
+        self._thread.submit(partial(yield_processor, NICENESS))
         self._under_way: _Order | None = None
         self._logged: tuple[int, type[Exception]] | None = None  # the newest failure
         self._begun_with = b""  # the manifest of the step that is being copied
@@ -347,14 +346,11 @@ class Promoter:
             with watch.stage("commit", step=step):
                 self.place.commit(step, attempt, copied.manifest)
 
-        def check(messages: Sequence[bytes]) -> bytes:
-            return check_parts(messages, step)
-
         rounds = CommitRounds(self._peers, self._round, order.number, f"while copying step {step}")
         message = part_message(copied.manifest, failure, step, self._landed)
         with watch.stage("meet", step=step) if self._peers else contextlib.nullcontext():
-            told = rounds.gather(message, check, failure, rounds.at(self.place, commit))
-            self.place.learn(landed_copies(told))
+            check, then = partial(check_parts, step), rounds.at(self.place, commit)
+            self.place.learn(rounds.gather(message, check, failure, then) or ())
             try:
                 rounds.publish(self.place, commit)
             except StateholdError:
@@ -589,19 +585,18 @@ def _steps(place: DirectoryPlace) -> list[int]:
 # the next attempt, unless the level is full or the source damaged.
 
 
-def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> bytes:
+def part_message(manifest: bytes, failure: Exception | None, step: int, landed: str) -> Any:
     """The message of a rank: its part of the step with this manifest is there, or it has failed.
 
     landed: sha256 of the manifest of the last copy that is complete, as this rank knows it; or "".
     """
     reason = "" if failure is None else str(named(failure, f"while copying step {step}"))
-    message = {
+    return {
         "reason": reason,
         "resumable": failure is not None and is_resumable(failure),
         "manifest": sha256(manifest),
         "landed": landed,
     }
-    return json.dumps(message).encode()
 
 
 class PartFailedError(PeerFailedError):
@@ -612,12 +607,11 @@ class PartFailedError(PeerFailedError):
         self.is_resumable = is_resumable
 
 
-def check_parts(messages: Sequence[bytes], step: int) -> bytes:
+def check_parts(step: int, parts: Sequence[Any]) -> list[str]:
     """Rank 0: raises PeerFailedError if the parts do not make a step.
 
-    Returns which copies are complete, as any rank knows it, for landed_copies().
+    Returns which copies are complete, as any rank knows it: sha256 of their manifests.
     """
-    parts = [json.loads(each) for each in messages]
     failed = [(rank, part) for rank, part in enumerate(parts) if part["reason"]]
     if failed:
         rank, first = failed[0]
@@ -625,13 +619,7 @@ def check_parts(messages: Sequence[bytes], step: int) -> bytes:
     for rank, part in enumerate(parts):
         if part["manifest"] != parts[0]["manifest"]:
             raise PeerFailedError(rank, f"step {step} was saved again while it was copied")
-    return json.dumps(sorted({part["landed"] for part in parts} - {""})).encode()
-
-
-def landed_copies(told: bytes) -> list[str]:
-    """sha256 of the manifests of complete copies, from the answer of check_parts()."""
-    found: list[str] = json.loads(told or b"[]")
-    return found
+    return sorted({part["landed"] for part in parts} - {""})
 
 
 def is_resumable(error: Exception) -> bool:
@@ -648,14 +636,6 @@ def is_resumable(error: Exception) -> bool:
 
 BURST_S = 0.25
 NICENESS = 10  # a tenth of the processor if the training wants all of it; never nothing
-
-
-def give_way_to_training() -> None:
-    """Give this thread, and those that it starts, only the processor time that others leave."""
-    with contextlib.suppress(OSError):  # a thread is a process to Linux; elsewhere nothing changes
-        thread = threading.get_native_id()
-        nice = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
-        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
 class Throttle:

@@ -94,12 +94,8 @@ def recall(run: str) -> tuple[Remembered, ...]:
     if text is None:
         return (itself(run),)
     check = Checker(CorruptionError, _SUMMARY, path, _HINT)
-    document = check.members(
-        check.parse(text, "the file", _DEPTH_MAX), "the file", ("format", "version", "levels")
-    )
-    if document["format"] != FORMAT or document["version"] != VERSION:
-        got = f"{document['format']!r}, {document['version']!r}"[:100]
-        check.fail("format and version", f"{FORMAT!r}, {VERSION}", got)
+    headed = check.headed(text, _DEPTH_MAX, FORMAT, (VERSION,))
+    document = check.members(headed, "the file", ("format", "version", "levels"))
     found = check.array(document["levels"], "levels")
     if not 1 <= len(found) <= LEVELS_MAX:
         check.fail("levels", f"1 to {LEVELS_MAX}", str(len(found)))

@@ -25,7 +25,7 @@ from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering, check_flag
 from statehold.options.paths import absolute_outside
 from statehold.planners.intervals import Loss
-from statehold.units import parse_bytes
+from statehold.units import parse_rate
 
 KEEP_IN_MEMORY = 2
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -65,13 +65,9 @@ class Level:
             )
         try:
             kept_of(self.keep)
+            parse_rate(self.bytes_per_s)
         except UsageError as error:
             raise error.with_fact("level", self.name) from None
-        if self.bytes_per_s is not None and parse_bytes(self.bytes_per_s) < 1:
-            raise UsageError(
-                "bytes_per_s must be at least one byte a second, or None for no limit",
-                facts={"level": self.name, "got": repr(self.bytes_per_s)},
-            )
 
     @property
     def survives(self) -> Loss:
@@ -81,7 +77,7 @@ class Level:
     @property
     def rate(self) -> int | None:
         """bytes_per_s, in bytes."""
-        return None if self.bytes_per_s is None else parse_bytes(self.bytes_per_s)
+        return parse_rate(self.bytes_per_s)
 
 
 @answering()

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -444,10 +443,8 @@ class Restorer:
 
     def _after(self, step: int, error: Exception) -> Next:
         """What all ranks do after a failure. All of them have opened the same save."""
-        following = self._saved.after(step, error)
-        if self._peers is not None:
-            mine = json.dumps(following).encode()
-            following = Next(json.loads(USUAL.hold(self._peers, mine, _highest)))
+        mine = self._saved.after(step, error)
+        following = Next(max(everyone(self._peers, lambda: mine)))
         self.was_intact &= following in (Next.AGAIN, Next.GIVE_UP)
         return following
 
@@ -549,8 +546,7 @@ class Restorer:
         names = sorted(saved.tensors)
         unused = [name not in matched.restoration.used for name in names]
         values = [name for name in matched.unexpected if name not in saved.tensors]
-        message = json.dumps([_bits(unused).hex(), values]).encode()
-        common, values = json.loads(USUAL.hold(self._peers, message, _in_common))
+        common, values = USUAL.hold(self._peers, [_bits(unused).hex(), values], _in_common)
         tensors = (
             name
             for name, is_unused in zip(names, _of_bits(bytes.fromhex(common)), strict=False)
@@ -610,16 +606,12 @@ def _of_bits(raw: bytes) -> Iterator[bool]:
     return (bool(byte >> bit & 1) for byte in raw for bit in range(8))
 
 
-def _highest(messages: Sequence[bytes]) -> bytes:
-    return json.dumps(max(json.loads(each) for each in messages)).encode()
-
-
-def _in_common(messages: Sequence[bytes]) -> bytes:
+def _in_common(found: list[Any]) -> list[Any]:
     """The tensors that no rank uses, and the values that none takes."""
-    unused, values = zip(*map(json.loads, messages), strict=True)
+    unused, values = zip(*found, strict=True)
     common = int.from_bytes(bytes.fromhex(unused[0]), "little")
     for each in unused[1:]:
         common &= int.from_bytes(bytes.fromhex(each), "little")
     bits = common.to_bytes(len(unused[0]) // 2, "little")
     nowhere = set(values[0]).intersection(*values[1:])
-    return json.dumps([bits.hex(), sorted(nowhere)]).encode()
+    return [bits.hex(), sorted(nowhere)]

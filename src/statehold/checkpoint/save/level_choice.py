@@ -17,11 +17,10 @@ Not here: the writing (pipeline), how long ranks wait for each other (ranks/peer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold.checkpoint.levels import specs
 from statehold.checkpoint.save.writes import manifest_bytes, record_bytes
@@ -220,13 +219,11 @@ class LevelChoice:
         assert self._peers is not None
         self._met = work.number
 
-        def decide(messages: Sequence[bytes]) -> bytes:
-            failures = [json.loads(each) for each in messages]
-            return json.dumps(astuple(self._decided(work.save.step, at, failures))).encode()
+        def decide(failures: list[Any]) -> tuple[Any, ...]:
+            return astuple(self._decided(work.save.step, at, failures))
 
-        own = json.dumps(_message(failure)).encode()
-        agreed = Round(ROUND, self._round(work.number, at)).hold(self._peers, own, decide)
-        return Verdict(*json.loads(agreed))
+        within = Round(ROUND, self._round(work.number, at))
+        return Verdict(*within.hold(self._peers, _message(failure), decide))
 
     # -- rank 0 ----------------------------------------------------------------------------
 

@@ -20,21 +20,20 @@ Not here: which parts go where (sharing), second names (pipeline), the files' na
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statehold._core import hash_memory
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
-from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count, pieces, plan_save
+from statehold.layout.plan import BLOCK_BYTES, SavePlan, pieces, plan_save, sum_places
 from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
+from statehold.process.worker import Crew, yield_processor
 from statehold.tensors.devices.jobs import JobSource
 
 if TYPE_CHECKING:
@@ -395,9 +394,6 @@ def plan_file(
 # and leave the processor to training.
 
 
-_NICENESS = 5  # like the threads that copy
-
-
 class BytesClaim(NamedTuple):
     """`tensors`, in file order and dense in host memory, have the bytes of a file.
 
@@ -424,15 +420,16 @@ def refuted(claims: Sequence[BytesClaim], runtime: Runtime) -> list[set[int]]:
     found = [piece for file, claim in enumerate(claims) for piece in _pieces(file, claim)]
     left = iter(found)  # next() takes one at a time, whichever thread asks
 
-    def compare(_: int) -> list[FilePiece]:
+    def compare() -> list[FilePiece]:
         return [each for each in left if hash_memory(each.address, each.nbytes) != each.expected]
 
     count = min(settled(runtime.options.io).copy_threads, len(found))
     differing = [set[int]() for _ in claims]
     if count:
-        with low_priority(count) as threads:
-            for piece in chain.from_iterable(threads.map(compare, range(count))):
-                differing[piece.file].add(piece.tensor)
+        with contextlib.closing(low_priority(count)) as threads:
+            for task in [threads.submit(compare) for _ in range(count)]:
+                for piece in task.result():
+                    differing[piece.file].add(piece.tensor)
     return differing
 
 
@@ -444,13 +441,8 @@ def differing(plan: SavePlan, sums: bytes, others: bytes) -> set[int]:
 
 def windows(plan: SavePlan) -> list[tuple[int, int]]:
     """Where in the checksums of a file those of each tensor are: [begin, end) in bytes."""
-    at = SUM_BYTES * piece_count(0, plan.data_begin, BLOCK_BYTES)
-    found = []
-    for spec, begin in zip(plan.specs, plan.begins, strict=True):
-        end = at + SUM_BYTES * piece_count(begin, spec.nbytes, BLOCK_BYTES)
-        found.append((at, end))
-        at = end
-    return found
+    places = sum_places(plan.data_begin, plan.begins, plan.specs)
+    return list(pairwise([SUM_BYTES * at for at in places]))
 
 
 def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
@@ -463,11 +455,6 @@ def _pieces(file: int, claim: BytesClaim) -> Iterator[FilePiece]:
             yield FilePiece(file, index, address + begin - at, end - begin, value)
 
 
-def low_priority(count: int) -> ThreadPoolExecutor:
+def low_priority(count: int) -> Crew:
     """So many threads that leave the processor to training."""
-    return ThreadPoolExecutor(count, "statehold-proof", initializer=_yield)
-
-
-def _yield() -> None:
-    with contextlib.suppress(OSError):  # of this thread alone
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    return Crew("statehold-proof", count, yield_processor)

@@ -22,9 +22,9 @@ from statehold.format.entries import FileEntry, TensorEntry, record_file
 from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.io.clients import Client
-from statehold.layout.plan import BLOCK_BYTES, SavePlan, piece_count
+from statehold.layout.plan import BLOCK_BYTES, SavePlan, sum_places
 from statehold.layout.share import RankPlan, Share
-from statehold.layout.stored import StoredFile, StoredPart
+from statehold.layout.stored import SUM_BYTES, StoredFile, StoredPart
 from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
 from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import Strided
@@ -249,9 +249,7 @@ def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:
 
 
 def _no_sums(plan: SavePlan) -> bytes:
-    places = zip(plan.begins, (spec.nbytes for spec in plan.specs), strict=True)
-    pieces = sum(piece_count(begin, nbytes, BLOCK_BYTES) for begin, nbytes in places)
-    return bytes(8 * (piece_count(0, plan.data_begin, BLOCK_BYTES) + pieces))
+    return bytes(SUM_BYTES * sum_places(plan.data_begin, plan.begins, plan.specs)[-1])
 
 
 def now() -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statehold.encoding import values
+from statehold.integrations.formats.streamed import nested
 from statehold.tensors import nodes
 
 Path = tuple[str | int, ...]
@@ -44,35 +45,8 @@ def name_of(path: Path) -> str:
 
 def nest(nodes: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
     """The tree with each node at its path; flat without paths, or if paths collide."""
-    tree: dict[str | int, Any] = {}
-    for name, node in nodes.items():
-        if not _put(tree, paths.get(name, (name,)), node):
-            return values.mapping_of(dict(nodes))
-    return values.mapping_of({key: _closed(item) for key, item in tree.items()})
-
-
-class _Open(dict[str | int, Any]):
-    """A container being filled, of a class that no node has, because a node may be a dict, too."""
-
-
-def _put(tree: dict[str | int, Any], path: Path, node: Any) -> bool:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, _Open())
-        if type(tree) is not _Open:
-            return False
-    if path[-1] in tree:
-        return False
-    tree[path[-1]] = node
-    return True
-
-
-def _closed(item: Any) -> Any:
-    if type(item) is not _Open:
-        return item
-    places = [key for key in item if isinstance(key, int)]
-    if len(places) == len(item):
-        return [_closed(item.get(index)) for index in range(max(places) + 1)]
-    return values.mapping_of({key: _closed(member) for key, member in item.items()})
+    items = [(paths.get(name, (name,)), node) for name, node in nodes.items()]
+    return nested(items, values.mapping_of) or values.mapping_of(dict(nodes))
 
 
 def leaves(tree: Any) -> dict[str, Leaf]:

@@ -67,6 +67,7 @@ from statehold.process.warn import logger
 from statehold.ranks.board import StoreBoard
 from statehold.ranks.membership import Membership
 from statehold.ranks.peers import Peers
+from statehold.ranks.rounds import Round
 from statehold.steps.directories import delete, make_directories, parent_of, unless
 from statehold.steps.publish import Replaced, make_durable, publish, settle
 from statehold.tensors.devices.graphs import refuse_in_capture
@@ -487,13 +488,11 @@ class SaveRound:
     def begin(self, make: Callable[[], SaveDestination]) -> SaveDestination:
         """The result of `make` on rank 0, on every rank."""
         try:
-            raw = self._peers.agree(
-                "begin", b"", lambda _: json.dumps(dataclasses.asdict(make())).encode()
-            )
+            made = Round("begin").hold(self._peers, None, lambda _: dataclasses.asdict(make()))
         except PeerLostError as error:
             error.hint = _APART
             raise
-        return dataclasses.replace(SaveDestination(**json.loads(raw)), rank=self.rank)
+        return dataclasses.replace(SaveDestination(**made), rank=self.rank)
 
     def failed(self, error: BaseException) -> BaseException:
         """Report to the others that this rank will not come. Returns the error that ends the save:

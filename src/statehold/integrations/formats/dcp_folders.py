@@ -61,10 +61,8 @@ def read(directory: str) -> Any:
         metadata = load_metadata(file.read(), path)
     reader = _FolderReader(directory, metadata)
     paths = metadata.planner_data or {}
-    return nested(
-        (tuple(paths.get(name, (name,))), reader.value(name, entry))
-        for name, entry in metadata.state_dict_metadata.items()
-    )
+    found = {name: reader.value(name, each) for name, each in metadata.state_dict_metadata.items()}
+    return nested((tuple(paths.get(n, (n,))), value) for n, value in found.items()) or found
 
 
 class _FolderReader:

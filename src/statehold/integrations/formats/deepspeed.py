@@ -162,9 +162,13 @@ def zero_directory(path: str, names: Collection[str]) -> str | None:
     """The directory with the files: `path`, or the one that its file `latest` names."""
     if any(map(OPTIMIZER_STATES.fullmatch, names)):
         return path
-    if LATEST not in names:
+    return _named_in(path, LATEST, names)
+
+
+def _named_in(path: str, latest: str, names: Collection[str]) -> str | None:
+    if latest not in names:
         return None
-    with open(os.path.join(path, LATEST), encoding="utf-8") as file:
+    with open(os.path.join(path, latest), encoding="utf-8") as file:
         found = os.path.join(path, os.path.basename(file.read().strip()))
     return found if os.path.isdir(found) else None
 
@@ -307,12 +311,7 @@ _OTHER = ("optimizer_state_dict", "fp32_flat_groups")  # partitions of the job t
 
 def universal_directory(path: str, names: Collection[str]) -> str | None:
     """The directory with zero/: `path`, or the one that its file `latest_universal` names."""
-    if ZERO in names:
-        return path
-    if LATEST_UNIVERSAL not in names:
-        return None
-    with open(os.path.join(path, LATEST_UNIVERSAL), encoding="utf-8") as file:
-        return os.path.join(path, os.path.basename(file.read().strip()))
+    return path if ZERO in names else _named_in(path, LATEST_UNIVERSAL, names)
 
 
 def read_universal(directory: str) -> dict[str, Any]:

@@ -348,24 +348,35 @@ def replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def nested(items: Iterable[tuple[tuple[Any, ...], Any]]) -> Any:
-    """The tree with each value at its path: dicts by str, lists by the numbers from 0 on."""
-    tree: dict[Any, Any] = {}
+class _Open(dict[Any, Any]):
+    """A container being filled, of a class that no value has: a value may be a dict, too."""
+
+
+def nested(
+    items: Iterable[tuple[tuple[Any, ...], Any]], mapping: Callable[[dict[Any, Any]], Any] = dict
+) -> Any:
+    """The tree with each value at its path: lists by the numbers from 0 on, and mappings; None
+    if two paths collide."""
+    tree = _Open()
     for path, value in items:
         at = tree
         for key in path[:-1]:
-            at = at.setdefault(key, {})
+            at = at.setdefault(key, _Open())
+            if type(at) is not _Open:
+                return None
+        if path[-1] in at:
+            return None
         at[path[-1]] = value
-    return _closed(tree)
+    return mapping({key: _closed(item, mapping) for key, item in tree.items()})
 
 
-def _closed(tree: Any) -> Any:
-    if type(tree) is not dict:
-        return tree
-    made = {key: _closed(item) for key, item in tree.items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
+def _closed(item: Any, mapping: Callable[[dict[Any, Any]], Any]) -> Any:
+    if type(item) is not _Open:
+        return item
+    made = {key: _closed(member, mapping) for key, member in item.items()}
+    if made.keys() == set(range(len(made))):
         return [made[index] for index in range(len(made))]
-    return made
+    return mapping(made)
 
 
 def is_entered(value: Any, lists: tuple[type, ...] = (list, tuple)) -> bool:

@@ -2,7 +2,7 @@
 
     playing = play(member, lock)          one step; returns its number
     action = next(playing)                Compute, Adopt, Forget, Await, Gather, Fetch, ...
-    action = playing.send(result)         or playing.throw(GroupLost(...)) if a group has failed
+    action = playing.send(result)         or playing.throw(GroupLostError(...)), if one has failed
 
 The trainer executes actions with torch, the simulation with a clock of its own: the order of the
 protocol is here once.
@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
-from statehold.errors import InvariantError
+from statehold.errors import InvariantError, StateholdError
 from statehold.resilience.protocol.member import Member
 
 
-class GroupLost(Exception):
+class GroupLostError(StateholdError):
     """An operation of the groups of an epoch has failed, or the epoch has ended."""
 
 
@@ -195,7 +195,7 @@ def play(
                 with lock:
                     if member.commit(epoch, end_epoch=end_epoch):
                         return step
-            except GroupLost:
+            except GroupLostError:
                 yield Await(epoch)
 
 

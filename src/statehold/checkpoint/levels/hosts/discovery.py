@@ -17,7 +17,6 @@ Not here: the use of the decision (place), the transfer of files (serving, remot
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import socket
 import threading
@@ -163,12 +162,11 @@ class Hosts:
             place.begin_census()
         note = {place.name: place.holdings() for place in apart if place.leads}
 
-        def decide(messages: Sequence[bytes]) -> bytes:
-            notes = [json.loads(each) for each in messages]
+        def decide(notes: list[Any]) -> dict[str, Any]:
             by_level = {place.name: _holdings_of_leaders(place, notes) for place in apart}
-            return json.dumps(_settled(by_level, set(by_level))).encode()
+            return _settled(by_level, set(by_level))
 
-        found = json.loads(within.hold(self._peers, json.dumps(note).encode(), decide))
+        found = within.hold(self._peers, note, decide)
         for place in apart:
             _take(place, found[place.name])
 
@@ -183,7 +181,7 @@ class Hosts:
     # -- the meeting -----------------------------------------------------------------------
 
     def _discover(self, peers: Peers) -> None:
-        note = json.dumps(self._note()).encode()
+        note = self._note()
         try:
             outcome = Round(_KIND, self._tries).hold(peers, note, self._decide)
         except StateholdError:
@@ -192,7 +190,7 @@ class Hosts:
             if peers.has_ended(_KIND, self._tries):
                 self._tries += 1
             raise
-        levels, found, public, hidden = json.loads(outcome)
+        levels, found, public, hidden = outcome
         secret = self._keys.opened(hidden[peers.rank], public) if hidden else ""
         if secret:
             self._exchange.let_in(secret)
@@ -215,8 +213,7 @@ class Hosts:
             note["error"] = str(error)
         return note
 
-    def _decide(self, messages: Sequence[bytes]) -> bytes:
-        notes = [json.loads(each) for each in messages]
+    def _decide(self, notes: list[Any]) -> list[Any]:
         levels = {place.name: _leaders(place, notes) for place in self._places}
         hosts = {place.name: _hosts(place, notes, levels[place.name]) for place in self._places}
         found = _settled(
@@ -228,7 +225,7 @@ class Hosts:
         )
         secret, apart = drawn(), any(len(there) > 1 for there in levels.values())
         hidden = [self._keys.hidden(secret, note["public"]) for note in notes] if apart else []
-        return json.dumps([hosts, found, self._keys.public, hidden]).encode()
+        return [hosts, found, self._keys.public, hidden]
 
     def _learn(
         self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int, secret: str

@@ -32,7 +32,7 @@ from statehold.io.objects.parallel import Extent, move
 from statehold.net import addresses
 from statehold.net.secret import of_job
 from statehold.net.wire import SecretError, Wire, connect
-from statehold.steps.shelf import ShelfFile
+from statehold.steps.shelf import FetchedFile, ShelfFile
 
 DEADLINE_S = 60.0
 PART_BYTES = 8 << 20
@@ -85,9 +85,9 @@ class RemoteFiles:
 
         return self._request("read", path, read)
 
-    def open_read(self, path: str) -> RemoteFile:
+    def open_read(self, path: str) -> ShelfFile:
         """A file, for reading in any order; the first read sends the first request."""
-        return RemoteFile(self, path)
+        return FetchedFile(partial(self.fetch, path))
 
     def fetch(self, path: str, targets: Sequence[Extent]) -> None:
         """Fill memory with ranges of a file, over several connections."""
@@ -210,20 +210,6 @@ class RemoteFiles:
             facts={"got": what},
             hint="what answers there is no host of this job, or runs another version of statehold",
         )
-
-
-class RemoteFile:
-    """A data file, open for copies."""
-
-    def __init__(self, files: RemoteFiles, path: str) -> None:
-        self._files = files
-        self._path = path
-
-    def read_into(self, memory: memoryview, offset: int) -> None:
-        self._files.fetch(self._path, [(offset, memory)])
-
-    def close(self) -> None:
-        """Connections belong to all files of a host."""
 
 
 def _unavailable(operation: str, number: int, where: str) -> UnavailableError:
