@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,22 @@ def test_any_pieces_of_any_tensors(number: int) -> None:
     host = torch.zeros(at, dtype=torch.uint8)
     gather(dict(enumerate(tensors)), host, pieces)
     assert bytes(host.tolist()) == bytes(expected)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(2, 3), (1, 3), (4, 3)], [(2, 3), (3, 2)], [(3,), (), (1, 2, 3)], [(), ()], [(2, 0), (3, 0)]],
+)
+def test_whole_tensors_are_joined_whatever_their_shapes(shapes: list[tuple[int, ...]]) -> None:
+    tensors = {index: torch.randn(shape) for index, shape in enumerate(shapes)}
+    ends = list(accumulate(each.nbytes for each in tensors.values()))
+    pieces = [
+        (index, 0, end - each.nbytes, each.nbytes)
+        for end, (index, each) in zip(ends, tensors.items(), strict=True)
+    ]
+    host = torch.zeros(ends[-1], dtype=torch.uint8)
+    gather(tensors, host, pieces)
+    assert torch.equal(host.view(torch.float32), torch.cat([t.view(-1) for t in tensors.values()]))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -76,12 +76,18 @@ def transposed(live: nn.Module) -> None:
     nth(live, 3).data = nth(live, 3).data.t()
 
 
+@pytest.mark.parametrize("before", [0, 1], ids=["first", "again"])
 @pytest.mark.parametrize(
     "change", [other_data, other_shape, other_sign, transposed, swapped, other_memory]
 )
-def test_aliases_show_the_memory_as_it_was(change: Callable[[nn.Module], None]) -> None:
+def test_aliases_show_the_memory_as_it_was(
+    change: Callable[[nn.Module], None], before: int
+) -> None:
     live = module()
     tensors = recognised(live)
+    for _ in range(before):
+        tensors.aliases(range(COUNT))
+    assert len(tensors.structure.shown) == before
     change(live)
     gc.collect()
     for index, alias in enumerate(tensors.aliases(range(COUNT))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 from typing import Any
 
@@ -133,6 +134,23 @@ def test_small_host_tensors_beside_device_tensors_are_cloned(
     assert found["small"].owned
     assert found["small"].address != small.data_ptr()
     assert found["device"].address == device.data_ptr()
+
+
+SIGNALLING = 0x7FA00001  # the bits of a NaN that no arithmetic leaves as they are
+
+
+@pytest.mark.parametrize("bits", [0x3F800000, -(1 << 31), SIGNALLING])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_numbers_beside_device_tensors_are_copied_bit_by_bit(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int
+) -> None:
+    monkeypatch.setattr(found_module, "is_external", lambda tensor: tensor.dim() > 0)
+    numbers = torch.tensor([7, 1, 8, bits, 9, 2], dtype=torch.int32).view(dtype)
+    found = captured({"device": torch.zeros(4)} | {f"n{i}": n for i, n in enumerate(numbers)})
+    copies = [found[f"n{index}"] for index in range(len(numbers))]
+    assert all(each.owned for each in copies)
+    raw = [ctypes.string_at(each.address, dtype.itemsize) for each in copies]
+    assert b"".join(raw) == bytes(numbers.view(torch.uint8).tolist())
 
 
 def test_volatile_makes_a_device_tensor_a_clone_in_either_order(

@@ -43,7 +43,7 @@ CHANGES = 8
 # a seed of states that show it: the first to be tried).
 Defect = tuple[Any, str, str, str, int]
 ONE_BY_ONE: list[Defect] = [
-    (Found, "nodes", "and not self._is_taken(name)", "", 46),
+    (Found, "nodes", "and not self._is_any_taken((name,))", "", 46),
     (Found, "nodes", "address != 0  # that of a meta tensor", "True", 9),
     (Found, "nodes", "and address not in held", "", 14),
     (Found, "nodes", "and value.shape == sight.shape", "", 1),
@@ -77,7 +77,7 @@ TOGETHER: list[Defect] = [
     (Found, "_learned", " or reading.facts.layouts", "", 1),
     (Found, "_recognised", " or not self._add_places(reading.places)", "", 0),
     (found_module, "_stored", " and not dtype.is_complex", "", 20),
-    (modules, "capture", "eager is Eager.ALL or not each", "not each", 4),
+    (modules, "_new", "eager is Eager.ALL or not each", "not each", 4),
     (modules, "capture", "if place_of is None else None\n", "\n", 3),
     (_States, "_batch", "marked is Eager.ALL)", "False)", 15),
     (_States, "_batch", "places is None and not", "not", 3),

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -44,7 +44,9 @@ from statehold.tensors.columns import (
     Tensors,
     described,
     layout_of,
+    picked,
     storage_addresses,
+    together,
 )
 from statehold.tensors.columns import CapturedTensor as CapturedTensor
 from statehold.tensors.composed import COMPLEX, SUBCLASS, as_real
@@ -162,10 +164,10 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
     if sum(structure.specs[index].nbytes for index in eager) <= CLONED_BYTES_MAX:
         with suppress(torch.OutOfMemoryError):  # then none at all: save() waits in any case
             copies |= {index: _owned_copy(tensors[index]) for index in eager}
-    # A clone of each number takes three times as long.
+    live = tensors.live.tensors
     with torch.no_grad():
-        stacks = [torch.stack([tensors.live.tensors[index] for index in some]) for some in numbers]
-    tensors.copied(copies, list(zip(numbers, stacks, strict=True)))
+        stacks = [(some, together(picked(live, some), dtype)) for dtype, some in numbers.items()]
+    tensors.copied(copies, stacks)
 
 
 def note_of(parameters: Sequence[TensorSpec]) -> str:
@@ -186,16 +188,17 @@ def note_of(parameters: Sequence[TensorSpec]) -> str:
 
 
 # The states of so many parameters are one batch.
-STATES = 64
+STATES = 128
 _PLAIN = {bool, int, float, str, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """Dicts of tensors and plain values. keys: of each dict. tensors: of all, in their order.
-    others: (which dict, key, value) of the plain values."""
+    """Dicts of tensors and plain values. keys, tensors: of all, in their order. counts: of the keys
+    of each dict. others: (which dict, key, value) of the plain values."""
 
-    keys: list[tuple[Any, ...]]
+    keys: list[Any]
+    counts: list[int]
     tensors: list[torch.Tensor]
     others: list[tuple[int, str, Any]]
 
@@ -204,10 +207,10 @@ class Flat:
         """None where something else is among them, or no tensor."""
         if set(map(type, dicts)) != {dict}:
             return None
-        keys = list(map(tuple, dicts))
+        keys, counts = list(chain.from_iterable(dicts)), list(map(len, dicts))
         members = list(chain.from_iterable(map(dict.values, dicts)))
         if are_tensors(members):
-            return cls(keys, members, [])
+            return cls(keys, counts, members, [])
         tensors = [value for value in members if isinstance(value, torch.Tensor)]
         others: list[tuple[int, str, Any]] = []
         for index, each in enumerate(dicts if tensors else ()):
@@ -216,20 +219,20 @@ class Flat:
                 others += plain
         if not tensors or len(tensors) + len(others) < len(members):
             return None
-        return cls(keys, tensors, others)
+        return cls(keys, counts, tensors, others)
 
     @property
     def shape(self) -> Any:
         """All there is to know besides the tensors and the plain values."""
         kinds = None
-        if set(map(type, chain.from_iterable(self.keys))) != {str}:
-            kinds = list(map(type, chain.from_iterable(self.keys)))  # True and 1 are equal keys
-        return self.keys, kinds, [(index, key) for index, key, _ in self.others]
+        if set(map(type, self.keys)) != {str}:
+            kinds = list(map(type, self.keys))  # True and 1 are equal keys
+        return self.keys, self.counts, kinds, [(index, key) for index, key, _ in self.others]
 
     def new(self, paths: Sequence[str], eager: bool) -> NewTensors:
         """What there is to know of them if they are new (found.New)."""
-        each_of = zip(paths, self.keys, strict=True)
-        names = [{key: f"{path}.{key}" for key in keys} for path, keys in each_of]
+        keys, each_of = iter(self.keys), zip(paths, self.counts, strict=True)
+        names = [{key: f"{path}.{key}" for key in islice(keys, count)} for path, count in each_of]
         made = [{key: {"$tensor": name} for key, name in each.items()} for each in names]
         for index, key, _ in self.others:
             del names[index][key]
@@ -382,7 +385,7 @@ class Capturing:
         nodes: list[Any] = []
         for begin, keys, tensors in in_batches(members, BATCH):
             paths = [values.join(path, key) for key in keys]
-            flat = Flat([tuple(keys)], tensors, others=[])
+            flat = Flat(keys, [len(keys)], tensors, others=[])
             nodes += self._plain_batch((path, begin), flat, paths, self._plain_tensor, tensors)
         return nodes
 

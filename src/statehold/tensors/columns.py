@@ -15,6 +15,7 @@ recognised by the facts (found).
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,8 +46,8 @@ BATCH = 256
 # its work. Host tensors are not in that order, and share blocks with device tensors, so those up
 # to this size (an optimizer's `step`) are cloned at capture.
 SMALL_BYTES = 64 << 10
-# An optimizer has a `step` for each parameter, of one of these dtypes.
-_NUMBERS = frozenset({"F32", "F64", "I64"})
+# An optimizer has a `step` for each parameter, of one of these dtypes. Arrays have them by letters.
+_NUMBERS = {"F32": "f", "F64": "d", "I64": "q"}
 
 _version, _impl = attrgetter("_version"), attrgetter("_cdata")
 _dtype = attrgetter("dtype")
@@ -240,6 +241,8 @@ class Structure:
         self.external: Sequence[bool] = columns[3]
         self.owned: Sequence[bool] = columns[4]
         self._with_copies: dict[tuple[int, ...], Structure] = {}
+        # What some of them show that have these forms (Tensors.aliases), by their indices.
+        self.shown: dict[tuple[int, ...], list[Any]] = {}
 
     def with_copies(
         self, copies: Mapping[int, CapturedTensor], numbers: Iterable[Sequence[int]]
@@ -265,7 +268,7 @@ class Structure:
         return tuple([index for index in eager if not (are_gated[index] or self.owned[index])])
 
     @cached_property
-    def small_on_host(self) -> tuple[tuple[int, ...], list[Sequence[int]]]:
+    def small_on_host(self) -> tuple[tuple[int, ...], dict[str, Sequence[int]]]:
         """The indices of small host tensors that are not copies; and apart, by their dtype, of
         numbers."""
         numbers: defaultdict[str, list[int]] = defaultdict(list)
@@ -274,7 +277,7 @@ class Structure:
             if spec.nbytes <= SMALL_BYTES and not self.external[index] and not self.owned[index]:
                 is_number = spec.shape == () and spec.dtype in _NUMBERS
                 (numbers[spec.dtype] if is_number else others).append(index)
-        return tuple(others), list(map(_as_range, numbers.values()))
+        return tuple(others), {dtype: _as_range(found) for dtype, found in numbers.items()}
 
     @cached_property
     def on_host(self) -> tuple[bool, ...]:
@@ -309,7 +312,7 @@ class Structure:
 class Tensors(Sequence[CapturedTensor]):
     """Captured tensors as columns, in the order of the fields of one."""
 
-    __slots__ = ("_columns", "_parts", "_structure", "_worked_out", "live")
+    __slots__ = ("__weakref__", "_columns", "_parts", "_structure", "_worked_out", "live")
 
     def __init__(self, tensors: Iterable[CapturedTensor] = ()) -> None:
         self._parts: list[Part] | None = []  # None: one was replaced since
@@ -400,12 +403,12 @@ class Tensors(Sequence[CapturedTensor]):
 
     def picked(self, indices: Sequence[int], known: Structure | None = None) -> Tensors:
         """These, in this order; `known`: the structure of what that gives, if it is known."""
-        picked = Tensors()
-        picked.live = LiveColumns._make(_picked(column, indices) for column in self.live)
-        picked._structure, picked._parts = known, None
+        found = Tensors()
+        found.live = LiveColumns._make([picked(column, indices) for column in self.live])
+        found._structure, found._parts = known, None
         if known is None:
-            picked._columns = [_picked(column, indices) for column in self.structure.columns]
-        return picked
+            found._columns = [picked(column, indices) for column in self.structure.columns]
+        return found
 
     # -- since capture ---------------------------------------------------------------------
 
@@ -422,18 +425,18 @@ class Tensors(Sequence[CapturedTensor]):
     def stamps(self, indices: Sequence[int]) -> Stamps:
         """What tells later which of these have changed."""
         columns = self.live.storages, self.live.impls, self.live.versions, self.live.addresses
-        return Stamps(*(_picked(column, indices) for column in columns))
+        return Stamps(*(picked(column, indices) for column in columns))
 
     def _are_unmoved(self, indices: Sequence[int]) -> bool:
         """Whether none of these has changed; False, too, where that is to be asked one by one."""
         live = self.live
         columns = live.tensors, live.impls, live.versions, live.wrappers
-        tensors, impls, versions, wrappers = (_picked(column, indices) for column in columns)
+        tensors, impls, versions, wrappers = (picked(column, indices) for column in columns)
         try:
             now = list(map(_version, tensors))
         except RuntimeError:  # inference tensors have no counter
             return False
-        if any(each is not None for each in wrappers):
+        if set(map(type, wrappers)) != {type(None)}:
             moved = [0 if each is None else _version(each) for each in wrappers]
             now = list(map(add, now, moved))
         return now == versions and list(map(_impl, tensors)) == impls
@@ -446,20 +449,17 @@ class Tensors(Sequence[CapturedTensor]):
         return found
 
     def _aliases(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        aliases = list(map(_detach, _picked(self.live.tensors, indices)))
-        shown = zip(
-            map(_dtype, aliases),
-            map(_size, aliases),
-            map(_stride, aliases),
-            devices_of(aliases),
-            strict=True,
-        )
-        is_as_then = (
-            list(shown) == _picked(self.structure.columns[1], indices)
-            and list(map(_data_ptr, aliases)) == _picked(self.live.addresses, indices)
-            and not any(map(_is_neg, aliases))
-        )
-        return aliases if is_as_then else [self[index].alias for index in indices]
+        aliases = list(map(_detach, picked(self.live.tensors, indices)))
+        *form, addresses = _shown(aliases)
+        form.append(devices_of(aliases))
+        if addresses == picked(self.live.addresses, indices) and not any(map(_is_neg, aliases)):
+            key, structure = tuple(indices), self.structure
+            if structure.shown.get(key) == form:
+                return aliases
+            if forms_of(aliases, form[-1]) == picked(structure.columns[1], indices):
+                structure.shown[key] = form
+                return aliases
+        return [self[index].alias for index in indices]
 
     # -- as a sequence ---------------------------------------------------------------------
 
@@ -492,6 +492,14 @@ class Tensors(Sequence[CapturedTensor]):
         return len(self.live.tensors)
 
 
+def together(numbers: Sequence[torch.Tensor], dtype: str) -> torch.Tensor:
+    """A copy of single numbers on the host, which have this dtype of _NUMBERS, in one tensor."""
+    values: Any = array(_NUMBERS[dtype], map(torch.Tensor.tolist, numbers))
+    copy = torch.frombuffer(values, dtype=numbers[0].dtype)
+    # torch takes three times as long. On the way through Python a NaN may lose some of its bits.
+    return torch.stack(list(numbers)) if copy.isnan().any() else copy
+
+
 def _as_range(indices: list[int]) -> Sequence[int]:
     """A range where they are equally far apart, such as the numbers among an optimizer's state."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
@@ -508,8 +516,9 @@ def _put(column: list[Any], indices: Sequence[int], values: Iterable[Any]) -> No
         column[index] = value
 
 
-def _picked(column: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    return list(map(column.__getitem__, indices))
+def picked(column: Sequence[Any], indices: Iterable[int]) -> list[Any]:
+    """These members of a column."""
+    return [column[index] for index in indices]
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -556,11 +565,7 @@ def read(values: list[Any]) -> BatchFacts | None:
             tensors = [value if type(value) in ORDINARY else _local(value) for value in values]
             if not ORDINARY.issuperset(map(type, tensors)):
                 return None  # under way from a collective, or made of others
-        shown = None
-        if EXCHANGE is not None:
-            with suppress(RuntimeError, BufferError):  # some kinds of tensors are not in it
-                shown = read_forms(tensors, EXCHANGE)
-        shapes, strides, dtypes, addresses = shown or _described(tensors)
+        shapes, strides, dtypes, addresses = _shown(tensors)
         facts = Facts(shapes, strides, dtypes, devices_of(tensors), layouts)
         if any(map(_is_neg, tensors)):
             return None
@@ -579,8 +584,11 @@ def read(values: list[Any]) -> BatchFacts | None:
     return BatchFacts(facts, live, places)
 
 
-def _described(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:
+def _shown(tensors: list[torch.Tensor]) -> tuple[Any, Any, Any, list[int]]:
     """Shapes, strides, dtypes and addresses. Raises RuntimeError."""
+    if EXCHANGE is not None:
+        with suppress(RuntimeError, BufferError):  # some kinds of tensors are not in it
+            return read_forms(tensors, EXCHANGE)
     sizes, strides = list(map(_size, tensors)), list(map(_stride, tensors))
     return sizes, strides, list(map(_dtype, tensors)), list(map(_data_ptr, tensors))
 

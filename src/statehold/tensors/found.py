@@ -96,14 +96,8 @@ class SeenBatch:
     ) -> None:
         self.observed, self.facts, self._sights, self.nodes = observed, facts, sights, nodes
         self.names = frozenset([spec.name for spec in specs])
-        self.run = ColumnRun(
-            specs,
-            forms,
-            strided,
-            [device >= 0 for device in facts.devices],
-            [False] * len(specs),  # owned
-            are_gated,
-        )
+        external, owned = [device >= 0 for device in facts.devices], [False] * len(specs)
+        self.run = ColumnRun(specs, forms, strided, external, owned, are_gated)
 
     @property
     def sights(self) -> dict[str, Sight]:
@@ -141,10 +135,10 @@ class Look:
 
     def sight(self, name: str) -> Sight | None:
         """How it saw the tensor of this name. For the next capture, when nothing is added."""
-        return self.sights.get(name) or self._in_batches.get(name)
+        return self.sights.get(name) or self.in_batches.get(name)
 
     @cached_property
-    def _in_batches(self) -> dict[str, Sight]:
+    def in_batches(self) -> dict[str, Sight]:
         return {
             name: each for batch in self.batches.values() for name, each in batch.sights.items()
         }
@@ -173,12 +167,7 @@ class Seen:
         """The spec of a tensor that lies at `place`. Raises UnsupportedValueError."""
         dtype, shape = tensor.dtype, tensor.shape
         known = self.before.sight(name)
-        if known is None or (dtype, shape, eager, place) != (
-            known.dtype,
-            known.shape,
-            known.eager,
-            known.place,
-        ):
+        if known is None or known[:4] != (dtype, shape, eager, place):
             spec = _spec(tensor, name, eager, place)
             is_usual = spec.nbytes > 0 and not dtype.is_complex
             known = Sight(dtype, shape, eager, place, spec, is_usual)
@@ -309,12 +298,13 @@ class Found:
 
     def _learned(self, observed: Any, reading: BatchFacts, new: NewTensors) -> SeenBatch | None:
         """What there would be to remember of tensors, had they been added one by one."""
-        names, are_eager, nodes = new
+        (names, are_eager, nodes), before = new, self._seen.before
         forms = forms_of(reading.live.tensors, reading.facts.devices)
         stored: list[Any] = [_stored(form.dtype, form.shape) for form in forms]
-        are_known = any(self._seen.before.sight(name) or self._is_taken(name) for name in names)
+        looks = before.sights.keys(), before.in_batches.keys()
+        are_new = not self._is_any_taken(names) and all(look.isdisjoint(names) for look in looks)
         are_usual = None not in stored and all(map(_is_leaf, reading.live.tensors))
-        if are_known or not header.are_names(names) or not are_usual or reading.facts.layouts:
+        if not (are_new and are_usual and header.are_names(names)) or reading.facts.layouts:
             return None
         specs = map(TensorSpec, names, *zip(*stored, strict=True), are_eager)
         strided, are_gated = list(map(strides_of, reading.live.tensors)), [False] * len(names)
@@ -365,10 +355,10 @@ class Found:
         for _, places in self._waiting:
             self._places.update(places)
 
-    def _is_taken(self, name: str) -> bool:
+    def _is_any_taken(self, names: Iterable[str]) -> bool:
         while self._batches:
             self._taken |= self._batches.pop().names
-        return name in self._taken
+        return not self._taken.isdisjoint(names)
 
     def _alone_at(self, place: int) -> int | None:
         """Which tensor of a recognised batch lies at `place`."""
@@ -402,7 +392,7 @@ class Found:
         for key, value in members:
             name = f"{path}.{key}"
             sight = seen.before.sight(name)
-            if sight is not None and type(value) in ORDINARY and not self._is_taken(name):
+            if sight is not None and type(value) in ORDINARY and not self._is_any_taken((name,)):
                 if usual is Eager.BUT_PARAMETERS:
                     eager = not isinstance(value, nn.Parameter)
                 try:
@@ -478,7 +468,7 @@ class Found:
             problem = "the path of a tensor consists of empty keys, so the tensor has no name"
         elif not header.are_names([name]):
             problem = "safetensors files cannot hold a tensor of this name"
-        elif self._is_taken(name):
+        elif self._is_any_taken((name,)):
             problem = "two tensors of the state have the same name"
         if problem:
             hint = "names are joined with dots: rename a key of the dicts on the way"

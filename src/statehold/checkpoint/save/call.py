@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from statehold.checkpoint.save.level_choice import LevelChoice
     from statehold.checkpoint.save.pipeline import Pipeline
     from statehold.checkpoint.telemetry.watch import Watch
-    from statehold.format.entries import About
     from statehold.io.runtime import Runtime
     from statehold.layout.claims import Claims
     from statehold.layout.plan import SavePlan
@@ -156,7 +155,7 @@ class Saver:
             with updates.noted() as moved:
                 captured = self.trainer.capture(save, state, self.rank, self.membership.world)
                 try:
-                    held = gate.hold_for(save, captured.tensors.live.storages)
+                    held = gate.hold_for(save, captured.tensors)
                     if moved and held.copies_from(moved):
                         raise _moved()
                     return self._begin_with(captured, held, number, about, is_last=ends), captured

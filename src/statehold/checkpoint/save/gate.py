@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ from statehold.process.reentry import enter
 from statehold.process.warn import logger
 from statehold.tensors import updates
 from statehold.tensors.captured import Capture
+from statehold.tensors.columns import Tensors
 from statehold.tensors.devices.graphs import UpdateStreams
 from statehold.tensors.devices.relay import named_failures
 from statehold.tensors.found import Seen
@@ -68,11 +70,10 @@ class Pass(Protocol):
 
 @dataclass(eq=False)
 class HeldSave:
-    """What updates wait for. storages: those from which the save copies, by impl_of(), which
-    no other storage has as long as the save keeps them."""
+    """What updates wait for. tensors: from which the save copies; gone once it has."""
 
     save: Passage
-    storages: Sequence[int]
+    tensors: Callable[[], Tensors | None]
     passing: Pass | None = None
 
     @property
@@ -81,11 +82,13 @@ class HeldSave:
         return not self.save.is_of_this_process or self.save.done("staged")
 
     def copies_from(self, storages: Sequence[int]) -> bool:
+        """storages: by impl_of(). No other one has that number as long as the save keeps it."""
         return not self._numbers.isdisjoint(storages)
 
     @cached_property
     def _numbers(self) -> frozenset[int]:
-        return frozenset(self.storages)
+        tensors = self.tensors()
+        return frozenset(map(impl_of, tensors.live.storages if tensors else ()))
 
 
 class Gate:
@@ -131,11 +134,11 @@ class Gate:
             step,
         )
 
-    def hold_for(self, save: Passage, storages: Sequence[UntypedStorage] = ()) -> HeldSave:
+    def hold_for(self, save: Passage, tensors: Tensors | None = None) -> HeldSave:
         """Hold updates until `save` is staged, or until its `passing`, once it is set, lets them
-        through. storages: those from which the save copies, which keep their memory as long."""
+        through. tensors: those from which it copies, whose storages keep their memory as long."""
         self._forget_staged()
-        held = HeldSave(save, list(map(impl_of, storages)))
+        held = HeldSave(save, (lambda: None) if tensors is None else weakref.ref(tensors))
         self.held[save] = held
         return held
 

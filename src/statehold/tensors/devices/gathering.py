@@ -11,6 +11,7 @@ Not here: which pieces a buffer has (the engine), streams (mover).
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -25,8 +26,8 @@ from statehold.tensors.devices.jobs import Copies, Piece
 from statehold.tensors.devices.mover import Mover
 from statehold.tensors.storable import part_of
 
-_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
-_is_contiguous = torch.Tensor.is_contiguous
+_dtype = attrgetter("dtype")
+_is_contiguous, _size = torch.Tensor.is_contiguous, torch.Tensor.size
 
 
 class Gathering:
@@ -58,13 +59,12 @@ class Gathering:
         end = 0
         for piece in pieces:
             segment, offset, at, nbytes = piece
-            tensor = self._tensors[segment]
-            is_alone = nbytes >= SMALL_BYTES and tensor.is_contiguous()
+            is_alone = nbytes >= SMALL_BYTES and self._tensors[segment].is_contiguous()
             if run and (is_alone or end != at):
                 self._copy_run(host, run)
                 run = []
             if is_alone:
-                self._alone.append(_Alone(tensor, host, offset, at, nbytes))
+                self._alone.append(_Alone(self._tensors[segment], host, offset, at, nbytes))
             else:
                 run.append(piece)
             end = at + nbytes
@@ -132,12 +132,20 @@ def _bring_together(
         for (_, offset, at, nbytes), tensor in zip(pieces, tensors, strict=True):
             bring(tensor, offset, to[at - pieces[0][2] :][:nbytes])
         return
-    elements = [each.view(-1) for each in map(as_moved, tensors)]
-    if list(map(_nbytes, elements)) != [piece[3] for piece in pieces]:
-        size = elements[0].itemsize
+    elements = list(map(as_moved, tensors))
+    to = to.view(elements[0].dtype)
+    sizes = Counter(map(_size, elements))
+    are_whole = sum(count * each.numel() for each, count in sizes.items()) == to.numel()
+    # Vectors, and matrices of one width, are joined as they are: a view of each takes longer than
+    # all else here. Devices may take a launch for each tensor of many dimensions.
+    row, *others = {each[1:] if 0 < len(each) < 3 and each.numel() else None for each in sizes}
+    if not are_whole or others or row is None:
+        row, elements = torch.Size(()), [each.view(-1) for each in elements]
+    if not are_whole:
+        size = to.itemsize
         for index, (_, offset, _, nbytes) in enumerate(pieces):
             elements[index] = elements[index][offset // size : (offset + nbytes) // size]
-    torch.cat(elements, out=to.view(elements[0].dtype))
+    torch.cat(elements, out=to.view(-1, *row))
 
 
 def _by_address(alone: Sequence[_Alone]) -> Copies:

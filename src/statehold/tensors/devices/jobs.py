@@ -92,8 +92,7 @@ class OfOne(NamedTuple):
 
     @property
     def view(self) -> memoryview:
-        view: memoryview = self.fill.view
-        return view
+        return self.fill.view  # type: ignore[no-any-return]
 
 
 class Fills:

@@ -67,10 +67,7 @@ class Mover:
         """Return once the side streams have done all that they were given. Torch then reads what
         they made without a wait of its own. Inside using()."""
         for stream in self._streams.values():
-            self._wait_for(stream)
-
-    def _wait_for(self, stream: Stream) -> None:
-        self.wait_for(self.backend.record(stream))
+            self.wait_for(self.backend.record(stream))
 
     def wait_for(self, event: Event) -> None:
         """Return once the event has completed. Inside using()."""
@@ -94,7 +91,7 @@ class Mover:
         except BaseException:
             for stream in self._streams.values():
                 with suppress(RuntimeError):  # of the device: it is on its way to the caller
-                    self._wait_for(stream)
+                    self.wait_for(self.backend.record(stream))
             raise
 
     def make_current_wait(self, events: Iterable[Event] | None = None) -> None:
@@ -110,6 +107,10 @@ class Mover:
         for buffer in lent:
             host = torch.frombuffer(buffer.view, dtype=torch.uint8)
             self._pinning.pin(host)
+            device, *others = self._streams
+            if not others:  # then a question for each piece tells nothing
+                parts.setdefault(device, []).append((host, buffer.pieces))
+                continue
             for device, pieces in groupby(buffer.pieces, lambda piece: self._device_of[piece[0]]):
                 parts.setdefault(device, []).append((host, list(pieces)))
         for device, each in parts.items():

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -104,24 +104,21 @@ def capture(to: Capturing, module: nn.Module, path: str) -> Any:
         nodes: list[dict[Any, Any]] = []
         for begin, names, held in in_batches(entries_now, BATCH):
             are_parameters = [isinstance(each, nn.Parameter) for each in held]
-            to.frozen += [
-                f"{path}.{name}"
-                for name, each in zip(names, held, strict=True)
-                if isinstance(each, nn.Parameter) and not each.requires_grad
-            ]
+            parameters = compress(zip(names, held, strict=True), are_parameters)
+            to.frozen += [f"{path}.{name}" for name, each in parameters if not each.requires_grad]
             observed = eager, to.rank, names, are_parameters, to.layouts_of(held)
-            is_eager = [eager is Eager.ALL or not each for each in are_parameters]
-            new = partial(_new, path, names, is_eager) if place_of is None else None
+            new = partial(_new, path, names, are_parameters, eager) if place_of is None else None
             members = zip(names, held, strict=True)
             one_by_one = partial(to.found.nodes, members, path, eager, place_of, other)
             nodes.append(to.found.batch((path, begin), observed, held, one_by_one, new)[0])
         return to.seen.mapping(path, nodes, lambda: chain.from_iterable(map(dict.items, nodes)))
 
 
-def _new(path: str, names: list[str], are_eager: list[bool]) -> NewTensors:
+def _new(path: str, names: list[str], are_parameters: list[bool], eager: Eager) -> NewTensors:
     """What there is to know of tensors that are new (found.New)."""
     found = {name: f"{path}.{name}" for name in names}
-    return list(found.values()), are_eager, {name: {"$tensor": found[name]} for name in names}
+    is_eager = [eager is Eager.ALL or not each for each in are_parameters]
+    return list(found.values()), is_eager, {name: {"$tensor": found[name]} for name in names}
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def entries(module: nn.Module) -> dict[str, Any]:
     if not ORDINARY.issuperset(map(type, state.values())):
         for name in composed.repeated(state):  # these say again what a tensor is made of
             del state[name]
-    if not any(_COMPILED in name for name in state):
+    if _COMPILED not in "\n".join(state):
         return state
     return {_canonical(name): value for name, value in state.items()}
 
@@ -341,22 +338,15 @@ def names_in(found: dict[str, Any], path: str) -> dict[int, str]:
     return {id(value): f"{path}.{name}" for name, value in reversed(found.items())}
 
 
-def _classes_in(module: nn.Module) -> set[type]:
-    """The classes of a module and of all that it holds; named_modules() takes ten times as long."""
-    found, left = set[type](), [module]
-    while left:
-        each = left.pop()
-        found.add(type(each))
-        left += each.children()
-    return found
-
-
 def _refuse_flat(module: nn.Module, path: str) -> None:
     """Raise for FullyShardedDataParallel, whose parameters are pieces of flattened ones."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is None or not any(
-        issubclass(kind, fsdp.FullyShardedDataParallel) for kind in _classes_in(module)
-    ):
+    kinds, left = set[type](), [] if fsdp is None else [module]
+    while left:  # named_modules() takes ten times as long
+        each = left.pop()
+        kinds.add(type(each))
+        left += [inner for inner in vars(each)["_modules"].values() if inner is not None]
+    if fsdp is None or not any(issubclass(kind, fsdp.FullyShardedDataParallel) for kind in kinds):
         return
     for name, each in module.named_modules():
         if isinstance(each, fsdp.FullyShardedDataParallel):
