@@ -377,9 +377,8 @@ class Pipeline:
         save = work.save
         self.stalls.watch(work)
         self._write(work)
-        if work.stored or work.shared:  # other files than the one that the rank writes
-            with save.stage("take in"):
-                take_in(work, self._log)
+        if work.shared:
+            self._take_in(work)
         self.stalls.watch(None)
         save.watch.save_moved(save.step, save.moving_from, work.job.stats)
         save.wait_ended("staged")
@@ -412,8 +411,15 @@ class Pipeline:
             give_back(file)
             raise
 
+    def _take_in(self, work: Work) -> None:
+        """D1 and D2 of other files than the one that the rank writes."""
+        with work.save.stage("take in"):
+            take_in(work, self._log)
+
     def _write_out(self, work: Work) -> None:
         work.save.record(files=1)
+        if work.stored and not work.shared:  # the engine writes meanwhile
+            self._take_in(work)
         with work.save.stage("write"):
             if work.shared is not None:
                 work.shared.finish_first()
@@ -502,8 +508,10 @@ def _check_unmoved(moved: str | None) -> None:
 # partial directory, as a further file of the rank. Where the file system gives it none (another
 # file system, too many names), it is copied and verified.
 #
-# When take_in() returns, the bytes of all these files are durable, and D3 makes their names so. A
-# copy has the bytes that the checksums of the record or the manifest say, or it fails.
+# The engine writes meanwhile, if no file is to be compared first: the links of an optimizer took a
+# quarter of a commit after the write. When take_in() returns, the bytes of all these files are
+# durable, and D3 makes their names so. A copy has the bytes that the checksums of the record or the
+# manifest say, or it fails.
 # layout/stored says what such a file must be, and tensors/stored who has them.
 
 
