@@ -32,7 +32,7 @@ bool is_refused(const void* begin) {
 extern "C" {
 
 long sysconf(int name) noexcept {
-  static const auto real = reinterpret_cast<long (*)(int)>(::dlsym(RTLD_NEXT, "sysconf"));
+  const auto real = reinterpret_cast<long (*)(int)>(::dlsym(RTLD_NEXT, "sysconf"));
   return name == _SC_PAGESIZE ? static_cast<long>(kLargePage) : real(name);
 }
 

@@ -68,11 +68,11 @@ def test_a_path_goes_after_the_saves_before_it_and_the_newest_is_written_first()
     finisher, first, second = made(), Saved(1), Saved(2)
     finisher.hold(first, Kept("a", notes))
     finisher.hold(second, Kept("b", notes))
-    finisher.remove(Kept("a", notes))
     assert notes == []
     first.end()
     finisher.wait(1)
     assert notes == ["a has 1"]
+    finisher.remove(Kept("a", notes))
     second.end()
     finisher.finish(write=True)
     assert notes[:3] == ["a has 1", "b has 2", "a is gone"]
@@ -98,6 +98,55 @@ def test_after_a_save_that_failed_nothing_is_removed() -> None:
     finisher.remove(Kept("a", notes))
     finisher.finish(write=False)
     assert "a is gone" not in notes
+
+
+def test_a_path_that_goes_after_the_next_save_gets_no_step_of_its_own() -> None:
+    """With a save at every step, each path would cost three syncs and be removed at once."""
+    notes: list[str] = []
+    finisher, first = made(), Saved(1)
+    finisher.hold(first, Kept("a", notes))
+    finisher.hold(Saved(2).end(), Kept("b", notes))
+    finisher.remove(Kept("a", notes))
+    finisher.hold(Saved(3).end(), Kept("c", notes))
+    first.end()
+    finisher.finish(write=False)
+    assert notes == ["b has 2", "a is gone", "c has 3"]
+
+
+def test_a_path_that_was_to_go_gets_its_step_if_the_next_save_fails() -> None:
+    """It stays then, and the run may retire the step soon."""
+    notes: list[str] = []
+    finisher, first = made(), Saved(1)
+    finisher.hold(first, Kept("a", notes))
+    finisher.hold(Saved(2, StateholdError("failed")).end(), Kept("b", notes))
+    finisher.remove(Kept("a", notes))
+    first.end()
+    finisher.finish(write=True)
+    assert notes == ["a has 1", "a is written"]
+
+
+def test_a_path_that_goes_two_saves_later_gets_its_step() -> None:
+    """If the second of them failed, the run might have retired the step."""
+    notes: list[str] = []
+    finisher, first = made(), Saved(1)
+    finisher.hold(first, Kept("a", notes))
+    finisher.hold(Saved(2).end(), Kept("b", notes))
+    finisher.hold(Saved(3, StateholdError("failed")).end(), Kept("c", notes))
+    finisher.remove(Kept("a", notes))
+    first.end()
+    finisher.finish(write=False)
+    assert notes == ["a has 1", "b has 2"]
+
+
+def test_a_path_that_is_gone_gets_no_step_when_a_later_save_fails() -> None:
+    notes: list[str] = []
+    finisher, first, path = made(), Saved(1), Kept("a", notes)
+    finisher.hold(first, path)
+    finisher.remove(path)
+    finisher.hold(Saved(2, StateholdError("failed")).end(), Kept("b", notes))
+    first.end()
+    finisher.finish(write=False)
+    assert notes == ["a is gone"]
 
 
 def test_weights_that_cannot_be_written_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 import statehold
 from statehold import offload
+from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     ChecksumError,
     MissingFileError,
@@ -105,6 +106,25 @@ def test_a_save_links_what_is_on_storage(folders: Callable[[str], Path], dtype: 
         assert ckpt.restore(state_of(other)) == 3
     check_equal(twins.ours, other.ours)
     assert all(map(same_bits, twins.params, other.params))
+
+
+def test_files_are_linked_while_the_weights_are_written(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, they took half of a commit."""
+    begun, stage = list[str](), Watch.stage
+
+    def seen(watch: Watch, name: str, **facts: Any) -> Any:
+        begun.append(name)
+        return stage(watch, name, **facts)
+
+    monkeypatch.setattr(Watch, "stage", seen)
+    twins = twins_at(folders("opt"))
+    with statehold.Checkpointer(folders("run"), **SMALL) as ckpt:
+        twins.train(1)
+        ckpt.save(1, state_of(twins)).wait("committed", DEADLINE_S)
+    ours = [name for name in begun if name in ("open", "take in", "write", "commit")]
+    assert ours == ["open", "take in", "write", "commit"]
 
 
 @pytest.mark.thorough

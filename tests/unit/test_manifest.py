@@ -18,7 +18,7 @@ from statehold.format.entries import About, record_file
 from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import plan_save
 from statehold.layout.share import PlanCache
-from statehold.layout.stored import StoredPart
+from statehold.layout.stored import StoredFile, StoredPart
 from support.calls import calls_of
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 
@@ -178,15 +178,18 @@ def test_encoding_is_quick() -> None:
 def test_reading_again_costs_a_later_save_what_its_state_holds() -> None:
     specs = [spec(f"layers.{i}.weight.exp_avg", "U8", 5 << 20) for i in range(1000)]
     plans, sealing = PlanCache(), Sealing()
+    linked = StoredFile("opt/7", 4096, 4096, (), (), bytes(8))
 
-    def calls(step: int, state: Any = None) -> int:
+    def calls(step: int, state: Any = None, linked: StoredFile = linked) -> int:
         manifest, plan = manifest_of(specs, state, step), plans.get(specs, step)
-        encoding = calls_of(lambda: sealing.encode(manifest, plan, StoredPart()))
+        encoding = calls_of(lambda: sealing.encode(manifest, plan, StoredPart([linked])))
         return encoding - calls_of(manifest.sealed)
 
     assert calls(1) > 50 * len(specs)
     assert calls(2) < 20 * len(specs)
-    assert calls(3, state={"epoch": 3}) < len(specs)
+    assert calls(3, linked=replace(linked, path="opt/8", sums=bytes(range(8)))) < 20 * len(specs)
+    assert calls(4, state={"epoch": 3}) < len(specs)
+    assert calls(5, linked=replace(linked, file_bytes=8192)) > 50 * len(specs)
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -147,13 +148,14 @@ def give_second_names(step: Path, folder: Path) -> None:
 
 # -- what follows a save ---------------------------------------------------------------------------
 # A thread of rank 0 waits for each save, in order, until the step is committed, and gives it to its
-# path. It removes a path only then, so that no older one goes before a newer one is there. It also
+# path. It removes a path only then, so that no older one goes before a newer one is there. A path
+# that goes after the next save gets no step of its own: the run has it until then. The thread also
 # writes the weights there that the framework loads. The newest is next, and after each the thread
 # rests nine times as long as it wrote, so that it takes a tenth of the disk at most.
 #
-# After a save that failed nothing is removed any more. Weights that cannot be written are logged,
-# and fail no training: the step has everything. They are read from the committed step, never from
-# the model that trains.
+# After a save that failed nothing is removed any more, and a path that was to go gets its step.
+# Weights that cannot be written are logged, and fail no training: the step has everything. They are
+# read from the committed step, never from the model that trains.
 
 
 REST = 9
@@ -187,6 +189,7 @@ class Finisher(Generic[P]):
         self._jobs: deque[tuple[Save | None, P, threading.Lock]] = deque()
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._unwritten: dict[str, P] = {}
+        self._going: tuple[P, int] | None = None  # a path that goes after the next save; its step
         self._rested_at = 0.0
         self._has_failed = self._is_ending = False
         self._thread: Thread | None = None
@@ -252,22 +255,32 @@ class Finisher(Generic[P]):
                     self._woken.get(timeout=rest)
 
     def _do(self, save: Save | None, path: P) -> None:
-        key = str(path.path)
         if save is None:
-            if not self._has_failed and not self._is_saved_again(path):
-                self._unwritten.pop(key, None)
+            if not self._has_failed and not any(self._later(path)):
+                self._unwritten.pop(str(path.path), None)
                 path.remove()
             return
+        going, self._going = self._going, None
         try:
             save.wait("committed")
         except StateholdError:  # the next save() raises it
             self._has_failed = True
+            if going is not None and going[0].is_ours:
+                self._hold(*going)
             return
-        path.hold(save.step)
-        self._unwritten.pop(key, None)
-        self._unwritten[key] = path
+        first = takewhile(lambda job: job[1].path != path.path, tuple(self._jobs)[1:])
+        saves = sum(each is not None for each, _, _ in first)
+        # No third save begins before the next one has ended, so the run has the step if that fails.
+        if not self._has_failed and saves < 2 and self._later(path) == [None]:
+            self._going = path, save.step
+        else:
+            self._hold(path, save.step)
 
-    def _is_saved_again(self, path: P) -> bool:
-        """Whether a later save has the path that was removed before."""
-        later = tuple(self._jobs)[1:]
-        return any(save and each.path == path.path for save, each, _ in later)
+    def _hold(self, path: P, step: int) -> None:
+        path.hold(step)
+        self._unwritten.pop(str(path.path), None)
+        self._unwritten[str(path.path)] = path
+
+    def _later(self, path: P) -> list[Save | None]:
+        """What waits for the path: saves, and None for a removal."""
+        return [save for save, each, _ in tuple(self._jobs)[1:] if each.path == path.path]

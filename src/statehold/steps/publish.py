@@ -36,9 +36,8 @@ from statehold.steps.directories import REPLACED, delete, parent_of
 
 def publish(fs: Fs, partial: str, final: str, manifest: bytes) -> Replaced:
     """D3 and D5 to D7. Returns what became of the old directory `final`."""
-    fs.sync_dir(partial)  # D3
     fs.write_file(f"{partial}/{MANIFEST_NAME}", manifest)  # D5
-    fs.sync_dir(partial)  # D5: the manifest's name as well
+    fs.sync_dir(partial)  # D5: the names of all files; of a single process, this is D3 as well
     is_there = fs.is_dir(final)
     if is_there and exchanged(fs, partial, final):  # D6: both names change at once
         make_durable(fs, parent_of(final))  # D7

@@ -204,10 +204,8 @@ class Passage:
         """
         with self._guard:
             is_known = self.stats.committed_s is not None and self.stats.blocked_s > 0
-            is_due, self._is_reported = (
-                is_known and not self._is_reported,
-                self._is_reported or is_known,
-            )
+            is_due = is_known and not self._is_reported
+            self._is_reported |= is_known
         if is_due:
             self.watch.save_committed(self._started, self.stats)
 

@@ -27,7 +27,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ from statehold.format.trees import tensors_of
 from statehold.layout.plan import BLOCK_BYTES
 from statehold.layout.stored import StoredFile, StoredPart, check, held_in
 from statehold.process.warn import let_go
-from statehold.process.worker import Worker
+from statehold.process.worker import Flag, Thread, Worker
 from statehold.steps.copying import DataFile, data_files
 
 if TYPE_CHECKING:
@@ -80,17 +80,38 @@ class Stalls:
     def __init__(self, log: BackgroundLog, after_s: float = STALL_S) -> None:
         self._log = log
         self.after_s = after_s
+        self._under_way: tuple[Work, float] | None = None  # and since when
+        self._thread: Thread | None = None
+        self._is_looking = False
+        self._ended = Flag()
 
-    @contextlib.contextmanager
-    def watching(self, work: Work) -> Iterator[None]:
-        timer = threading.Timer(self.after_s, self.warn, (work,))
-        timer.daemon = True
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def watch(self, work: Work | None) -> None:
+        """From now on, until None. One thread looks from time to time as long as there are saves:
+        to start one for each would take a tenth of the time of a small one."""
+        self._under_way = None if work is None else (work, time.monotonic())
+        if work is not None and not self._is_looking:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
+                thread = Thread(self._look, "statehold-stalls")
+                thread.start()
+                self._thread, self._is_looking = thread, True
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look(self) -> None:
+        pause_s = self.after_s
+        while not self._ended.wait(pause_s):
+            self._is_looking = False  # before the look: no save begins unseen, and without a thread
+            if (under_way := self._under_way) is None:
+                return
+            self._is_looking = True
+            pause_s = max(0.0, under_way[1] + self.after_s - time.monotonic())
+            if not pause_s:
+                self.watch(None)
+                self.warn(under_way[0])
+            del under_way  # it keeps the state alive
 
     def warn(self, work: Work) -> None:
         since = work.copies.waits_since if work.copies else None
@@ -238,6 +259,7 @@ class Pipeline:
         self.finish_staging()
         self._stager.close()
         self._committer.close()
+        self.stalls.close()
         self._log.flush()
 
     def _waits_since(self) -> float | None:
@@ -318,6 +340,7 @@ class Pipeline:
         else:
             self._follow_up(work)
         finally:
+            self.stalls.watch(None)
             self._unsettled.remove(work.save.step)
             work.release()
 
@@ -352,11 +375,11 @@ class Pipeline:
 
     def _publish(self, work: Work) -> None:
         save = work.save
-        with self.stalls.watching(work):
-            self._write(work)
-            if work.stored or work.shared:  # other files than the one that the rank writes
-                with save.stage("take in"):
-                    take_in(work, self._log)
+        self.stalls.watch(work)
+        self._write(work)
+        if work.shared:
+            self._take_in(work)
+        self.stalls.watch(None)
         save.watch.save_moved(save.step, save.moving_from, work.job.stats)
         save.wait_ended("staged")
         if work.error is not None:
@@ -388,8 +411,15 @@ class Pipeline:
             give_back(file)
             raise
 
+    def _take_in(self, work: Work) -> None:
+        """D1 and D2 of other files than the one that the rank writes."""
+        with work.save.stage("take in"):
+            take_in(work, self._log)
+
     def _write_out(self, work: Work) -> None:
         work.save.record(files=1)
+        if work.stored and not work.shared:  # the engine writes meanwhile
+            self._take_in(work)
         with work.save.stage("write"):
             if work.shared is not None:
                 work.shared.finish_first()
@@ -478,8 +508,10 @@ def _check_unmoved(moved: str | None) -> None:
 # partial directory, as a further file of the rank. Where the file system gives it none (another
 # file system, too many names), it is copied and verified.
 #
-# When take_in() returns, the bytes of all these files are durable, and D3 makes their names so. A
-# copy has the bytes that the checksums of the record or the manifest say, or it fails.
+# The engine writes meanwhile, if no file is to be compared first: the links of an optimizer took a
+# quarter of a commit after the write. When take_in() returns, the bytes of all these files are
+# durable, and D3 makes their names so. A copy has the bytes that the checksums of the record or the
+# manifest say, or it fails.
 # layout/stored says what such a file must be, and tensors/stored who has them.
 
 

@@ -232,7 +232,8 @@ class Sealing:
 
     def encode(self, document: Manifest | Record, plan: RankPlan, taken: StoredPart) -> bytes:
         """The bytes of a document that was built from `plan` and `taken`."""
-        made_of = plan.save.at_step(0), plan.share, tuple(taken.files), tuple(taken.held)
+        files = [(each.specs, each.begins, each.file_bytes) for each in taken.files]
+        made_of = plan.save.at_step(0), plan.share, files, tuple(taken.held)
         raw = document.encode(is_known=made_of == self._known, value_of=value_of)
         self._known = made_of
         return raw
