@@ -380,8 +380,7 @@ def _more(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def _check_seconds(name: str, got: object, least: float, most: float = math.inf) -> None:
     if isinstance(got, bool) or not isinstance(got, int | float) or not least <= got <= most:
-        text = f"{name} must be from {least:g} to {most:g} seconds"
-        raise UsageError(text, facts={"got": shown(got)})
+        raise UsageError(f"{name} must be from {least:g} to {most:g} s", facts={"got": shown(got)})
 
 
 def _address(coordinator: str | None) -> tuple[str, int]:
