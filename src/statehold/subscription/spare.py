@@ -38,8 +38,6 @@ BUFFER_BYTES = 4 * MiB
 COPY_THREADS = 2
 # Memory is given back if an update needs less than this part of it.
 _LEAST_PART = 4
-# For the files of an update. The program has files, too.
-_PART_OF_DESCRIPTORS = 4
 
 
 class Spare:
@@ -94,7 +92,7 @@ class Spare:
         """From many files at once, because a step may be retired at any time. But a process cannot
         open those of thousands of ranks."""
         first = {move.piece.file: at for at, move in reversed([*enumerate(moves)])}
-        most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _PART_OF_DESCRIPTORS)
+        most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # others have files, too
         for begin, end in pairwise([*sorted(first.values())[::most], len(moves)]):
             self._fill_from(moves[begin:end], places[begin:end], locate)
 
