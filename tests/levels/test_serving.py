@@ -211,6 +211,24 @@ def test_what_asks_for_no_file_is_hung_up_on(server, request_line) -> None:
             wire.receive(soon())
 
 
+def test_who_gets_no_thread_is_hung_up_on(server, monkeypatch) -> None:
+    """It waited for its deadline, and took a place for ever."""
+    start, refused = threading.Thread.start, []
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "statehold-files" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with contextlib.closing(connected(server)) as wire:
+        wire.send(b'["memory", 0, 1]', soon())
+        with pytest.raises(ConnectionResetError):
+            wire.receive(soon())
+    assert refused
+
+
 def test_who_does_not_know_the_secret_learns_nothing(server, monkeypatch) -> None:
     """Neither that of the servers alone lets a process in, nor that of the job."""
     for given in ("", SECRET[:-1], f"{SECRET}0"):

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,6 +174,32 @@ def test_who_knows_the_secret_is_let_in() -> None:
 def test_who_knows_another_secret_or_comes_to_another_door_is_not(secret: str, door: str) -> None:
     with host() as address, pytest.raises(SecretError, match=ENVIRONMENT):
         connect(address, door, Secret(secret), soon())
+
+
+def test_an_address_that_drops_everything_leaves_time_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name may have two: often one of IPv6 that a firewall closes."""
+    now, waited, really = [0.0], [], socket.socket.connect
+
+    def connected(one: socket.socket, target: tuple[str, int]) -> None:
+        if target[0] != "127.0.0.1":
+            waited.append(one.gettimeout())
+            now[0] += waited[-1] or LONG_S
+            raise TimeoutError
+        really(one, target)
+
+    with host() as (there, port):
+        ways = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (it, port)) for it in ("192.0.2.1", there)
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ways)
+        monkeypatch.setattr(socket.socket, "connect", connected)
+        monkeypatch.setattr(wire_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        with contextlib.closing(connect(("a name", port), "door", SECRET, LONG_S)) as wire:
+            wire.send(b"hello", LONG_S)
+            assert wire.receive(LONG_S) == b"hello"
+    assert waited == [LONG_S / 2]
 
 
 def test_a_host_without_a_secret_is_not_believed() -> None:

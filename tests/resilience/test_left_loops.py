@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilience.jobs import UNTIL, Job, Log, coordinated, replica
+from resilience.jobs import DEADLINE_S, UNTIL, Job, Log, coordinated, replica
 from resilience.replica import (
     BATCH,
     LEASE_S,
@@ -27,7 +27,9 @@ from resilience.replica import (
 from resilience.replica import weights as checksum_of
 from statehold import Checkpointer
 from statehold.errors import ClosedError, ReplicaLostError, UsageError
+from statehold.process.worker import Flag
 from statehold.resilience import Microbatch, Replicas, Step
+from statehold.resilience.groups import Groups
 from statehold.resilience.protocol.comeback import Comeback
 
 LEFT = 3  # in this step
@@ -308,3 +310,23 @@ def test_who_leaves_every_step_waits_longer_each_time(monkeypatch: pytest.Monkey
                 program.body(step)
                 break
         assert pauses == [0.0, 1.0, 2.0]
+
+
+def test_groups_whose_building_ctrl_c_has_interrupted_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each Ctrl-C left a thread there, and its connections."""
+    original, found = Flag.wait, list[Groups]()
+
+    def interrupted(flag: Flag, timeout: float | None = None) -> bool:
+        frame = sys._getframe(1)
+        if frame.f_code is Groups.__init__.__code__:
+            found.append(frame.f_locals["self"])
+            raise KeyboardInterrupt
+        return original(flag, timeout)
+
+    monkeypatch.setattr(Flag, "wait", interrupted)
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        with pytest.raises(KeyboardInterrupt):
+            Program(replicas, "").run()
+        assert [each.join(DEADLINE_S) for each in found] == [True]

@@ -15,6 +15,7 @@ from statehold import Rng
 from statehold.errors import UsageError
 from statehold.resilience import likeness
 from statehold.resilience.likeness import Likeness, refusal
+from statehold.resilience.state_bytes import Offer
 
 State = dict[str, Any]
 
@@ -78,6 +79,15 @@ def test_what_differs_is_in_the_digest_and_has_a_name(name: str) -> None:
     differ = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)]
     assert name in differ
     assert all(key.startswith(name.partition(".$")[0]) for key in differ)
+
+
+def test_a_tensor_of_one_element_may_have_any_stride() -> None:
+    wide, narrow = {"a": torch.arange(4.0)[1::2][:1]}, {"a": torch.ones(1)}
+    assert wide["a"].stride() == (2,)
+    assert Likeness(wide).digest() == Likeness(narrow).digest()
+    found = torch.zeros(4, dtype=torch.uint8)
+    Offer(wide).run.read(0, found)
+    assert found.view(torch.float32).tolist() == [1.0]
 
 
 def test_an_update_that_was_skipped_is_seen() -> None:

@@ -327,9 +327,21 @@ def test_bad_arguments_are_refused() -> None:
         {"lease_s": 0.0},
         {"wait_s": 0},
         {"batch": 0},
+        # What no message of the protocol can say: the replica called for wait_s in vain.
+        {"min_replicas": 1.5},
+        {"min_replicas": math.inf},
+        {"redundancy": 1.5},
+        {"lease_s": math.inf},
+        {"lease_s": 1e6},
+        {"wait_s": math.nan},
     ):
         with pytest.raises(UsageError):
-            replica("127.0.0.1:1", **options)
+            replica("127.0.0.1:1", **options).close()
+
+
+def test_a_replica_may_wait_for_ever() -> None:
+    with coordinated(1) as meeting, replica(meeting.address, wait_s=math.inf) as replicas:
+        assert [step.number for step in replicas.steps(0)] == []
 
 
 def test_a_part_outside_of_the_model_is_refused_in_the_first_microbatch() -> None:

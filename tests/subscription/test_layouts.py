@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import statehold
 from statehold import _core
 from statehold.io.clients import open_engine
 from statehold.layout.layout import Layout
+from statehold.subscription import spare
 from support import laid_out
 from support.faults import DEADLINE_S
 from support.laid_out import MIB, Disk, tensors_of
@@ -62,3 +65,26 @@ def test_steps_of_ranks(
             assert all(np.array_equal(live[name].numpy(), arrays[name]) for name in arrays)
     assert 0 < update.changed_bytes <= MIB < whole_bytes
     assert update.read_bytes < whole_bytes // 4
+
+
+def test_a_step_may_have_more_files_than_the_process_descriptors(
+    tmp_path: Path, disk: Disk, arrays: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step was tried for ever."""
+    opened, original = [], spare.open_engine
+
+    def counted(*given: Any) -> Any:
+        files = map(os.path.realpath, Path("/proc/self/fd").iterdir())
+        opened.append(sum(file.endswith(".safetensors") for file in files))
+        return original(*given)
+
+    monkeypatch.setattr(spare, "open_engine", counted)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    disk.save(tensors_of(arrays, dict.fromkeys(arrays, LAYOUTS["rows"])), 4)
+    live = {name: torch.zeros(array.shape) for name, array in arrays.items()}
+    with statehold.subscribe(tmp_path / "run", live) as updates:
+        update = updates.wait(DEADLINE_S)
+        assert update is not None
+        update.apply()
+    assert all(np.array_equal(live[name].numpy(), arrays[name]) for name in arrays)
+    assert opened == [2]

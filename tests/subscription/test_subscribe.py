@@ -235,6 +235,31 @@ def test_extra_state_of_modules_comes_along(run: Path) -> None:
             assert (before, served.scale) == ((step - 1) / 4 or 1.0, step / 4)
 
 
+class Rescaled(Scaled):
+    """Its weights are those of a step times the scale."""
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        super().set_extra_state(state)
+        with torch.no_grad():
+            self.weight *= self.scale
+
+
+def test_what_extra_state_makes_of_a_tensor_is_made_of_the_bytes_of_each_step(run: Path) -> None:
+    model, served, restored = Scaled(4, 4), Rescaled(4, 4), Rescaled(4, 4)
+    with (
+        statehold.Checkpointer(run, **SMALL) as ckpt,
+        statehold.subscribe(run, {"model": served}) as updates,
+    ):
+        for step in (1, 2):
+            model.scale = float(1 + step)
+            ckpt.save(step, {"model": model}).wait()
+            assert applied(updates).step == step
+    with statehold.Checkpointer(run, **SMALL) as ckpt:
+        ckpt.restore({"model": restored})
+    assert torch.equal(served.weight, model.weight * 3)
+    assert torch.equal(served.weight, restored.weight)
+
+
 def test_a_loop_ends_with_close_from_another_thread(
     ckpt: statehold.Checkpointer, updates: statehold.Subscription
 ) -> None:

@@ -132,6 +132,13 @@ def test_constants_that_no_step_holds_count_by_their_content() -> None:
     assert [a for a, _ in shared(one, two)] == ["seen", "words", "place"]
 
 
+def test_a_constant_of_one_element_may_have_any_stride() -> None:
+    wide, narrow = Tied(), Tied()
+    wide.angles, narrow.angles = torch.arange(4.0)[1::2][:1], torch.ones(1)
+    assert wide.angles.stride() == (2,)
+    assert len(shared(wide, narrow)) == 3
+
+
 def test_tracing_changes_nothing() -> None:
     model = Tied().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -8,8 +8,10 @@ Not here: decisions (resilience/protocol/coordinator), sockets (resilience/contr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import time
+from functools import partial
 
 from statehold.cli import codes
 from statehold.cli.output import emit, flush, plain, say
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--settle must be at least 0 seconds", facts={"got": args.settle})
     check_number("--port", args.port, 0, 65535)
     coordinator = Coordinator(args.replicas, args.settle)
-    report = _json if args.json else _line
+    report = partial(_report, args.json)
     server = Server(coordinator, args.host, args.port, report, once=args.once)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: server.stop())
@@ -39,11 +41,8 @@ def run(args: argparse.Namespace) -> int:
     return codes.YES
 
 
-def _line(text: str) -> None:
-    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}")
-    flush()
-
-
-def _json(text: str) -> None:
-    emit({"time": time.time(), "event": text}, indent=None)
-    flush()
+def _report(is_json: bool, text: str) -> None:
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(text)}"
+    with contextlib.suppress(OSError):  # a job needs its coordinator, and not the log
+        emit({"time": time.time(), "event": text}, indent=None) if is_json else say(line)
+        flush()

@@ -128,9 +128,8 @@ class Groups:
 
         A rank that has them knows that every rank has called `gather`.
         """
-        found = self._gather(
-            self._column, torch.tensor(values, dtype=torch.int64, device="cpu"), self._where.size[0]
-        )
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        found = self._gather(self._column, mine, self._where.size[0])
         found = self._gather(self._row, found, self._where.size[1])
         result: list[list[list[int]]] = found.transpose(0, 1).tolist()
         return result
@@ -244,13 +243,8 @@ class Groups:
         if width > 1:
             self._row = gloo.build(self._meeting(f"row{i}", j, width), line, j, width)
         if replicas > 1 and self._device.type != "cpu":
-            self._sums = nccl.build(
-                self._meeting(f"device{j}", i, replicas),
-                i,
-                replicas,
-                self._where.host,
-                self._device,
-            )
+            meeting = self._meeting(f"device{j}", i, replicas)
+            self._sums = nccl.build(meeting, i, replicas, self._where.host, self._device)
             self._connect()
 
     def _connect(self) -> None:

@@ -15,6 +15,7 @@ Not here: the protocol (protocol), its execution (driver), the loop over a step 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
@@ -26,9 +27,10 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from statehold.checkpoint.checkpointer import Checkpointer
+from statehold.encoding.strictjson import INT_MAX
 from statehold.errors import ClosedError, UsageError, shown
 from statehold.net import addresses
-from statehold.options.keywords import answering
+from statehold.options.keywords import answering, check_number
 from statehold.resilience import identity
 from statehold.resilience.checkpoints import Checkpoints
 from statehold.resilience.data.course import Course
@@ -41,13 +43,14 @@ from statehold.resilience.meeting import Desk
 from statehold.resilience.position import Position
 from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.comeback import Comeback
-from statehold.resilience.protocol.messages import TORN, Hello, View
+from statehold.resilience.protocol.messages import SECONDS_MAX, TORN, Hello, View
 from statehold.resilience.seat import Seat, Surroundings
 from statehold.resilience.state_bytes import check_travels
 from statehold.resilience.step import Step, StepWork
 from statehold.resilience.sums.exact import ExactSum
 from statehold.resilience.sums.fast import FastSum
 from statehold.resilience.transfer import StateTransfer
+from statehold.units import WAIT_S_MAX
 
 ENVIRONMENT = "STATEHOLD_COORDINATOR"
 _SUMS: dict[str, type[ExactSum] | type[FastSum]] = {"exact": ExactSum, "fast": FastSum}
@@ -110,11 +113,12 @@ class Replicas:
     ) -> None:
         self._course = Course(samples, batch, microbatches, seed)
         self._group = group
-        self._min_replicas = _at_least("min_replicas", min_replicas, 1)
-        self._lease_s = _at_least("lease_s", lease_s, 0.05)
-        _at_least("wait_s", wait_s, 0.05)
-        if stuck_s is not None:
-            _at_least("stuck_s", stuck_s, 0)
+        for name, count in (("min_replicas", min_replicas), ("redundancy", redundancy)):
+            check_number(name, count, 1, INT_MAX)
+        self._min_replicas, self._lease_s = min_replicas, lease_s
+        _check_seconds("lease_s", lease_s, 0.05, SECONDS_MAX)
+        _check_seconds("wait_s", wait_s, 0.05)
+        _check_seconds("stuck_s", 0 if stuck_s is None else stuck_s, 0)
         self._params = list(model.parameters())
         self._sums = _sum_of(reduction)(model.named_parameters(), microbatches)
         self.state: dict[str, Any] = {"model": model, "optimizer": optimizer, **_more(state)}
@@ -125,18 +129,16 @@ class Replicas:
         self._place, self._width = identity.place_in(group)
         address = _address(coordinator)
         host = addresses.reachable_address(address[0])
-        self._desk = Desk(host)
         self._purity = Purity(self._course)
-        self._progress = StuckCheck(stuck_s)
         self._around = Surroundings(
             address=address,
             microbatches=microbatches,
-            redundancy=_at_least("redundancy", redundancy, 1),
-            wait_s=wait_s,
-            desk=self._desk,
+            redundancy=redundancy,
+            wait_s=min(wait_s, WAIT_S_MAX),
+            desk=Desk(host),
             host=host,
             device=next((each.device for each in model.parameters()), torch.device("cpu")),
-            progress=self._progress,
+            progress=StuckCheck(stuck_s),
             drawn=self._drawn,
         )
         counts = {"microbatches": microbatches, "samples": samples, "batch": batch, "seed": seed}
@@ -195,7 +197,7 @@ class Replicas:
             sums=self._sums,
             course=self._course,
             purity=self._purity,
-            progress=self._progress,
+            progress=self._around.progress,
             params=self._params,
             gather=self._gather,
             expect=self._expect,
@@ -277,7 +279,7 @@ class Replicas:
         if self._driver is not None:
             self._driver.close()
         self._position.close()
-        self._desk.close()
+        self._around.desk.close()
         if self._loader is not None:
             self._loader.close()
 
@@ -325,7 +327,7 @@ class Replicas:
             view=view,
             min_replicas=self._min_replicas,
             lease_s=self._lease_s,
-            desk=self._desk.address,
+            desk=self._around.desk.address,
         )
         return Seat(hello, self._around)
 
@@ -376,11 +378,9 @@ def _more(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return state or {}
 
 
-def _at_least(name: str, value: float, least: float) -> Any:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not value >= least:
-        raise UsageError(f"{name} must be at least {least:g}", facts={"got": shown(value)})
-    return value
+def _check_seconds(name: str, got: object, least: float, most: float = math.inf) -> None:
+    if isinstance(got, bool) or not isinstance(got, int | float) or not least <= got <= most:
+        raise UsageError(f"{name} must be from {least:g} to {most:g} s", facts={"got": shown(got)})
 
 
 def _address(coordinator: str | None) -> tuple[str, int]:

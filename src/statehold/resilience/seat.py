@@ -218,7 +218,7 @@ class Seat:
 
     def close(self) -> None:
         self.link.close()
-        self.drop()
+        self._revoked.set()  # also of groups whose building was interrupted
 
     def _timeout(self) -> WaitTimeout:
         problem, (host, port) = self.link.problem, self._around.address

@@ -30,6 +30,7 @@ from statehold.layout.layout import Box
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
 from statehold.tensors.devices.devices import backend_for
+from statehold.tensors.devices.elements import flat
 from statehold.tensors.found import Seen
 from statehold.tensors.kinds import capture, finish, parts, prepare
 from statehold.tensors.storable import device_of, is_external
@@ -237,4 +238,4 @@ def _lane(device: torch.device) -> tuple[StreamBackend, Stream]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """In the order of its elements; a view where that is their order in memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return flat(tensor.detach().contiguous(), 0, tensor.nbytes)

@@ -157,8 +157,8 @@ class OfferServer:
     def _hear(self, guest: Guest, epoch: bytes) -> None:
         """A joiner names its epoch, and has a thread from then on."""
         offer = self._find(strictjson.message(epoch))
-        self._reception.lend(guest)
         threading.Thread(None, self._talk, "statehold-line", (guest, offer), daemon=True).start()
+        self._reception.lend(guest)  # last: a guest for whom there is no thread has to go
 
     def _talk(self, guest: Guest, offer: Offer) -> None:
         """Send the description of the state first, then the ranges of it that are asked for."""

@@ -10,8 +10,10 @@ Not here: which pieces (preparing), where they go from here (subscribe).
 from __future__ import annotations
 
 import contextlib
+import resource
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,10 +59,7 @@ class Spare:
         places, nbytes = _placed([moves[index].piece for index in order])
         self._make_room(nbytes, device)
         self._fill([moves[index] for index in order], places, locate)
-        by_move = [0] * len(moves)
-        for index, at in zip(order, places, strict=True):
-            by_move[index] = at
-        return by_move
+        return [at for _, at in sorted(zip(order, places, strict=True))]
 
     @property
     def memory(self) -> torch.Tensor:
@@ -90,14 +89,19 @@ class Spare:
             self._pinning.pin(self._memory)
 
     def _fill(self, moves: Sequence[Move], places: Sequence[int], locate: Locate) -> None:
+        """From many files at once, because a step may be retired at any time. But a process cannot
+        open those of thousands of ranks."""
+        first = {move.piece.file: at for at, move in reversed([*enumerate(moves)])}
+        most = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)  # others have files, too
+        for begin, end in pairwise([*sorted(first.values())[::most], len(moves)]):
+            self._fill_from(moves[begin:end], places[begin:end], locate)
+
+    def _fill_from(self, moves: Sequence[Move], places: Sequence[int], locate: Locate) -> None:
         with contextlib.ExitStack() as opened:
-            # All at once, because a step may be retired at any time.
             sizes = {move.piece.file: move.piece.file_bytes for move in moves}
             files = [self._opened(locate(*each), each[1]) for each in sizes.items()]
             for file in files:
                 opened.callback(file.close)
-            if not moves:
-                return
             number = {name: index for index, name in enumerate(sizes)}
             address = self._memory.data_ptr()
             job = self._open_engine().ranges(

@@ -315,10 +315,12 @@ class Subscription:
         is_first, self._in_place = self._in_place is None, None  # unknown, if this fails
         self._changes.check(matched.relied)
         copy_all(matched.moves, at, self._spare.memory)
+        filled: dict[str, Filled] = {}
         # Only what modules get from set_extra_state() runs code of others.
-        finish(matched.restoration, draws=bool(matched.restoration.objects))
+        draws = bool(matched.restoration.objects)
+        finish(matched.restoration, draws=draws, written=lambda: filled.update(matched.filled()))
         self._changes.forget()  # they are overwritten
-        self._in_place = in_place(matched.filled())
+        self._in_place = in_place(filled)
         if is_first:  # it had everything, and most updates have less
             self._spare.drop()
 

@@ -38,6 +38,7 @@ from statehold.format.saved import SavedStep
 from statehold.format.selection import Names, Selection
 from statehold.tensors import dtypes
 from statehold.tensors.composed import above, is_allowed
+from statehold.tensors.devices.elements import flat
 from statehold.tensors.kinds import modules, parts
 from statehold.tensors.marks import bare
 from statehold.tensors.storable import local_of, name_of
@@ -284,8 +285,8 @@ def _content(tensor: torch.Tensor) -> str:
     """A digest of the bytes of a small tensor that no step holds, such as a table of angles."""
     if tensor.is_meta or tensor.nbytes > _CONSTANT_BYTES_MAX:
         return ""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(bytes(flat.tolist()), digest_size=8).hexdigest()
+    content = flat(tensor.detach().cpu().contiguous(), 0, tensor.nbytes).tolist()
+    return hashlib.blake2b(bytes(content), digest_size=8).hexdigest()
 
 
 # -- the selection ---------------------------------------------------------------------------------

@@ -101,6 +101,21 @@ def test_coordinate_says_it_in_json() -> None:
     assert office.returncode == 0
 
 
+def test_coordinate_goes_on_though_nobody_takes_its_log() -> None:
+    """The reader of a pipe ends, or the disk is full: it ended with the next line."""
+    with coordinate("--port", 0, "--replicas", 1) as office:
+        port = port_in(line_of(office))
+        assert office.stdout is not None
+        office.stdout.close()
+        office.stdout = None
+        peer = Peer("a", port)
+        peer.until_in("a")
+        peer.link.leave()
+        office.send_signal(signal.SIGTERM)
+        office.wait(PATIENCE_S)
+    assert office.returncode == 0
+
+
 def test_coordinate_refuses_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

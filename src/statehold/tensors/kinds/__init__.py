@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -176,21 +176,25 @@ def prepare(
     return restoration
 
 
-def finish(restoration: Restoration, *, draws: bool = True) -> None:
+def finish(
+    restoration: Restoration, *, draws: bool = True, written: Callable[[], object] = int
+) -> None:
     """Apply everything that is not tensor bytes.
 
     draws: whether an act may draw random numbers. To undo that takes longer than a few acts.
+    written: called while the tensors have the bytes of the step, which an act may change.
     """
+    # Memory was written behind autograd's back: a backward that has saved these must raise.
+    torch.autograd.graph.increment_version(
+        [tensor for tensor in restoration.live if not tensor.is_inference()]
+    )
+    written()
     with torch.no_grad():
         with unchanged() if draws else contextlib.nullcontext():
             for act in (*restoration.containers, *restoration.objects):
                 act()
         for act in restoration.generators:
             act()
-    # Memory was written behind autograd's back: a backward that has saved these must raise.
-    torch.autograd.graph.increment_version(
-        [tensor for tensor in restoration.live if not tensor.is_inference()]
-    )
 
 
 def check_takes_values(state: object) -> MutableMapping[Any, Any]:

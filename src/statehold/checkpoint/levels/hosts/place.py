@@ -100,9 +100,7 @@ class HostPlace(DirectoryPlace):
         self._copying: Counter[int] = Counter()  # how many copies from here are under way
         self._censuses = 0  # those that this rank has begun
         self._copied_in: dict[int, int] = {}  # by step, the newest one when its last copy ended
-        self._seen: dict[
-            int, PlacedFiles
-        ] = {}  # what was whole at the last census, the same on all
+        self._seen: dict[int, PlacedFiles] = {}  # whole at the last census, the same on all
         self._logged: set[int] = set()
 
     # -- what is known ---------------------------------------------------------------------

@@ -158,10 +158,7 @@ class RemoteFiles:
         wire = self._take() or self._connected(until)
         try:
             return self._on(wire, ask, until)
-        except (
-            BrokenPipeError,
-            ConnectionResetError,
-        ):  # it was kept for too long, or was lost just now
+        except (BrokenPipeError, ConnectionResetError):  # kept for too long, or just lost
             return self._on(self._connected(until), ask, until)
 
     def _on(self, wire: Wire, ask: Callable[[Wire, float], T], until: float) -> T:

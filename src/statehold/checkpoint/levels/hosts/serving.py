@@ -150,9 +150,9 @@ class FileServer:
 
     def _hear(self, reception: Reception, guest: Guest, request: bytes) -> None:
         asked = _asked(request)
-        reception.lend(guest)
         answer = partial(self._answer, reception, guest, *asked)
         threading.Thread(target=answer, name="statehold-files", daemon=True).start()
+        reception.lend(guest)  # last: a guest for whom there is no thread has to go
 
     def _answer(
         self, reception: Reception, guest: Guest, path: str, begin: int, end: int | None
