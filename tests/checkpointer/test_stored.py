@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,14 @@ import torch
 
 import statehold
 from statehold import _core
+from statehold.checkpoint.save import pipeline
+from statehold.checkpoint.save.handle import Passage
+from statehold.checkpoint.save.pipeline import Pipeline
 from statehold.cli import main
-from statehold.errors import InvariantError, StorageError, UnsupportedValueError
+from statehold.errors import InvariantError, StateholdError, StorageError, UnsupportedValueError
 from statehold.layout.stored import StoredFile
 from support.disks import open_or_skip
-from support.faults import DEADLINE_S, SMALL
+from support.faults import DEADLINE_S, SMALL, must
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
 from support.stored import OnFiles
@@ -255,5 +259,37 @@ def test_files_that_are_not_what_the_state_says_are_refused(lie: str) -> None:
         stored.files = true
         save(ckpt, 2, stored)
         check(ckpt, 2, 0.0)
+    stored.close()
+    fs.close()
+
+
+def test_a_lie_is_the_cause_where_another_thread_fails_before_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_stopped, has_failed = threading.Event(), threading.Event()
+    stage, fail, give_back = vars(Pipeline)["_stage"], Passage.fail, pipeline.give_back
+
+    def staging(self: Pipeline, *args: Any, **options: Any) -> None:
+        must(is_stopped.wait(DEADLINE_S))
+        stage(self, *args, **options)
+
+    def failing(self: Passage, error: StateholdError) -> None:
+        fail(self, error)
+        has_failed.set()
+
+    def giving_back(file: _core.File) -> None:
+        is_stopped.set()
+        must(has_failed.wait(DEADLINE_S))
+        give_back(file)
+
+    monkeypatch.setattr(pipeline, "give_back", giving_back)
+    monkeypatch.setattr(Passage, "fail", failing)
+    monkeypatch.setattr(Pipeline, "_stage", staging)
+    fs = SimFs(seed=1)
+    stored = OnFiles(fs, "/opt", tensors(), CUTS)
+    with checkpointer_on(fs, "/run", **SMALL) as ckpt:
+        stored.files = LIES["no checksums"](stored.files)
+        with pytest.raises(InvariantError):
+            save(ckpt, 1, stored)
     stored.close()
     fs.close()

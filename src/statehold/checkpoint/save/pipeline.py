@@ -406,8 +406,8 @@ class Pipeline:
             if work.shared is not None:
                 work.shared.attach()
             self._write_out(work)
-        except BaseException:
-            work.job.cancel()
+        except BaseException as error:
+            self._stop(work, self.publisher.cause(work, error))
             give_back(file)
             raise
 
