@@ -784,7 +784,7 @@ def test_a_load_waits_for_memory_that_is_to_be_written(
         must(full == [PageVerdict.STORED] * SLOTS_MIN)  # and none is in a file yet
         into = bytearray(PAGE)
         batch = store.get([key(100)], [into])
-        while not batch.is_done:
+        while not batch.is_over():
             for job in [*held]:
                 job.may_end.set()
             store.contains([key(100)])

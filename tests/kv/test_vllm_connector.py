@@ -12,6 +12,7 @@ import torch
 
 from serving.asking import wait_for
 from statehold.errors import UsageError
+from statehold.kv.batch import PageBatch
 from statehold.kv.opened import OpenStore
 from statehold.kv.vllm import opening
 from statehold.kv.vllm.connector import Connector, rows_of
@@ -121,6 +122,31 @@ def test_a_storage_that_hangs_delays_one_request_until_its_time(
             assert engine.ask(request) == 0
             assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         engine.step(request, 0)
+
+
+def test_only_a_step_in_which_nobody_runs_waits_for_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[float]()
+    is_over = PageBatch.is_over
+
+    def noted(batch: PageBatch, within_s: float = 0.0) -> bool:
+        waited.append(within_s)
+        return is_over(batch, within_s)
+
+    with Engine(tmp_path) as engine:
+        engine.run(prompt(1))
+    monkeypatch.setattr(PageBatch, "is_over", noted)
+    with Engine(tmp_path) as engine, monkeypatch.context() as patched:
+        patched.setattr(OpenStore, "job", lambda *_, **__: Stuck())
+        request, other = engine.request(prompt(1)), engine.request(prompt(2))
+        must(engine.ask(other) == 0)
+        must(engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None)
+        engine.step(other, 0)
+        assert max(waited) == 0
+        engine.empty_step()
+        assert max(waited) > 0
+        engine.scheduler.request_finished_all_groups(request, ([],))
 
 
 def test_a_request_that_is_given_up_leaves_its_slots(

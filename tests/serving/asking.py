@@ -1,10 +1,14 @@
 """A process with vLLM: answers prompts, and writes what it has answered as JSON.
 
     python asking.py JOB
-        JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "first", "out"}
+        JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "first", "out", "kind"}
 
 Each round has a number: before it, vLLM takes that step of the run. 0: it forgets its own prefix
-cache, so what the round has is from the connector. first: the step that vLLM has loaded.
+cache, so what the round has is from the connector. first: the step that vLLM has loaded. kind:
+
+    live    The steps come while requests run. A round has the answers, None for a request that ran
+            while another step came.
+    stuck   Reads of pages from files never end.
 
 Invariants: pages are saved behind the answers, so a round begins once the store has all pages of
 the rounds before it.
@@ -17,8 +21,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from statehold.kv.looking import counts
+from statehold.kv.opened import OpenStore
 
 BLOCK = 32
 LIMIT_S = 300
@@ -33,7 +39,64 @@ def wait_for(path: str, pages: int) -> None:
         os.sched_yield()  # to the processes of the engine
 
 
-def main(job: dict[str, object]) -> None:
+class Stuck:
+    """A read that never ends."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        Stuck.count += 1
+
+    def wait(self, timeout: float | None) -> bool:
+        time.sleep(timeout or 0)  # as long as the caller has time
+        return False
+
+    def cancel(self) -> None: ...
+
+
+def reads_never_end() -> None:
+    job = OpenStore.job
+
+    def begun(store: OpenStore, moves: Any, *, is_write: bool = False) -> Any:
+        return job(store, moves, is_write=True) if is_write else Stuck()
+
+    OpenStore.job = begun  # type: ignore[method-assign]
+
+
+def take(llm: Any, step: int) -> None:
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"step": step},))
+    llm.collective_rpc("finish_weight_update")
+
+
+def answer(each: Any) -> dict[str, object]:
+    out = each.outputs[0]
+    return {
+        "tokens": list(out.token_ids), "cached": each.num_cached_tokens,
+        "reason": out.finish_reason,
+    }  # fmt: skip
+
+
+def live(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str, object] | None]]:
+    """A step comes when half of the requests that came behind the last step have their answers."""
+    engine, prompts = llm.llm_engine, job["prompts"]
+    rounds = []
+    for number, step in enumerate(job["rounds"]):
+        take(llm, step)
+        for at, ids in enumerate(prompts):
+            engine.add_request(f"{number} {at}", {"prompt_token_ids": ids}, sampling)
+        found: list[dict[str, object] | None] = [None] * len(prompts)
+        while found.count(None) > len(prompts) // 2:
+            for each in engine.step():
+                came, at = map(int, each.request_id.split())
+                if each.finished and came == number:
+                    found[at] = answer(each)
+        assert engine.has_unfinished_requests()  # the next step comes while requests run
+        rounds.append(found)
+    return rounds
+
+
+def main(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -48,33 +111,35 @@ def main(job: dict[str, object]) -> None:
     sampling = SamplingParams(
         max_tokens=job["tokens"], temperature=0, ignore_eos=True, detokenize=False
     )
-    rounds = []
     if job["run"]:
         llm.collective_rpc(
             "init_weight_transfer_engine", args=({"run": job["run"], "name": "model"},)
         )
+    if job["kind"] == "stuck":
+        reads_never_end()
+    rounds = live(llm, job, sampling) if job["kind"] == "live" else in_turn(llm, job, sampling)
+    assert bool(Stuck.count) == (job["kind"] == "stuck")
+    Path(job["out"]).write_text(json.dumps(rounds))
+
+
+def in_turn(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str, object]]]:
+    options, rounds = job["options"], []
     # The last token of an answer has no keys yet.
     pages = sum((len(ids) + job["tokens"] - 1) // BLOCK for ids in job["prompts"])
-    connector = job["options"].get("kv_transfer_config", {})
+    pages *= options.get("tensor_parallel_size", 1)
+    connector = options.get("kv_transfer_config", {})
     weights = {job["first"]}
     for number, step in enumerate(job["rounds"]):
         if number and connector:
             wait_for(connector["kv_connector_extra_config"]["path"], len(weights) * pages)
         if step:
             weights.add(step)
-            llm.collective_rpc("start_weight_update")
-            llm.collective_rpc("update_weights", args=({"step": step},))
-            llm.collective_rpc("finish_weight_update")
+            take(llm, step)
         else:
             llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-        answers = llm.generate(prompts, sampling, use_tqdm=False)
-        rounds.append([
-            {"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens,
-             "reason": each.outputs[0].finish_reason}
-            for each in answers
-        ])  # fmt: skip
-    Path(job["out"]).write_text(json.dumps(rounds))
+        rounds.append([answer(each) for each in llm.generate(prompts, sampling, use_tqdm=False)])
+    return rounds
 
 
 if __name__ == "__main__":

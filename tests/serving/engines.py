@@ -60,15 +60,17 @@ def ask(
     first: int = 0,
     tokens: int = 6,
     processes: int = 1,
+    kind: str = "",
     **options: Any,
 ) -> Asked:
     """Start an engine, which answers the prompts and ends. processes: 1, or vLLM's usual 3, which
     take three times as long to start."""
     if processes == 1:
         options["distributed_executor_backend"] = "uni"
-    job = {"model": str(model), "options": options, "prompts": asked, "rounds": list(rounds),
-        "run": str(run or ""), "first": first,
-           "tokens": tokens, "out": str(out)}  # fmt: skip
+    job = {
+        "model": str(model), "options": options, "prompts": asked, "rounds": list(rounds),
+        "run": str(run or ""), "first": first, "tokens": tokens, "out": str(out), "kind": kind,
+    }  # fmt: skip
     out.with_suffix(".job").write_text(json.dumps(job))
     env = {
         **os.environ,

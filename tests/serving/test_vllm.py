@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serving.engines import Rounds, ask, pages, prompts, tiny
+from support.faults import must
 
 COUNT, TOKENS = 20, 200
 BLOCK = 32
@@ -98,32 +101,44 @@ def test_other_weights_or_another_rope_find_nothing(
         assert cached(answers) == [0] * COUNT
 
 
-def test_an_engine_starts_from_a_run_and_takes_its_steps(
-    model: Path, cold: Rounds, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 1 is the model, step 2 has other weights in a layer."""
     from transformers import AutoModelForCausalLM
 
     import statehold
 
     trained = AutoModelForCausalLM.from_pretrained(model)
-    run = tmp_path / "run"
-    with statehold.Checkpointer(run, keep=None) as ckpt:
+    folder = tmp_path_factory.mktemp("run")
+    with statehold.Checkpointer(folder, keep=None) as ckpt:
         ckpt.save(1, {"model": trained}, metrics={"loss": 1.0}).wait("committed")
         trained.model.layers[1].mlp.up_proj.weight.data *= -1
         ckpt.save(2, {"model": trained}, metrics={"loss": 2.0}).wait("committed")
-    asked = prompts(1, COUNT, TOKENS)
-    given = {**FP32, "load_format": "statehold"}
+    return folder
 
-    def config(text: str) -> dict[str, str]:
-        return {"run": f"{run}@{text}", "name": "model"}
 
-    fresh = ask(
-        model, asked, tmp_path / "fresh.json", **given, model_loader_extra_config=config("2")
-    ).answers()
+def of(run: Path, step: str) -> dict[str, Any]:
+    """vLLM starts from a step."""
+    config = {"run": f"{run}@{step}", "name": "model"}
+    return {**FP32, "load_format": "statehold", "model_loader_extra_config": config}
+
+
+LIVE = {"weight_transfer_config": {"backend": "statehold"}}
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Path, run: Path, tmp_path_factory: pytest.TempPathFactory) -> Rounds:
+    """Answers of step 2, without a connector."""
+    out = tmp_path_factory.mktemp("fresh") / "fresh.json"
+    return ask(model, prompts(1, COUNT, TOKENS), out, **of(run, "2")).answers()
+
+
+def test_an_engine_starts_from_a_run_and_takes_its_steps(
+    model: Path, cold: Rounds, fresh: Rounds, run: Path, tmp_path: Path
+) -> None:
     live = ask(
-        model, asked, tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run, first=1, **given,
-        **pages(tmp_path / "kv"), model_loader_extra_config=config("best:loss"),
-        weight_transfer_config={"backend": "statehold"},
+        model, prompts(1, COUNT, TOKENS), tmp_path / "live.json", rounds=(0, 0, 2, 0, 1), run=run,
+        first=1, **of(run, "best:loss"), **LIVE, **pages(tmp_path / "kv"),
     ).answers()  # fmt: skip
     assert tokens(fresh) != tokens(cold)
     assert [tokens(live, at) == tokens(cold) for at in range(5)] == [True, True, False, False, True]
@@ -136,3 +151,43 @@ def test_an_engine_starts_from_a_run_and_takes_its_steps(
         COUNT * ALL,
         COUNT * ALL,
     ]
+
+
+def test_steps_that_come_while_requests_run_leave_nothing_stale(
+    model: Path, cold: Rounds, fresh: Rounds, run: Path, tmp_path: Path
+) -> None:
+    steps, right = [2, 1] * 12, {1: tokens(cold), 2: tokens(fresh)}
+    must(all(one != two for one, two in zip(*right.values(), strict=True)))
+    rounds = ask(
+        model, prompts(1, COUNT, TOKENS), tmp_path / "live.json", rounds=steps, run=run, first=1,
+        kind="live", max_num_seqs=4, **of(run, "1"), **LIVE, **pages(tmp_path / "kv"),
+    ).answers()  # fmt: skip
+    hits = 0
+    for step, answers in zip(steps, rounds, strict=True):
+        for expected, each in zip(right[step], answers, strict=True):
+            assert each is None or each["tokens"] == expected
+            hits += each is not None and each["cached"] > 0
+    assert hits > 0  # pages of a step are found again
+
+
+def test_two_ranks_find_what_two_ranks_have_left(model: Path, run: Path, tmp_path: Path) -> None:
+    asked, two = prompts(1, COUNT, TOKENS), {"tensor_parallel_size": 2, "processes": 4}
+    cold = ask(model, asked, tmp_path / "cold.json", **FP32, **two).answers()
+    given = {**of(run, "1"), **two, **pages(tmp_path / "kv")}
+    first = ask(model, asked, tmp_path / "first.json", rounds=(0, 0), **given).answers()
+    again = ask(model, asked, tmp_path / "again.json", **given).answers()
+    assert tokens(first, 0) == tokens(first, 1) == tokens(again) == tokens(cold)
+    hits = [cached(first, 0), cached(first, 1), cached(again)]
+    assert hits == [[0] * COUNT, [ALL] * COUNT, [ALL] * COUNT]
+
+
+def test_what_hangs_is_computed_at_its_time(
+    model: Path, cold: Rounds, stored: tuple[Path, Rounds], tmp_path: Path
+) -> None:
+    path = shutil.copytree(stored[0], tmp_path / "kv")  # its pages are in files alone
+    answers = ask(
+        model, prompts(1, COUNT, TOKENS), tmp_path / "stuck.json", kind="stuck", **FP32,
+        **pages(path, deadline_s=1.0),
+    ).answers()  # fmt: skip
+    assert cached(answers) == [0] * COUNT
+    assert tokens(answers) == tokens(cold)

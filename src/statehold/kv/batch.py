@@ -54,10 +54,11 @@ class PageBatch:
         self._guard = threading.Lock()
         self._done = Flag()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every page has its verdict."""
-        return not self._left
+    def is_over(self, within_s: float = 0.0) -> bool:
+        """Whether every page has its verdict, or the time has passed; waits at most so long."""
+        left = self.seconds_left
+        self._done.wait(within_s if left is None else min(within_s, left))
+        return not self._left or self.seconds_left == 0.0
 
     @property
     def seconds_left(self) -> float | None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import json
 import mmap
 import os
@@ -42,6 +41,9 @@ from statehold.units import parse_bytes
 
 # How long the threads that save wait for a place in the store.
 PUT_S = 30.0
+# How long a step in which no request runs waits for pages. Otherwise vLLM asks again at once, in
+# thousands of empty steps, and takes the interpreter from the threads that bring the pages.
+EMPTY_STEP_S = 0.005
 # Layers whose blocks hold all that the tokens of the block have left behind.
 HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
@@ -175,7 +177,8 @@ class Promises:
         self._store, self._staging, self._path = store, staging, path
         self._ranks, self._tokens, self._hashes_a_page = ranks, tokens, hashes_a_page
         # A slot of rank r is behind the one of rank 0.
-        self._free = deque(range(0, staging.slots - ranks + 1, ranks))
+        # Used last, taken first: its bytes are near, and a page fault for each 4 KiB is over.
+        self._free = list(range(0, staging.slots - ranks + 1, ranks))
         self._lent = deque[tuple[int, list[int]]]()  # the number of the plan, slots
         self._asked: dict[str, _Asked] = {}
         self._given_up = set[str]()
@@ -232,14 +235,14 @@ class Promises:
         count = min([*there, False].index(False) // self._ranks, len(self._free))
         if not count:
             return None
-        slots = [self._free.popleft() for _ in range(count)]
+        slots = [self._free.pop() for _ in range(count)]
         pages = [self._staging.page(slot + rank) for slot in slots for rank in range(self._ranks)]
         return _Asked(first, slots, self._store.get(keys[: len(pages)], pages))
 
     def _settle(self, asked: _Asked) -> bool:
         """Whether it is known which of the pages are right."""
         if asked.pages is None:
-            if not asked.batch.is_done and asked.batch.seconds_left != 0.0:
+            if not asked.batch.is_over():
                 return False
             is_right = [verdict is PageVerdict.HIT for verdict in asked.batch.wait()]
             asked.pages = [*is_right, False].index(False) // self._ranks
@@ -272,6 +275,9 @@ class Promises:
             if request is not None:
                 plan.saves += self._saves(request, computed, blocks_of)
         self._number, self._loads = self._number + 1, []
+        waiting = [each.batch for each in self._asked.values() if each.pages is None]
+        if waiting and not scheduled:
+            waiting[0].is_over(EMPTY_STEP_S)
         return plan
 
     def _saves(
@@ -307,8 +313,7 @@ class Promises:
         self._requests = {n: r for n, r in self._requests.items() if not r.num_computed_tokens}
         self._saved.clear()
         self._given_up.clear()
-        fresh = hashlib.sha256(self._store.identity + os.urandom(IDENTITY_BYTES)).digest()
-        self._store.identity = identity or fresh[:IDENTITY_BYTES]
+        self._store.identity = identity or os.urandom(IDENTITY_BYTES)
 
     def close(self) -> None:
         """Close the store."""
@@ -317,8 +322,7 @@ class Promises:
     def _hashes(self, request: Any, first: int, end: int) -> list[bytes]:
         """Of some full blocks of a request; each stands for its tokens and all before them."""
         each = self._hashes_a_page
-        known = request.block_hashes[(first + 1) * each - 1 : end * each : each]
-        return [bytes(one) for one in known]
+        return list(map(bytes, request.block_hashes[(first + 1) * each - 1 : end * each : each]))
 
     def _keys(self, hashes: Sequence[bytes]) -> list[bytes]:
         return [key_of(each, rank) for each in hashes for rank in range(self._ranks)]

@@ -37,10 +37,6 @@ class _Job:
     is_load: bool
     begun_s: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_over(self) -> bool:
-        return self.batch.is_done or self.batch.seconds_left == 0.0
-
 
 class Tier:
     """The methods of vLLM's SecondaryTierManager, over `store` and the chunks of `view`.
@@ -81,7 +77,7 @@ class Tier:
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """The jobs that are over since the last call."""
-        over = [job for job in self._jobs if job.is_over]
+        over = [job for job in self._jobs if job.batch.is_over()]
         self._jobs = [job for job in self._jobs if job not in over]
         return [self._finish(job) for job in over]
 
