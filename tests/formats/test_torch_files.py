@@ -99,6 +99,7 @@ class Unknown:
     pass
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")  # torch 2.15
 def test_what_is_not_to_be_trusted_or_damaged_is_refused(tmp_path: Path) -> None:
     run = f"{tmp_path / 'run'}@1"
     torch.save({"x": Unknown()}, tmp_path / "code.pt")
