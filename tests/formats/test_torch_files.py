@@ -125,6 +125,15 @@ def test_what_is_not_to_be_trusted_or_damaged_is_refused(tmp_path: Path) -> None
     )
 
 
+def test_what_torch_cannot_check_without_elements_is_no_damage() -> None:
+    """torch 2.15 looks at the elements of a sparse tensor, whatever device it is loaded to."""
+    fault = NotImplementedError("Cannot copy out of meta tensor; no data!")
+    found = untrusted.refused("sparse.pt", fault)
+    assert isinstance(found, UnsupportedValueError)
+    assert "sparse tensor" in str(found)
+    assert isinstance(untrusted.refused("x.pt", NotImplementedError("other")), CorruptionError)
+
+
 def test_values_that_weights_only_refuses_are_named(tmp_path: Path) -> None:
     values = {"d": deque([1, 2]), "f": frozenset({3}), "n": np.float32(1.5), "a": np.arange(3)}
     step = saved(tmp_path / "run", 1, values)

@@ -221,6 +221,10 @@ def refused(file: str, fault: Exception) -> StateholdError:
         # torch's own text advises to trust the file, so only the name in it is shown.
         name = _GLOBAL.search(str(fault))
         return untrusted(file, name[1].strip("`'\"<>.,") if name else "more than data")
+    if isinstance(fault, NotImplementedError) and "meta tensor" in str(fault):
+        # torch 2.15 looks at the elements of sparse tensors, and those of archives are not read.
+        summary, hint = "a file of torch.save holds a sparse tensor", "save what to_dense() gives"
+        return UnsupportedValueError(summary, facts={"file": file}, hint=hint)
     facts = {"file": file, "cause": str(fault).split("\n")[0][:200]}
     return CorruptionError("a file of torch.save cannot be read", facts=facts)
 
