@@ -7,7 +7,6 @@ split over their replicas already when they are small.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,9 +19,8 @@ from hypothesis import strategies as st
 
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save import writes
-from statehold.format.entries import record_file
 from statehold.format.saved import PlacedChunk, SavedStep
-from statehold.layout import share
+from statehold.layout import plan, share
 from statehold.layout.layout import Box
 from statehold.tensors.destinations import Destination
 from statehold.tensors.devices import Devices, loading
@@ -36,9 +34,8 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "BLOCK_BYTES", BLOCK)
-    small = functools.partial(record_file, block_bytes=BLOCK)
-    monkeypatch.setattr(writes, "record_file", small)
+    for module in (plan, writes):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(share, "SPLIT_BYTES", 2 * BLOCK)
 
 
