@@ -429,7 +429,15 @@ def test_without_numpy(run: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> 
     assert say("show", run)[0] == say("verify", run)[0] == say("ls", run)[0] == 0
 
 
-@pytest.mark.parametrize("words", ["export {run} {run}-out --to hf", "import {run} {run}-in@1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export {run} {run}-out --to hf",
+        "export {run}/nowhere {run}-out --to hf",
+        "import {run} {run}-in@1",
+        "import {run}/nowhere {run}-in@1",
+    ],
+)
 def test_torch_is_asked_for(run: Path, words: str) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from statehold.cli import main; "

@@ -1,7 +1,8 @@
 """A step elsewhere: `statehold export`, `import`, `copy` and `fork`.
 
 Invariants: torch, which takes seconds to load, is loaded only by an export or an import, and only
-if the step, the source and the destination can be what the arguments say.
+if the step, the source and the destination can be what the arguments say. Where torch is missing,
+export and import say so before they look at anything else.
 Not here: the formats (integrations/formats), how a step is copied (reading/copying), and how a run
 begins from one of another (checkpoint/levels/forking).
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib.util
 import warnings
 from typing import Any
 
@@ -24,6 +27,8 @@ from statehold.units import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise ModuleNotFoundError("torch is not installed", name="torch")
     label = "export" if args.is_export else "import"
     with ProgressReport(label) as drawn, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", RuntimeWarning)
@@ -64,8 +69,7 @@ def copy(args: argparse.Namespace) -> int:
     with ProgressReport("copy") as drawn:
         copied = copy_step(args.step, args.destination, link=not args.no_links, report=drawn)
     if args.json:
-        emit({"path": copied.path, "linked_bytes": copied.linked_bytes,
-              "copied_bytes": copied.copied_bytes, "was_there": copied.was_there})  # fmt: skip
+        emit(dataclasses.asdict(copied))
         return codes.YES
     if copied.was_there:
         note("the step was there already")
@@ -78,10 +82,7 @@ def fork(args: argparse.Namespace) -> int:
     place = find(fs, args.step)
     forked = forked_into(fs, place.directory, check_run(args.child))
     if args.json:
-        parent = {"run": forked.parent.run, "step": forked.parent.step,
-                  "manifest_sha256": forked.parent.manifest_sha256}  # fmt: skip
-        emit({"path": forked.path, "parent": parent, "linked_bytes": forked.linked_bytes,
-              "copied_bytes": forked.copied_bytes})  # fmt: skip
+        emit(dataclasses.asdict(forked))
         return codes.YES
     if forked.copied_bytes:
         copied = format_bytes(forked.copied_bytes)
