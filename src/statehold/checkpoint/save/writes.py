@@ -25,7 +25,7 @@ from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, sum_places
 from statehold.layout.share import RankPlan, Share
 from statehold.layout.stored import SUM_BYTES, StoredFile, StoredPart
-from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
+from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described, picked
 from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import Strided
 
@@ -108,10 +108,10 @@ class FileOrder:
         return Ordered(found, self._segments)
 
     def _learn(self, plan: RankPlan, captured: Tensors) -> None:
-        parts = [plan.share.parts[index] for index in plan.save.source_index]
-        sources = [part.source for part in parts]
+        parts, order = plan.share.parts, plan.save.source_index
+        sources, rows = picked(parts.sources, order), picked(parts.rows, order)
         self._share, self._captured = plan.share, captured.structure
-        self._cut = [(i, part.rows) for i, part in enumerate(parts) if part.rows is not None]
+        self._cut = [(at, its) for at, its in enumerate(rows) if its is not None]
         is_as_captured = not self._cut and sources == list(range(len(captured)))
         self._sources = None if is_as_captured else sources
         self._structure = self._segments = None
