@@ -61,8 +61,6 @@ TOGETHER: list[Defect] = [
     (Found, "_recognised", "not self._taken.isdisjoint(batch.names)", "False", 46),
     (Found, "_are_apart", "len(alone) == len(places)", "True", 180),
     (Found, "_are_apart", "and self._places.keys().isdisjoint(alone)", "", 47),
-    (Found, "_add_places", "self._lie_as_before and ", "", 0),
-    (Found, "_add_places", " == [places]", "", 0),
     (Found, "_add_places", "not self._held or self._held.keys().isdisjoint(places)", "True", 47),
     (
         Found,
@@ -75,7 +73,7 @@ TOGETHER: list[Defect] = [
     (columns, "read", "strides, dtypes, d", "None, dtypes, d", 33),
     (columns, "read", "dtypes, devices", "None, devices", 0),
     (columns, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
-    (columns, "read", "any(map(_is_neg, tensors))", "False", 1),
+    (columns, "read", "any(are_neg)", "False", 1),
     (columns, "read", "), layouts)", "), [])", 9),
     (Found, "_learned", " or reading.facts.layouts", "", 1),
     (Found, "_recognised", " or not self._add_places(reading.places)", "", 0),
