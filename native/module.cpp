@@ -462,4 +462,6 @@ NB_MODULE(_core, m) {
   m.def("call_copies", &call_copies, "function"_a, nb::kw_only(), "to"_a, "source"_a, "sizes"_a,
         "kind"_a, "stream"_a);
   m.def("read_forms", &read_forms, "tensors"_a, "exchange"_a);
+  m.def("read_members", &read_members, "objects"_a, "readers"_a);
+  m.def("read_elements", &read_elements, "addresses"_a, "size"_a);
 }

@@ -56,7 +56,49 @@ nb::bytes bytes_of(const std::vector<Element>& elements) {
   return nb::bytes(elements.data(), elements.size() * sizeof(Element));
 }
 
+PyObject* read_member(PyObject* reader, bool is_attribute, PyObject* object) {
+  if (!is_attribute) return PyObject_Vectorcall(reader, &object, 1, nullptr);
+  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return Py_TYPE(reader)->tp_descr_get(reader, object, kind);
+}
+
 }  // namespace
+
+nb::list read_members(const nb::list& objects, const nb::list& readers) {
+  const size_t count = objects.size();
+  nb::list found;
+  for (size_t i = 0; i < readers.size(); ++i) {
+    nb::object column = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
+    if (!column.is_valid()) throw nb::python_error();
+    found.append(column);
+  }
+  // One object after the other: all that is read of it is in the cache then.
+  for (size_t i = 0; i < count; ++i) {
+    const nb::object object = objects[i];
+    for (size_t k = 0; k < readers.size(); ++k) {
+      const nb::object reader = readers[k];
+      const bool is_attribute = Py_TYPE(reader.ptr()) == &PyGetSetDescr_Type;
+      PyObject* member = read_member(reader.ptr(), is_attribute, object.ptr());
+      if (member == nullptr) throw nb::python_error();
+      PyList_SET_ITEM(nb::object(found[k]).ptr(), static_cast<Py_ssize_t>(i), member);
+    }
+  }
+  return found;
+}
+
+nb::object read_elements(const nb::list& addresses, size_t size) {
+  const size_t count = addresses.size();
+  nb::object found =
+      nb::steal(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * size)));
+  if (!found.is_valid()) throw nb::python_error();
+  char* to = PyByteArray_AS_STRING(found.ptr());
+  for (size_t i = 0; i < count; ++i) {
+    const auto address = nb::cast<uintptr_t>(addresses[i]);
+    if (address == 0) throw std::invalid_argument("there is no element at address 0");
+    std::memcpy(to + i * size, reinterpret_cast<const void*>(address), size);
+  }
+  return found;
+}
 
 nb::tuple read_forms(const nb::list& tensors, nb::handle exchange) {
   const Exchange& table = usable(exchange);

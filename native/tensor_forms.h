@@ -11,6 +11,13 @@
 
 namespace statehold::python {
 
+// What each reader says of each object: a list for each reader. A reader is a descriptor of an
+// attribute, or what is called with the object.
+nanobind::list read_members(const nanobind::list& objects, const nanobind::list& readers);
+
+// The elements of `size` bytes at these addresses, one after the other.
+nanobind::object read_elements(const nanobind::list& addresses, size_t size);
+
 // (shapes, strides, dtypes, addresses): three bytes objects, and a list of integers. Raises what
 // the library says of a tensor that has no such description.
 nanobind::tuple read_forms(const nanobind::list& tensors, nanobind::handle exchange);

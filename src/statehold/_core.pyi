@@ -459,6 +459,13 @@ def read_forms(tensors: list[Any], exchange: object) -> tuple[bytes, bytes, byte
     DLPack's C functions. The bytes of two lists are equal exactly when these are. Raises what torch
     says of a tensor that it cannot describe so."""
 
+def read_members(objects: list[Any], readers: list[Any]) -> list[list[Any]]:
+    """What each reader says of each object: a list for each reader, which is the descriptor of an
+    attribute, or is called with the object."""
+
+def read_elements(addresses: list[int], size: int) -> bytearray:
+    """A copy of the elements of `size` bytes at these addresses."""
+
 def raw_write(
     fs: Fs, path: str, file_bytes: int, buffer_bytes: int, depth: int, reuse: bool
 ) -> float: ...

@@ -201,7 +201,7 @@ def test_tensors_only_read_tensors_with_the_core() -> None:
         for dotted in imports(name, path.read_text("utf-8"))
         if dotted.startswith(CORE)
     }
-    assert taken == {CORE, f"{CORE}.read_forms"}
+    assert taken == {CORE, *(f"{CORE}.read_{what}" for what in ("elements", "forms", "members"))}
 
 
 def roots(name: str, path: Path, *, types: bool) -> set[str]:

@@ -153,7 +153,7 @@ def test_a_record_accepts_what_a_rank_writes(state: tuple[Tensors, int]) -> None
     """The reader of records works out on its own which boxes a rank must have written."""
     tensors, world = state
     for rank, own in enumerate(shares(tensors, world)):
-        plan = plan_save([part.spec for part in own.parts], step=7, world_size=world, rank=rank)
+        plan = plan_save(own.parts.specs, step=7, world_size=world, rank=rank)
         file, entries = record_file(plan, sums_for(plan))
         record = Record(
             step=7,

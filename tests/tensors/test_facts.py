@@ -133,3 +133,22 @@ def test_a_table_of_another_version_is_not_used() -> None:
     alone = Table(2, 0, None)
     with pytest.raises(RuntimeError, match="version 1"):
         _core.read_forms(tensors, capsule_of(alone))
+
+
+def test_members_are_read_object_by_object() -> None:
+    tensors = [torch.ones(2), torch.eye(3)]
+    readers = [torch.Tensor.ndim, torch.Tensor.dim, len]
+    assert _core.read_members(tensors, readers) == [[1, 2], [1, 2], [2, 3]]
+    assert _core.read_members([], readers) == [[], [], []]
+    with pytest.raises(TypeError):
+        _core.read_members([torch.ones(2), 3], readers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_elements_are_read_where_they_are(dtype: torch.dtype) -> None:
+    numbers = torch.arange(5, dtype=dtype)
+    addresses = [numbers[at].data_ptr() for at in (3, 0, 3)]
+    copy = _core.read_elements(addresses, dtype.itemsize)
+    assert torch.frombuffer(copy, dtype=dtype).tolist() == [3, 0, 3]
+    with pytest.raises(ValueError, match="address 0"):
+        _core.read_elements([0], 4)

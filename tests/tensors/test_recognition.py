@@ -59,8 +59,9 @@ TOGETHER: list[Defect] = [
     (Found, "_recognised", "batch.observed == observed", "True", 0),
     (Found, "_recognised", "or reading.facts != batch.facts", "", 0),
     (Found, "_recognised", "not self._taken.isdisjoint(batch.names)", "False", 46),
-    (Found, "_add_places", "len(self._places) == count", "True", 180),
-    (Found, "_add_places", "and (not self._held or self._held.keys().isdisjoint(places))", "", 47),
+    (Found, "_are_apart", "len(alone) == len(places)", "True", 180),
+    (Found, "_are_apart", "and self._places.keys().isdisjoint(alone)", "", 47),
+    (Found, "_add_places", "not self._held or self._held.keys().isdisjoint(places)", "True", 47),
     (
         Found,
         "_remember",
@@ -72,7 +73,7 @@ TOGETHER: list[Defect] = [
     (columns, "read", "strides, dtypes, d", "None, dtypes, d", 33),
     (columns, "read", "dtypes, devices", "None, devices", 0),
     (columns, "read", "devices_of(tensors), layouts", "[-1] * len(tensors), layouts", 0),
-    (columns, "read", "any(map(_is_neg, tensors))", "False", 1),
+    (columns, "read", "any(are_neg)", "False", 1),
     (columns, "read", "), layouts)", "), [])", 9),
     (Found, "_learned", " or reading.facts.layouts", "", 1),
     (Found, "_recognised", " or not self._add_places(reading.places)", "", 0),
@@ -90,7 +91,7 @@ TOGETHER: list[Defect] = [
     (Tensors, "_is_of", "self._work_out() != known.columns", "False", 0),
 ]
 RARE: list[Defect] = [
-    (Found, "_add_places", "and 0 not in self._places", "", 0),
+    (Found, "_are_apart", "and 0 not in alone", "", 0),
 ]
 if "STATEHOLD_RECOGNITION" in os.environ:
     TOGETHER += RARE
@@ -187,7 +188,7 @@ def test_a_capture_with_memory_is_the_same(
 @pytest.mark.parametrize(
     ("defect", "batch"),
     [(each, 0) for each in ONE_BY_ONE]
-    + [(each, 4 if each[1] == "_add_places" else 2) for each in TOGETHER],
+    + [(each, 4 if each[1] in ("_add_places", "_are_apart") else 2) for each in TOGETHER],
     ids=lambda each: f"{each[1]}: {each[2]}" if isinstance(each, tuple) else "",
 )
 def test_each_condition_of_recognition_is_needed(
@@ -256,3 +257,19 @@ def test_a_name_that_two_batches_of_new_tensors_make_is_refused(
     one, other = torch.nn.Linear(2, 2), torch.nn.ModuleDict({"b": torch.nn.Linear(2, 2)})
     with pytest.raises(StateholdError, match="the same name"):
         capture({"a.b": one, "a": other}, 0)
+
+
+@pytest.mark.parametrize(("moved", "to"), [(0, 3), (3, 0), (1, 2)])
+def test_a_tie_with_a_tensor_that_lies_where_it_lay_is_found(
+    moved: int, to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch, 1)
+    live = torch.nn.ParameterList([torch.full((2,), float(each)) for each in range(4)])
+    seen = Seen()
+    for _ in range(2):
+        assert len(capture({"m": live}, seen=seen).tensors) == 4
+    live[moved].data = live[to].data
+    for _ in range(2):
+        assert len(capture({"m": live}, seen=seen).tensors) == 3
+    live[moved].data = torch.zeros(2)
+    assert len(capture({"m": live}, seen=seen).tensors) == 4

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from statehold.encoding import header
 from statehold.errors import InvariantError
@@ -55,11 +55,32 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """All of these, by column: Python's collector would look at an object for each."""
+
+    specs: list[TensorSpec]
+    sources: list[int]
+    rows: list[tuple[int, int] | None]
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Parts:
+        found = cls([], [], [])
+        for part in parts:
+            found.specs.append(part.spec)
+            found.sources.append(part.source)
+            found.rows.append(part.rows)
+        return found
+
+    def __iter__(self) -> Iterator[Part]:
+        return map(Part, self.specs, self.sources, self.rows)
+
+
+@dataclass(frozen=True)
 class Share:
     """The part of one rank in a save. specs: what the rank holds. shared: by its index, the written
     layout and the writer of what several ranks hold."""
 
-    parts: tuple[Part, ...]
+    parts: Parts
     specs: tuple[TensorSpec, ...] = ()
     shared: Mapping[int, tuple[Layout | None, int]] = field(default_factory=dict)
 
@@ -86,9 +107,9 @@ def share(specs: Sequence[TensorSpec], rank: int) -> Share:
     shared: dict[int, tuple[Layout | None, int]] = {}
     for members in _replicated(specs):
         shared.update(zip(members, _choose([specs[i] for i in members]), strict=True))
-    whole = Share((), tuple(specs), shared)
-    parts = [_part(spec, index, *whole.written(index), rank) for index, spec in enumerate(specs)]
-    return replace(whole, parts=tuple([part for part in parts if part is not None]))
+    whole = Share(Parts.of(()), tuple(specs), shared)
+    parts = (_part(spec, index, *whole.written(index), rank) for index, spec in enumerate(specs))
+    return replace(whole, parts=Parts.of(part for part in parts if part is not None))
 
 
 def global_shape(spec: TensorSpec) -> tuple[int, ...]:
@@ -302,8 +323,7 @@ class PlanCache:
 
     def __init__(self, membership: Membership = ALONE) -> None:
         self._membership = membership
-        self._specs: tuple[TensorSpec, ...] | None = None
-        self._frozen: tuple[str, ...] | None = None
+        self._of: tuple[Any, ...] | None = None  # the specs, and what is frozen
         self._plan: RankPlan | None = None
 
     def get(
@@ -311,14 +331,13 @@ class PlanCache:
     ) -> RankPlan:
         """The plan of `specs` at `step`; cheap while the specs stay equal, and what is frozen."""
         specs = tuple(specs)
-        if self._plan is not None and specs == self._specs and frozen == self._frozen:
+        if self._plan is not None and self._of == (specs, frozen):
             return RankPlan(self._plan.save.at_step(step), self._plan.share)
         rank, world = self._membership.rank, self._membership.world
         found = share(specs, rank)
-        parts = [part.spec for part in found.parts]
-        save = plan_save(parts, step=step, world_size=world, rank=rank, frozen=frozen)
-        self._frozen = frozen
-        self._specs, self._plan = specs, RankPlan(save, found)
+        written = found.parts.specs
+        save = plan_save(written, step=step, world_size=world, rank=rank, frozen=frozen)
+        self._of, self._plan = (specs, frozen), RankPlan(save, found)
         return self._plan
 
 

@@ -44,7 +44,6 @@ from statehold.tensors.columns import (
     Tensors,
     described,
     layout_of,
-    picked,
     storage_addresses,
     together,
 )
@@ -164,10 +163,7 @@ def clone_what_waits_for_no_device(tensors: Tensors) -> None:
     if sum(structure.specs[index].nbytes for index in eager) <= CLONED_BYTES_MAX:
         with suppress(torch.OutOfMemoryError):  # then none at all: save() waits in any case
             copies |= {index: _owned_copy(tensors[index]) for index in eager}
-    live = tensors.live.tensors
-    with torch.no_grad():
-        stacks = [(some, together(picked(live, some), dtype)) for dtype, some in numbers.items()]
-    tensors.copied(copies, stacks)
+    tensors.copied(copies, [(some, together(tensors.live, some)) for some in numbers])
 
 
 def note_of(parameters: Sequence[TensorSpec]) -> str:

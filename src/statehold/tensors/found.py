@@ -127,9 +127,11 @@ class _Mapping(NamedTuple):
 
 @dataclass
 class Look:
-    """What one capture has seen: batches, the sights of what is in none, nodes of containers."""
+    """What one capture has seen: batches, where their tensors lie, the sights of what is in none,
+    nodes of containers."""
 
     batches: dict[Key, SeenBatch] = field(default_factory=dict)
+    places: list[Sequence[int]] = field(default_factory=list)
     sights: dict[str, Sight] = field(default_factory=dict)
     mappings: dict[str, _Mapping] = field(default_factory=dict)
 
@@ -243,11 +245,11 @@ class Found:
         # whose box is empty. With the tensors: memory of a temporary that state_dict() made must
         # not be used again while its address stands for it here.
         self._held: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        # Of recognised batches all places, and where in `tensors` the only one at a place is. The
-        # latter is seldom asked for, so it waits with the batches: (place in `tensors`, places).
-        self._places: set[int] = set()
+        # Of recognised batches, where in `tensors` the only one at a place is. That is seldom asked
+        # for while all lie where they lay, so it waits: (place in `tensors`, places).
         self._alone: dict[int, int] = {}
         self._waiting: list[tuple[int, Sequence[int]]] = []
+        self._lie_as_before = True  # the batches so far
         # Names. Those of recognised batches, which shared none in the capture before, wait, too.
         self._taken: set[str] = set()
         self._batches: list[SeenBatch] = []
@@ -334,40 +336,40 @@ class Found:
             batch = SeenBatch(observed, facts, specs, forms, strided, are_gated, nodes, sights)
             self._seen.now.batches[key] = batch
 
-    def _add_places(self, places: Sequence[int]) -> bool:
-        """Note these places, if no tensor there is tied. 0 is that of a tensor without memory."""
-        count = len(self._places) + len(places)
-        self._places.update(places)
-        are_new = (
-            len(self._places) == count
-            and 0 not in self._places
-            and (not self._held or self._held.keys().isdisjoint(places))
+    def _add_places(self, places: list[int]) -> bool:
+        """Note these places, if no tensor there is tied."""
+        now, before = self._seen.now.places, self._seen.before.places
+        # Equal numbers were found to differ from each other then.
+        lie_as_before = self._lie_as_before and before[len(now) : len(now) + 1] == [places]
+        are_new = (lie_as_before or self._are_apart(places)) and (
+            not self._held or self._held.keys().isdisjoint(places)
         )
         if are_new:
+            self._lie_as_before = lie_as_before
+            now.append(places)
             self._waiting.append((len(self.tensors), places))
-        else:
-            self._forget_places()
         return are_new
 
-    def _forget_places(self) -> None:
-        """Those that are neither in `_alone` nor wait."""
-        self._places = set(self._alone)
-        for _, places in self._waiting:
-            self._places.update(places)
+    def _are_apart(self, places: list[int]) -> bool:
+        """Whether these differ from each other and from all so far. 0 is the place of a tensor
+        without memory."""
+        alone = set(places)
+        return (
+            len(alone) == len(places) and 0 not in alone and self._places.keys().isdisjoint(alone)
+        )
+
+    @property
+    def _places(self) -> dict[int, int]:
+        """The places of recognised batches, and which tensor lies there."""
+        for begin, places in self._waiting:
+            self._alone.update(zip(places, count(begin)))
+        self._waiting.clear()
+        return self._alone
 
     def _is_any_taken(self, names: Iterable[str]) -> bool:
         while self._batches:
             self._taken |= self._batches.pop().names
         return not self._taken.isdisjoint(names)
-
-    def _alone_at(self, place: int) -> int | None:
-        """Which tensor of a recognised batch lies at `place`."""
-        if place not in self._places:
-            return None
-        for begin, places in self._waiting:
-            self._alone.update(zip(places, count(begin)))
-        self._waiting.clear()
-        return self._alone[place]
 
     # -- one by one ------------------------------------------------------------------------
 
@@ -480,7 +482,7 @@ class Found:
     ) -> int | None:
         """Where the same DTensor, or the same elements of memory, were found before."""
         found = self._held.get(place_id, [])
-        if (alone := self._alone_at(place_id)) is not None:
+        if (alone := self._places.get(place_id)) is not None:
             first = self.tensors[alone]
             found = [(alone, first.tensor if first.wrapper is None else first.wrapper), *found]
         for index, held in found:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from statehold._core import hash_memory
 from statehold.checkpoint.save.writes import FileOrder, Ordered, give_back, start_write
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, pieces, plan_save, sum_places
-from statehold.layout.share import Key, Part, RankPlan, Share, keys_of
+from statehold.layout.share import Key, Part, Parts, RankPlan, Share, keys_of
 from statehold.layout.stored import SUM_BYTES, StoredFile
 from statehold.options.io import settled
 from statehold.process.worker import Crew, yield_processor
@@ -359,7 +359,7 @@ def _claim(link: FileLink) -> BytesClaim:
 
 def _replacement(link: FileLink) -> Fresh:
     plan = link.file.plan
-    again = plan_of(plan.share.parts, plan.save)
+    again = plan_of(list(plan.share.parts), plan.save)
     return Fresh(again, link.ordered, link.file.seen, replaces=link)
 
 
@@ -374,7 +374,7 @@ def plan_of(parts: Sequence[Part], of: SavePlan) -> RankPlan:
     """The plan of a shared file with these parts; the rank, its job and the step are those of
     another plan. The parts of the result are in file order."""
     save = plan_file(parts, of)
-    ordered = tuple([parts[index] for index in save.source_index])
+    ordered = Parts.of([parts[index] for index in save.source_index])
     return RankPlan(replace(save, source_index=tuple(range(len(parts)))), Share(ordered))
 
 

@@ -37,7 +37,7 @@ from statehold.checkpoint.save.writes import FileOrder
 from statehold.errors import StateholdError, StorageError
 from statehold.format.entries import sums_to_bytes
 from statehold.format.saved import PlacedChunk, SavedStep
-from statehold.layout.share import Key, Part, RankPlan, Share, key_of, keys_of
+from statehold.layout.share import Key, Part, Parts, RankPlan, Share, key_of, keys_of
 from statehold.process.warn import logger
 from statehold.steps.copying import is_shared
 from statehold.units import MiB
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from statehold.ranks.peers import Peers
     from statehold.steps.store import Store
     from statehold.steps.target import DirectoryPlace
-    from statehold.tensors.columns import Stamps, Tensors
+    from statehold.tensors.columns import Tensors
 
 # -- from save to save -----------------------------------------------------------------------------
 # A part is expected to stay the same if it did so in the last saves, or at first if it is a
@@ -154,7 +154,7 @@ class Sharing:
         token = None if self._peers is None else self._peers.token
         path = store.pool.take(known.path, token)
         if path is not None:
-            seen = _stamps(captured, its.share.parts)
+            seen = captured.stamps(its.share.parts.sources)
             written = RankPlan(save, its.share)
             self._files.append(SharedFile(store, path, written, known.sums, seen, steps=1))
 
@@ -173,7 +173,7 @@ class Sharing:
         """None if the state has not all parts of the file, or if some have changed."""
         if file.share is not self._share and not self._fit(file):
             return None
-        seen = _stamps(captured, file.plan.share.parts)
+        seen = captured.stamps(file.plan.share.parts.sources)
         changed = [file.keys[index] for index in seen.changed_since(file.seen)]
         if changed:
             self._history.broke(changed)
@@ -185,9 +185,10 @@ class Sharing:
         """Let the plan of the file have its parts as the state has them now, if it has them all."""
         if any(key not in self._parts for key in file.keys):
             return False
-        parts = tuple([self._parts[key] for key in file.keys])
+        parts = Parts.of([self._parts[key] for key in file.keys])
         if parts != file.plan.share.parts:
-            file.plan, file.order = _with_parts(file.plan, parts), FileOrder()
+            save = replace(file.plan.save, specs=tuple(parts.specs))
+            file.plan, file.order = RankPlan(save, Share(parts)), FileOrder()
         file.share = self._share
         return True
 
@@ -205,7 +206,7 @@ class Sharing:
         for some in _alike(wanted, captured):
             for run in grouped([part.spec.nbytes for part in some]):
                 its = plan_of(some[run.start : run.stop], plan.save)
-                seen = _stamps(captured, its.share.parts)
+                seen = captured.stamps(its.share.parts.sources)
                 found.append(Fresh(its, FileOrder().ordered(its, captured), seen))
         return found
 
@@ -214,7 +215,7 @@ class Sharing:
         if self._own is None or self._own[0] != away:
             parts = [part for part in plan.share.parts if part.source not in away]
             found = plan_file(parts, plan.save, plan.save.frozen)
-            self._own = away, RankPlan(found, replace(plan.share, parts=tuple(parts)))
+            self._own = away, RankPlan(found, replace(plan.share, parts=Parts.of(parts)))
         own = self._own[1]
         return RankPlan(own.save.at_step(plan.save.step), own.share)
 
@@ -292,16 +293,6 @@ def _alike(parts: Sequence[Part], captured: Tensors) -> Iterable[list[Part]]:
     for part in parts:
         found[part.source in eager, structure.external[part.source]].append(part)
     return found.values()
-
-
-def _stamps(captured: Tensors, parts: Sequence[Part]) -> Stamps:
-    return captured.stamps([part.source for part in parts])
-
-
-def _with_parts(plan: RankPlan, parts: tuple[Part, ...]) -> RankPlan:
-    """The plan of a file for parts that equal its own, from other places of the state."""
-    specs = tuple([part.spec for part in parts])
-    return RankPlan(replace(plan.save, specs=specs), Share(parts))
 
 
 # -- the step that the job goes on from ------------------------------------------------------------

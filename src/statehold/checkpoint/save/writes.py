@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 from statehold import _core
@@ -25,7 +25,7 @@ from statehold.io.clients import Client
 from statehold.layout.plan import BLOCK_BYTES, SavePlan, sum_places
 from statehold.layout.share import RankPlan, Share
 from statehold.layout.stored import SUM_BYTES, StoredFile, StoredPart
-from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described
+from statehold.tensors.columns import CapturedTensor, Structure, Tensors, described, picked, picker
 from statehold.tensors.nodes import value_of
 from statehold.tensors.storable import Strided
 
@@ -84,8 +84,8 @@ class FileOrder:
     def __init__(self) -> None:
         self._share: Share | None = None
         self._captured: Structure | None = None
-        self._sources: list[int] | None = None  # None: as they were captured
-        self._cut: list[tuple[int, tuple[int, int]]] = []
+        self._pick: Callable[[Any], Any] | None = None  # None: as they were captured
+        self._cut: list[tuple[int, int, tuple[int, int]]] = []  # source, rows
         self._structure: Structure | None = None  # in file order; None: not known yet
         self._segments: Segments | None = None
 
@@ -94,10 +94,10 @@ class FileOrder:
         if self._share is not plan.share or self._captured is not captured.structure:
             self._learn(plan, captured)
         found = captured
-        if self._sources is not None:
-            found = captured.picked(self._sources, self._structure)
-            for index, rows in self._cut:
-                part = _rows(captured[self._sources[index]], *rows)
+        if self._pick is not None:
+            found = captured.picked(self._pick, self._structure)
+            for index, source, rows in self._cut:
+                part = _rows(captured[source], *rows)
                 if self._structure is None:
                     found[index] = part
                 else:
@@ -108,12 +108,13 @@ class FileOrder:
         return Ordered(found, self._segments)
 
     def _learn(self, plan: RankPlan, captured: Tensors) -> None:
-        parts = [plan.share.parts[index] for index in plan.save.source_index]
-        sources = [part.source for part in parts]
+        parts, order = plan.share.parts, plan.save.source_index
+        sources, rows = picked(parts.sources, order), picked(parts.rows, order)
         self._share, self._captured = plan.share, captured.structure
-        self._cut = [(i, part.rows) for i, part in enumerate(parts) if part.rows is not None]
+        cut = zip(count(), sources, rows, strict=False)
+        self._cut = [(at, source, its) for at, source, its in cut if its is not None]
         is_as_captured = not self._cut and sources == list(range(len(captured)))
-        self._sources = None if is_as_captured else sources
+        self._pick = None if is_as_captured else picker(sources)
         self._structure = self._segments = None
 
 

@@ -85,10 +85,12 @@ class Gathering:
             self._copy_apart(host, run)
             return
         tensors = [self._tensors[piece[0]] for piece in run]
-        kinds = zip(map(_dtype, tensors), map(_is_contiguous, tensors), strict=True)
+        kinds = list(zip(map(_dtype, tensors), map(_is_contiguous, tensors), strict=True))
+        are_alike = kinds.count(kinds[0]) == len(kinds)
+        groups = [kinds] if are_alike else [list(group) for _, group in groupby(kinds)]
         at = 0
-        for (_, is_contiguous), group in groupby(kinds):
-            of_group = slice(at, at := at + len(list(group)))
+        for group in groups:
+            of_group, is_contiguous = slice(at, at := at + len(group)), group[0][1]
             pieces = run[of_group]
             to = scratch[pieces[0][2] - begin : pieces[-1][2] + pieces[-1][3] - begin]
             _bring_together(tensors[of_group], pieces, to, are_contiguous=is_contiguous)
@@ -132,7 +134,7 @@ def _bring_together(
         for (_, offset, at, nbytes), tensor in zip(pieces, tensors, strict=True):
             bring(tensor, offset, to[at - pieces[0][2] :][:nbytes])
         return
-    elements = list(map(as_moved, tensors))
+    elements = list(tensors if as_moved(tensors[0]) is tensors[0] else map(as_moved, tensors))
     to = to.view(elements[0].dtype)
     sizes = Counter(map(_size, elements))
     are_whole = sum(count * each.numel() for each, count in sizes.items()) == to.numel()
