@@ -11,7 +11,7 @@ import pytest
 
 from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
-from statehold.steps.objects import ObjectSteps
+from statehold.steps.objects import ObjectSteps, commit_name
 from support.power import SyncedDisk
 
 FIRST, SECOND = "5f3a09c1-7", "5f3a09c1-8"
@@ -126,3 +126,24 @@ def test_bytes_whose_sync_fails_are_not_taken_for_whole_later(
             steps.upload(7, FIRST, DATA, 4, [memoryview(b"data")])
     assert failed
     assert not steps.has(7, FIRST, DATA, 4)
+
+
+def test_a_commit_whose_sync_fails_does_not_count(
+    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read until the power goes off, so that to read it confirms nothing."""
+    failed, sync = list[str](), os.fsync
+
+    def fail(fd: int) -> None:
+        if (path := os.readlink(f"/proc/self/fd/{fd}")).endswith(commit_name(7)):
+            failed.append(path)
+            raise OSError(errno.EIO, "injected")
+        sync(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="make durable"):
+            add(steps, 7)
+    assert failed
+    add(steps, 7)
+    assert steps.steps() == [7]
