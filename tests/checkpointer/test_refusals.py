@@ -251,14 +251,20 @@ INSIDE: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("by_link", [False, True])
 @pytest.mark.parametrize("what", INSIDE)
-def test_nothing_is_made_in_the_directory_of_a_step(tmp_path: Path, what: str) -> None:
+def test_nothing_is_made_in_the_directory_of_a_step(
+    tmp_path: Path, what: str, by_link: bool
+) -> None:
     """It would be deleted with the step, without a word."""
     run = tmp_path / "run"
     with Checkpointer(run, **SMALL) as ckpt:
         ckpt.save(1, {"w": torch.ones(5)}).wait("committed", DEADLINE_S)
-    step = run / "step-000000000001"
+    step, latest = run / "step-000000000001", tmp_path / "latest"
+    latest.symlink_to(step)
     before = sorted(step.rglob("*"))
     with pytest.raises(UsageError, match="would lie in the directory of a step"):
-        INSIDE[what](run, step / "made/here")
+        INSIDE[what](run, (latest if by_link else step) / "made/here")
+    with pytest.raises(UsageError, match="the run is the directory of a step"):
+        Checkpointer(latest)  # it would seem to have no step
     assert sorted(step.rglob("*")) == before

@@ -16,6 +16,7 @@ from statehold import _core, cli
 from statehold.cli import main
 from statehold.errors import (
     CorruptionError,
+    MissingFileError,
     NoSpaceError,
     StateMismatchError,
     StorageError,
@@ -56,6 +57,15 @@ def test_a_part_goes_out_and_comes_in_below_a_name(tmp_path: Path) -> None:
     check_equal(statehold.load(tmp_path / "new"), {"a": {"b": {"w": torch.ones(2)}}})
     with pytest.raises(StateMismatchError, match="nothing of this name"):
         statehold.export_step(step, tmp_path / "other", "hf", name="modle")
+
+
+def test_a_step_without_its_manifest_is_damaged_and_no_failure_of_the_storage(
+    tmp_path: Path,
+) -> None:
+    step = saved(tmp_path / "run", 1, {"w": torch.ones(2)})
+    (tmp_path / "run/step-000000000001/manifest.json").unlink()
+    with pytest.raises(MissingFileError, match=r"manifest\.json"):
+        statehold.export_step(step, tmp_path / "out", "torch")
 
 
 @pytest.mark.parametrize("name", ["n", "plain", "empty"])

@@ -540,6 +540,19 @@ def test_what_a_kill_has_left_undone_is_done(
     assert found[1] == ["epoch=1-step=8.ckpt", "epoch=1-step=8.ckpt.steps"]
 
 
+def test_checkpoints_from_before_a_kill_get_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = {**EVERY, "save_top_k": -1, "filename": "{step}"}
+    with monkeypatch.context() as killed:
+        killed.setattr(Checkpoint, "write", lambda *_: None)  # the kill came before it
+        stopped(tmp_path, 4, saves=saves)
+    assert not any(Checkpoint(path).has_weights() for path in tmp_path.glob("*.ckpt"))
+    fit(tmp_path, "last", saves=saves)
+    paths = [tmp_path / f"step={step}.ckpt" for step in range(1, 9)]
+    assert [torch.load(path)["global_step"] for path in paths] == [*range(1, 9)]
+
+
 def test_a_path_that_was_removed_after_the_resumed_step_stays(tmp_path: Path) -> None:
     options: dict[str, Any] = {"saves": {"every_n_train_steps": 1, "filename": "{step}"}}
     stopped(tmp_path, 3, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 
 from statehold.errors import StorageError
 from statehold.format.saved import MANIFEST_NAME
-from statehold.steps.objects import ObjectSteps
+from statehold.io.objects.client import NEW
+from statehold.io.objects.parallel import side_by_side
+from statehold.steps.objects import ObjectSteps, commit_name
+from support.faults import DEADLINE_S
 from support.power import SyncedDisk
 
 FIRST, SECOND = "5f3a09c1-7", "5f3a09c1-8"
@@ -67,6 +71,31 @@ def test_a_published_step_is_whole(steps: ObjectSteps, after: After) -> None:
     left = after()
     assert left.steps() == [7]
     assert read(left, 7) == (b"manifest of " + FIRST.encode(), FIRST.encode(), b"both")
+
+
+def test_an_object_gets_its_name_when_its_bytes_are_durable(
+    steps: ObjectSteps, disk: SyncedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may leave the new name with no bytes, and take the object that had it before."""
+    seen, sync = set[str](), os.fsync
+
+    def look(fd: int) -> None:
+        seen.update(path.name for path in disk.undurable())
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", look)
+    add(steps, 7)
+    add(steps, 7, SECOND)
+    assert seen
+    assert {name for name in seen if not name.endswith(NEW)} == set()
+
+
+def test_what_a_kill_leaves_of_a_shared_object_goes(steps: ObjectSteps, tmp_path: Path) -> None:
+    left = tmp_path / "disk/two words/deep/shared" / f"{'1' * 64}.safetensors.5f3a09c1{NEW}"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    add(steps, 7)
+    assert not left.exists()
 
 
 def test_a_step_that_is_saved_again_is_whole(steps: ObjectSteps, after: After) -> None:
@@ -126,3 +155,39 @@ def test_bytes_whose_sync_fails_are_not_taken_for_whole_later(
             steps.upload(7, FIRST, DATA, 4, [memoryview(b"data")])
     assert failed
     assert not steps.has(7, FIRST, DATA, 4)
+
+
+def test_a_commit_whose_sync_fails_does_not_count(
+    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read until the power goes off, so that to read it confirms nothing."""
+    failed, sync = list[str](), os.fsync
+
+    def fail(fd: int) -> None:
+        if (path := os.readlink(f"/proc/self/fd/{fd}")).endswith(commit_name(7)):
+            failed.append(path)
+            raise OSError(errno.EIO, "injected")
+        sync(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(StorageError, match="make durable"):
+            add(steps, 7)
+    assert failed
+    add(steps, 7)
+    assert steps.steps() == [7]
+
+
+def test_several_ranks_put_one_object_at_once(steps: ObjectSteps, after: After) -> None:
+    """Their files of a step may have the same bytes."""
+    both = threading.Barrier(2)
+
+    def before(_: int) -> None:
+        both.wait(DEADLINE_S)
+
+    def put() -> None:
+        steps.shared.upload(OBJECT, 4, [memoryview(b"both")], before)
+
+    side_by_side([put, put], 2)
+    add(steps, 7)
+    assert read(after(), 7)[2] == b"both"

@@ -40,6 +40,11 @@ class SyncedDisk:
         elif path.is_file():
             self._bytes[path.stat().st_ino] = path.read_bytes()
 
+    def undurable(self) -> list[Path]:
+        """The files whose bytes a power cut may take. It may leave their names."""
+        files = filter(Path.is_file, self._root.rglob("*"))
+        return [p for p in files if self._bytes.get(p.stat().st_ino) != p.read_bytes()]
+
     def cut(self, into: Path) -> Path:
         """Make the tree that a power cut leaves now, in another place: files that were never
         synced are empty, and so are directories."""

@@ -208,6 +208,10 @@ class Finisher(Generic[P]):
         """Remove the path once all saves so far are committed."""
         self.hold(None, path)
 
+    def owe(self, paths: Iterable[P]) -> None:
+        """Write the weights of these, too, which an earlier process has left. Before hold()."""
+        self._unwritten.update((str(each.path), each) for each in paths)
+
     def wait(self, left: int = 0) -> None:
         """Return once at most so many saves wait for their turn."""
         self._woken.put(None)  # a job whose caller was interrupted may have woken nobody

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from statehold.errors import UsageError, shown
 
@@ -97,30 +98,28 @@ def _deleted(text: str) -> UsageError:
 
 def absolute_outside(path: str | os.PathLike[str], what: str) -> str:
     """As absolute(), of what is to be made. Raises UsageError if it would be deleted with a step,
-    because it lies in the directory of one."""
+    because it lies in the directory of one, also behind a link."""
     text = absolute(path, what)
-    above = os.path.dirname(text)
-    while above != os.path.dirname(above):
-        if STEP_NAME.fullmatch(os.path.basename(above)):
+    for above in (*Path(text).parents, *Path(os.path.realpath(text)).parents):
+        if STEP_NAME.fullmatch(above.name):
             raise UsageError(
                 f"{what} would lie in the directory of a step, and be deleted with it",
                 facts={"expected": f"a path outside of {above}", "got": text},
             )
-        above = os.path.dirname(above)
     return text
 
 
 def check_run(run: str | os.PathLike[str]) -> str:
     """The path of a run, absolute. Raises UsageError for a new one that is called like a step, or
-    lies in one."""
+    lies in one, and for a link to one."""
     path = absolute_outside(run, "the run")
-    above, name = os.path.split(path)
-    if named := STEP_NAME.fullmatch(name):  # otherwise the run would seem to have no steps
-        raise UsageError(
-            "the run is the directory of a step",
-            facts={"expected": above, "got": path},
-            hint=f"open the run, and call restore(state, step={int(named[1])})",
-        )
+    for above, name in map(os.path.split, (path, os.path.realpath(path))):
+        if named := STEP_NAME.fullmatch(name):  # otherwise the run would seem to have no steps
+            raise UsageError(
+                "the run is the directory of a step",
+                facts={"expected": above, "got": path},
+                hint=f"open the run, and call restore(state, step={int(named[1])})",
+            )
     if _parts(path) is not None and not os.path.isdir(path):
         raise UsageError(
             "the run is called like a step",

@@ -64,19 +64,22 @@ def open_regular(path: str, flags: int, mode: int = 0o777) -> int:
 def sync_files(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Make files, and the names in directories, durable. Raises OSError.
 
-    What may not be opened is passed over, such as the home of other users above a directory.
+    What nobody here can sync is passed over: the home of other users above a directory (EACCES), or
+    the directory of an automounter (EINVAL).
     """
     for path in paths:
-        with contextlib.suppress(PermissionError):
+        try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+                raise
 
 
 def try_folder(folder: str | os.PathLike[str]) -> None:
     """Make a directory if it is missing, and try a file in it. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    tempfile.TemporaryFile(dir=folder).close()

@@ -103,7 +103,8 @@ def make_directories(fs: Fs, path: str) -> None:
         path = path.rpartition("/")[0]
     # Everything above it was synced before it was made, and its contents, too.
     if path:
-        with unless(errno.EACCES):  # we did not make a parent that we may not read
+        # We did not make a parent that we may not read, or that of an automounter.
+        with unless(errno.EACCES, errno.EINVAL):
             fs.sync_dir(parent_of(path))
     for path in reversed(missing):
         with unless(errno.EEXIST):  # another rank made it
@@ -144,12 +145,12 @@ def each_of(found: Iterable[T], remove: Callable[[T], object]) -> None:
 
 
 @contextlib.contextmanager
-def unless(expected: int) -> Iterator[None]:
-    """Ignore a storage error with this errno."""
+def unless(*expected: int) -> Iterator[None]:
+    """Ignore a storage error with one of these errno."""
     try:
         yield
     except StorageError as error:
-        if error.errno != expected:
+        if error.errno not in expected:
             raise
 
 

@@ -41,7 +41,7 @@ from statehold.errors import (
 )
 from statehold.format.entries import seal, sha256, unseal
 from statehold.format.saved import MANIFEST_NAME
-from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
+from statehold.io.objects.client import DEADLINE_S, NEW, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
 from statehold.options.paths import STEP_NAME, step_name
@@ -374,8 +374,9 @@ class ObjectSteps(Shelf):
         try:
             self.client.put(commit_name(commit.step), commit.encode())
         except StorageError:
-            # The answer may have been lost, and not the request.
-            if not self._confirms(commit):
+            # The answer may have been lost, and not the request. A store in files loses none, but
+            # shows what it could not sync.
+            if self.where.startswith("file:") or not self._confirms(commit):
                 raise
         with self._guard:
             self._commits[commit.step] = commit
@@ -539,9 +540,9 @@ class SharedObjects:
                 self._client.delete(path)
 
     def _there(self) -> set[str]:
-        """The shared objects. Whatever else lies there is of somebody else."""
+        """The shared objects, also unfinished ones. What else lies there is of somebody else."""
         paths = self._client.list(SHARED)[0]
-        return {path for path in paths if _SHARED_OBJECT.fullmatch(path.rpartition("/")[2])}
+        return {path for path in paths if _OURS.fullmatch(path.rpartition("/")[2])}
 
     def _wanted_by(self, directories: Iterable[str]) -> set[str]:
         """The paths of the objects to which directories refer."""
@@ -576,6 +577,7 @@ SHARED = "shared"
 _SHARED_FORMAT = "statehold.shared"
 _SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
 _SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
+_OURS = re.compile(rf"{_SHARED_OBJECT.pattern}(\.[0-9a-f]+{re.escape(NEW)})?")  # also unfinished
 _MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
 
 

@@ -81,32 +81,31 @@ class Stalls:
         self._log = log
         self.after_s = after_s
         self._under_way: tuple[Work, float] | None = None  # and since when
-        self._thread: Thread | None = None
-        self._is_looking = False
+        self._thread: Thread | None = None  # that looks
         self._ended = Flag()
 
     def watch(self, work: Work | None) -> None:
         """From now on, until None. One thread looks from time to time as long as there are saves:
         to start one for each would take a tenth of the time of a small one."""
         self._under_way = None if work is None else (work, time.monotonic())
-        if work is not None and not self._is_looking:
+        if work is not None and self._thread is None:
             with contextlib.suppress(RuntimeError):  # the interpreter ends, or there are no threads
                 thread = Thread(self._look, "statehold-stalls")
                 thread.start()
-                self._thread, self._is_looking = thread, True
+                self._thread = thread
 
     def close(self) -> None:
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        if (thread := self._thread) is not None:
+            thread.join()
 
     def _look(self) -> None:
         pause_s = self.after_s
         while not self._ended.wait(pause_s):
-            self._is_looking = False  # before the look: no save begins unseen, and without a thread
+            thread, self._thread = self._thread, None  # before the look, which misses no save so
             if (under_way := self._under_way) is None:
                 return
-            self._is_looking = True
+            self._thread = thread
             pause_s = max(0.0, under_way[1] + self.after_s - time.monotonic())
             if not pause_s:
                 self.watch(None)

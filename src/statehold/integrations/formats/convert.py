@@ -131,8 +131,8 @@ def _exported(
     """Write the step at `place`; returns the names of what was left out, or is something else."""
     kind = FORMATS[to]
     assert kind.export is not None  # export_step() has looked
-    raw = fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
     saved = place.open(fs)
+    raw = fs.read_file(f"{place.directory}/{MANIFEST_NAME}", DOCUMENT_BYTES_MAX)
     if name is None:
         has_it = isinstance(saved.state, dict) and kind.name in saved.state
         name = kind.name if has_it else ""

@@ -93,9 +93,7 @@ class Checkpoint:
 
     def has_weights(self) -> bool:
         """Whether the file is complete, and not what stands there until then."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.path.stat().st_size != len(WEIGHTS_FOLLOW)
-        return False
+        return self.path.exists() and self.path.stat().st_size != len(WEIGHTS_FOLLOW)
 
     def write(self, values: dict[str, Any]) -> None:
         """Make the file one that Lightning loads. Its time stays, which is that of the save."""
@@ -154,13 +152,16 @@ class Checkpoint:
                 path.unlink()
 
 
-def settle(folder: str, resumed: int) -> None:
+def settle(folder: str, resumed: int) -> list[Checkpoint]:
     """Do what a kill has left undone, before a training goes on from the step `resumed`.
+
+    Returns the paths that stay and have no weights yet.
 
     Paths get what was committed. A path without a step goes: its first save was not committed, so
     no state of a callback says that it is there. A path that Lightning had removed by then goes.
     A directory without a note is of somebody else, or of a save that had not begun.
     """
+    owed = []
     for steps in sorted({note.parent for note in Path(folder).glob(f"*{STEPS}/step-*")}):
         checkpoint = Checkpoint(str(steps).removesuffix(STEPS))
         is_gone = any(int(each.stem[5:]) <= resumed for each in checkpoint.removals())
@@ -170,6 +171,9 @@ def settle(folder: str, resumed: int) -> None:
         for note in (*steps.glob("step-*.json"), *checkpoint.removals()):
             if note.suffix == REMOVED or not checkpoint.holds(int(note.stem[5:])):
                 note.unlink()
+        if not checkpoint.has_weights():
+            owed.append(checkpoint)
+    return owed
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -142,7 +142,7 @@ class StrategyLayer:
         if self._trainer.is_global_zero:
             self._warn()
             for folder in {run, *(str(each.dirpath) for each in self._callbacks())}:
-                settle(folder, step)
+                self._finisher.owe(settle(folder, step))
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):
@@ -409,10 +409,7 @@ class Restoring:
     ) -> dict[str, Any]:
         is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
         if not is_ours:
-            stock: dict[str, Any] = self._stock["load_checkpoint"](
-                checkpoint_path, weights_only=weights_only
-            )
-            return stock
+            return dict(self._stock["load_checkpoint"](checkpoint_path, weights_only=weights_only))
         if found is None:
             return self._nothing(checkpoint_path)
         self._resumed = found = FoundStep(*found)
@@ -503,8 +500,7 @@ class Restoring:
         return self._stock["process_dataloader"](dataloader)
 
     def _place_loader(self, loader: Any) -> None:
-        positions = self._known.get("data", [])
-        if positions:
+        if positions := self._known.get("data", []):
             goes_on(loader, positions.pop(0), self._known["epoch"])
 
     # -- the loops -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import errno
 import math
 import os
 import re
+import secrets
 import threading
 import time
 import weakref
@@ -63,6 +64,7 @@ LATE_S = 2.0
 AGAIN = 4  # more times for what can be repeated
 GRACE_S = 5.0  # for requests under way after stop()
 READ_BACK_BYTES = 64
+NEW = ".new"  # ends the name of an object until its bytes are durable
 
 
 def no_limit(_: int) -> None:
@@ -153,12 +155,18 @@ class ObjectClient:
 
     def put(self, name: str, data: bytes) -> None:
         """Create an object, or replace it, with one request."""
+        self._ask("write", name, lambda store: self._put(store, name, data, use_multipart=False))
 
-        def put(store: ObjectStore) -> None:
-            store.put(name, data, use_multipart=False)
+    def _put(self, store: ObjectStore, name: str, data: Any, **how: Any) -> None:
+        """A store in files answers before the disk has an object. There it gets its name after, and
+        another one before, which is of this call alone: several ranks may put it."""
+        is_local = urlsplit(self.url).scheme == "file"
+        new = f"{name}.{secrets.token_hex(4)}{NEW}" if is_local else name
+        store.put(new, data, **how)
+        if is_local:
+            self._make_durable(new)
+            store.rename(new, name)
             self._make_durable(name)
-
-        self._ask("write", name, put)
 
     def has(self, name: str, size: int) -> bool:
         """Whether an object of this size is there, durably. Its maker may have died before that."""
@@ -215,18 +223,9 @@ class ObjectClient:
         is_small = size <= part_bytes
 
         def put(store: ObjectStore) -> None:
-            store.put(
-                name,
-                b"".join(source) if is_small else iter(source),
-                use_multipart=not is_small,
-                chunk_size=part_bytes,
-                max_concurrency=in_flight,
-            )
-            try:
-                self._make_durable(name)
-            except StateholdError:  # the bytes may be lost, and the next sync would not say so
-                store.delete(name)
-                raise
+            data = b"".join(source) if is_small else iter(source)
+            parts = {"chunk_size": part_bytes, "max_concurrency": in_flight}
+            self._put(store, name, data, use_multipart=not is_small, **parts)
 
         try:
             self._ask("write", name, put, again=0)  # the blocks come once
@@ -295,7 +294,7 @@ class ObjectClient:
         return ask()
 
     def _make_durable(self, name: str, is_gone: bool = False) -> None:
-        """A store in files answers before the disk has an object, or its name: sync both."""
+        """In a store in files: sync an object and its name, or its name alone."""
         parts = urlsplit(self.url)
         if parts.scheme == "file":
             path = Path(unquote(parts.path), name)
