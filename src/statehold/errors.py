@@ -330,7 +330,7 @@ _HINTS = {
     _errno.ENFILE: "this machine has too many files open (sysctl fs.file-max)",
     _errno.EFBIG: "raise this process's limit of the size of a file (ulimit -f)",
     _errno.ENOTDIR: "a file is where a directory should be: give another path, or move the file",
-    _errno.EROFS: "save into a writable directory; restoring works without write access",
+    _errno.EROFS: "give a writable directory; reading and restoring need no write access",
     _errno.EAGAIN: "raise this process's limits of threads and memory (ulimit -u, ulimit -v)",
     _errno.ENOMEM: "lower staging_bytes, or raise this process's limit of memory (ulimit -v)",
 }

@@ -13,11 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import statehold
-from statehold import Checkpointer, Directory, Memory, ObjectStore
+from statehold import Checkpointer, Directory, Io, Memory, ObjectStore
 from statehold.cli import main
 from statehold.dcp import StorageReader, StorageWriter, restore_stock
 from statehold.errors import StorageError, UsageError
 from statehold.integrations.formats.convert import export_step, import_step
+from statehold.io.objects.client import check_url
 from statehold.lineage.catalog import Catalog
 from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
@@ -38,6 +39,11 @@ from support.faults import DEADLINE_S, SMALL
         (lambda: ObjectStore("file://"), "three slashes"),
         (lambda: ObjectStore("s3://"), "got       s3://"),
         (lambda: Directory(every="10 steps", name="nvme"), "level     nvme"),
+        (lambda: Checkpointer("x", staging_bytes="65TiB"), "staging_bytes must hold"),
+        (lambda: Checkpointer("x", staging_bytes=10**30), "at most 64 TiB"),
+        (lambda: Checkpointer("x", io=Io(buffer_bytes=10**24 * 2**20)), "buffer_bytes must be"),
+        (lambda: check_url("nope"), "got       nope"),
+        (lambda: ObjectStore("s3://b/x", "endpoint"), "options of an object store"),  # type: ignore[arg-type]
         (lambda: Checkpointer("x", level=[]), "did you mean levels?"),
         (lambda: Checkpointer("x", stagingbytes=1), "did you mean staging_bytes"),
         (lambda: Checkpointer("x", levels=[Directory(), Directory(path="y")]), 'name="..."'),

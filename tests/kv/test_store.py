@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from statehold import _core
 from statehold.cli import main
@@ -83,6 +84,13 @@ def test_pages_of_other_sizes_come_back_at_their_size(store: PageStore) -> None:
         assert found == page(nbytes, nbytes)
     other = store.get([key(1)], [bytearray(2)]).wait()
     assert other == [PageVerdict.MISS]
+
+
+def test_a_tensor_is_told_how_it_becomes_a_buffer(store: PageStore) -> None:
+    tensor: Any = torch.zeros(4)
+    for move in (store.put, store.get):
+        with pytest.raises(UsageError, match=r"tensor\.numpy\(\)"):
+            move([key(1)], [tensor])
 
 
 def test_pages_are_there_when_the_store_is_opened_again(tmp_path: Path) -> None:

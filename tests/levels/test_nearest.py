@@ -202,6 +202,7 @@ def test_what_only_a_level_away_has_is_no_new_run_either(size, unlistable) -> No
     unlistable.add("far")
     outcomes = restored(SimFs(seed=1), size)
     assert isinstance(outcomes[0], StorageError)
+    assert "give level far another place" in str(outcomes[0].hint)  # another run would not help
 
 
 def test_a_value_that_one_rank_cannot_take_keeps_no_other_rank_waiting(fs, size) -> None:

@@ -14,7 +14,8 @@ import torch
 import statehold
 from statehold.cli import codes, main
 from statehold.cli.output import emit
-from statehold.errors import UsageError
+from statehold.errors import StepNotFoundError, UsageError
+from statehold.kv import follow
 from statehold.options.paths import NamedStep, check_run, named_step
 from support.faults import DEADLINE_S, SMALL
 from support.levels import save
@@ -153,10 +154,27 @@ def test_digits_of_other_scripts_name_no_step(
         assert "not a whole number" in capsys.readouterr().err
 
 
+def test_a_number_too_large_is_told_as_such(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["prune", str(run), "--keep", "9" * 19])
+    assert "of up to 18 digits" in capsys.readouterr().err
+
+
+def test_a_source_that_is_not_there_is_told_as_such(run: Path, tmp_path: Path) -> None:
+    with (
+        statehold.Checkpointer(tmp_path / "new", **SMALL) as ckpt,
+        pytest.raises(StepNotFoundError, match="no such directory"),
+    ):
+        ckpt.restore({"w": torch.ones(4)}, source=tmp_path / "typo")
+
+
 @pytest.mark.parametrize("name", ["x@1", "x@newest", "x@best:loss", "x@tag:good"])
 def test_no_new_run_is_called_like_a_step(run: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="the run is called like a step"):
         statehold.Checkpointer(tmp_path / name, **SMALL)
+    for follows in (follow, lambda path: statehold.subscribe(path, {"w": torch.ones(4)})):
+        with pytest.raises(UsageError, match="the run is called like a step"):
+            follows(tmp_path / name)
     for command in ("copy", "fork"):
         assert main([command, f"{run}@1", str(tmp_path / name)]) == 2
     assert os.listdir(tmp_path) == ["run"]

@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import math
+import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
 
 from statehold.encoding import values
@@ -373,6 +375,9 @@ HINTED: list[tuple[Any, str]] = [
     (decimal.Decimal(1), "str(value)"),
     (types.SimpleNamespace(a=1), "vars(value)"),
     ((each for each in ()), "list(value)"),
+    (random.Random(1), "statehold.Rng"),
+    (np.random.RandomState(1), "statehold.Rng"),
+    (random, "statehold.Rng()"),
     ({}.values(), "list(value)"),
 ]
 

@@ -485,7 +485,7 @@ _NAME_COLUMNS = 16
 def whole(text: str) -> int:
     """A whole number of an option. Only ASCII: int() also takes "1_000" and other scripts."""
     if not re.fullmatch("-?[0-9]{1,18}", text):
-        raise argparse.ArgumentTypeError(f"not a whole number: {text!a}")
+        raise argparse.ArgumentTypeError(f"not a whole number of up to 18 digits: {text!a}")
     return int(text)
 
 

@@ -145,7 +145,8 @@ _HINTS: dict[str, str] = {
     "type": "keep code out of the state",
     "generator": "store list(value), or of pairs dict(value): dict(model.named_parameters())",
     "dict_values": "store list(value)",
-    "Generator": "wrap random generators in statehold.Rng",
+    **dict.fromkeys(("Generator", "Random", "RandomState"), 'statehold.Rng({"mine": value})'),
+    "module": "statehold.Rng() holds the generators of the modules random, numpy and torch",
 }
 _HINT = (
     "store plain values (None, bool, int, float, complex, str, bytes and containers of them), "

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from statehold.errors import refused
-from statehold.options.paths import absolute
+from statehold.options.paths import check_run
 from statehold.subscription.subscribe import Subscription, Update
 from statehold.units import check_timeout
 
@@ -79,7 +79,7 @@ def follow(
     if type(every) is not int or every < 1:
         raise refused("not a distance of steps", "every of at least 1", every)
     check_timeout(timeout_s)
-    return _followed(Subscription(absolute(run, "the run directory"), {}), every, worth, timeout_s)
+    return _followed(Subscription(check_run(run), {}), every, worth, timeout_s)
 
 
 def _followed(

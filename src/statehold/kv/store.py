@@ -612,13 +612,15 @@ class PageStore:
         batch = PageBatch(len(keys), until, self._identity, partial(self._count, sizes))
         indices = indices_of(batch.identity, keys)
         for place, (key, given, index) in enumerate(zip(keys, memory, indices, strict=True)):
-            view = memoryview(given)
+            try:
+                view = memoryview(given)
+            except TypeError:
+                raise refused("a page is no buffer", "such as tensor.numpy()", given) from None
             if not view.c_contiguous or (is_written and view.readonly):
                 must = "contiguous memory" + " that may be written" * is_written
                 raise refused("a page has memory of another kind", must, given)
             if not 0 < view.nbytes <= self.page_bytes:
-                expected = f"1 to {self.page_bytes} bytes"
-                raise refused("a page does not fit the store", expected, view.nbytes)
+                raise refused("a page does not fit", f"1 to {self.page_bytes} bytes", view.nbytes)
             pages.append(MovingPage(batch, place, key, view.cast("B"), index))
             sizes.append(view.nbytes)
         return batch, pages

@@ -107,10 +107,9 @@ class MemoryTier(MappedTable):
         room, more = spare_memory(), slots * slot_bytes + _ROOT_BYTES
         taken = os.path.getsize(path) if os.path.exists(path) else 0
         if more > room.nbytes + taken:
-            raise refused(
-                "the memory of a store of pages has no room", format_bytes(more),
-                f"{format_bytes(room.nbytes)} {room.limit}", "give memory= less",
-            )  # fmt: skip
+            text = "the memory of a store of pages has no room"
+            got = f"{format_bytes(room.nbytes)} {room.limit}"
+            raise refused(text, format_bytes(more), got, "give memory= less")
         super().__init__(path, slots, more)
         self._lock = LockFile(path)
         self._lock.share(0)

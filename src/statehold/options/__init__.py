@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from statehold.errors import UsageError, refused, shown
-from statehold.options.io import Io, Moving, filled, settled
+from statehold.options.io import MEMORY_BYTES_MAX, Io, Moving, filled, settled
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import check_choice, check_count
 from statehold.options.paths import PATH, NamedStep, check_step
@@ -56,15 +56,12 @@ class Options:
         check_choice("coordination", self.coordination, COORDINATIONS)
         check_count("nodes", self.nodes, NODES_MAX)
         if self.node_mtbf is not None and self.node_mtbf_s is None:
-            expected, got = 'such as "250d" or "6000h"', shown(self.node_mtbf)
-            raise refused("node_mtbf must be a time", expected, got)
+            raise refused("node_mtbf must be a time", 'such as "250d"', shown(self.node_mtbf))
         if self.trace is not None and not (self.trace and isinstance(self.trace, PATH)):
             raise UsageError("trace must be the path of a file", facts={"got": repr(self.trace)})
         if not all(map(callable, self.callbacks)):
-            raise UsageError(
-                "on_commit must be a function, or a list of functions",
-                facts={"got": shown(self.on_commit)},
-            )
+            text = "on_commit must be a function, or a list of functions"
+            raise UsageError(text, facts={"got": shown(self.on_commit)})
         if not isinstance(self.io, Io):
             raise refused("io must be a statehold.Io", "such as Io(queue_depth=64)", self.io)
         check_peer_timeout("peer_timeout_s", self.peer_timeout_s)
@@ -72,9 +69,10 @@ class Options:
 
     def _check_memory(self) -> None:
         staging, least = self.staging_size, 2 * settled(self.io).buffer_bytes
-        if staging is not None and staging < least:
+        if staging is not None and not least <= staging <= MEMORY_BYTES_MAX:
             text = "staging_bytes must hold at least two buffers"
-            raise refused(text, f"at least {format_bytes(least)}", format_bytes(staging))
+            expected = f"at least {format_bytes(least)}, and at most 64 TiB"
+            raise refused(text, expected, format_bytes(staging))
 
     @property
     def origin(self) -> NamedStep | None:

@@ -13,10 +13,10 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from statehold.errors import UsageError
+from statehold.errors import refused, shown
 from statehold.options.keywords import answering, check_choice, check_count, check_flag
 from statehold.options.paths import PATH
-from statehold.units import MiB, format_bytes, parse_bytes
+from statehold.units import MiB, TiB, format_bytes, parse_bytes
 
 Backend = Literal["auto", "io_uring", "threads"]
 BACKENDS = ("auto", "io_uring", "threads")
@@ -24,6 +24,7 @@ BACKENDS = ("auto", "io_uring", "threads")
 # A buffer is one write: below 1 MiB the device is not kept busy, and a checksum block (1 MiB)
 # must never straddle two buffers.
 BUFFER_BYTES_MIN = MiB
+MEMORY_BYTES_MAX = 64 * TiB  # what the engine takes
 _MOST = 4096  # transfers, threads
 
 
@@ -89,22 +90,17 @@ class Io:
         if self.backend is not None:
             check_choice("backend", self.backend, BACKENDS)
         if self.profile is not None and not isinstance(self.profile, PATH):
-            raise UsageError(
-                'profile must be "auto", a path, or None', facts={"got": repr(self.profile)}
-            )
+            raise refused("not a profile", '"auto", a path, or None', self.profile)
         check_count("queue_depth", self.queue_depth, _MOST)
         check_count("copy_threads", self.copy_threads, _MOST)
         check_flag("reuse_files", self.reuse_files)
         check_flag("share_files", self.share_files)
         if self.address is not None and not (isinstance(self.address, str) and self.address):
-            raise UsageError(
-                "address must be a name or a number", facts={"got": repr(self.address)}
-            )
+            raise refused("not an address", "a name or a number", shown(self.address))
         buffer = settled(self).buffer_bytes
-        if buffer < BUFFER_BYTES_MIN or buffer % BUFFER_BYTES_MIN:
-            raise UsageError(
-                "buffer_bytes must be a multiple of 1 MiB", facts={"got": format_bytes(buffer)}
-            )
+        if not BUFFER_BYTES_MIN <= buffer <= MEMORY_BYTES_MAX or buffer % BUFFER_BYTES_MIN:
+            text = "buffer_bytes must be a multiple of 1 MiB"
+            raise refused(text, "at most 64 TiB", format_bytes(buffer))
 
 
 def settled(io: Io) -> Moving:

@@ -197,7 +197,7 @@ class Nearest(Shelf):
             if self.has_copies:
                 hint = (
                     f"steps may be at level {self._unread_at}: try again when it can be read. To "
-                    "train from the start again, use another run directory"
+                    f"train from the start again, give level {self._unread_at} another place"
                 )
                 self._unread.hint = f"{self._unread.hint}; {hint}" if self._unread.hint else hint
             raise self._unread

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
 
-from statehold.errors import ManifestError, UsageError
+from statehold.errors import ManifestError, StateMismatchError, UsageError
 from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.format.selection import Selection
 from statehold.layout.layout import Box
@@ -82,7 +82,11 @@ def match(state: Mapping[str, Any], saved: SavedStep, in_place: Mapping[str, Fil
     Raises StateMismatchError if they differ, ManifestError for a step that contradicts itself.
     """
     named = Selection(only=list(map(str, state)), literal=True) if state else Selection(skip=["*"])
-    restoration = prepare(state, saved, selection=named)
+    try:
+        restoration = prepare(state, saved, selection=named)
+    except StateMismatchError as error:  # its hint names options of restore()
+        error.hint = "give the subscription modules and tensors like those that the run saves"
+        raise
     moves: list[Move] = []
     known: dict[str, tuple[torch.Tensor, KnownTensor]] = {}
     relied: dict[str, Filled] = {}

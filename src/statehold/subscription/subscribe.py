@@ -32,7 +32,7 @@ import torch
 
 from statehold.errors import ClosedError, CorruptionError, StorageError, UsageError
 from statehold.format.saved import SavedStep
-from statehold.options.paths import absolute
+from statehold.options.paths import check_run
 from statehold.process.warn import logger
 from statehold.reading.places import file_system, tell_misnamed
 from statehold.steps.nearest import Nearest, StepChanged
@@ -72,7 +72,7 @@ def subscribe(run: str | os.PathLike[str], state: Mapping[str, Any]) -> Subscrip
     Raises:
         UsageError: an argument is not valid.
     """
-    path = absolute(run, "the run directory")
+    path = check_run(run)
     tell_misnamed(path)
     return Subscription(path, check_state(state))
 
@@ -231,11 +231,9 @@ class Subscription:
     def _check_no_update_waits(self) -> None:
         pending = None if self._pending is None else self._pending()
         if pending is not None and not pending.is_over:
-            raise UsageError(
-                "the last update was neither applied nor skipped",
-                facts={"step": pending.step},
-                hint="call update.apply() when nobody uses the tensors, or update.skip()",
-            )
+            text = "the last update was neither applied nor skipped"
+            hint = "call update.apply() when nobody uses the tensors, or update.skip()"
+            raise UsageError(text, facts={"step": pending.step}, hint=hint)
 
     # -- looking ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from statehold.checkpoint.cadence.every import parse_every
 from statehold.errors import UsageError, refused, shown
-from statehold.io.objects.client import check_url
+from statehold.io.objects.client import check_options, check_url
 from statehold.options import Options
 from statehold.options.keep import Keep, kept_of
 from statehold.options.keywords import answering, check_flag
@@ -219,6 +219,7 @@ class ObjectStore(Level):
             text = "the url of an object store must be a URL"
             raise refused(text, "such as s3://bucket/prefix", shown(self.url), level=self.name)
         check_url(self.url)
+        check_options(self.options)
 
     @property
     def survives(self) -> Loss:

@@ -185,10 +185,9 @@ class RestoreCalls:
         nearest = Nearest([DirectoryShelf(self.runtime.fs, run, "source")], run)
         _, failed = self._load(nearest, state, choice, choose, lambda _: False)
         if self.report is None:
-            hint = misnamed(self.runtime.fs, run) or None
-            raise StepNotFoundError(
-                "no step is committed in this run", facts={"run": run}, hint=hint
-            )
+            found = "no step" if self.runtime.fs.is_dir(run) else "no such directory"
+            facts, hint = {"run": run, "found": found}, misnamed(self.runtime.fs, run) or None
+            raise StepNotFoundError("no step is committed in this run", facts=facts, hint=hint)
         restored = self.report.step
         self.report = replace(self.report, source=run)
         self.levels.began_from = Origin(nearest.run, restored, nearest.saves.opened(restored))

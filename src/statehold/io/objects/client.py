@@ -39,6 +39,7 @@ from statehold.errors import (
     TruncatedFileError,
     UnavailableError,
     UsageError,
+    refused,
     shown,
     storage_error,
     storing,
@@ -414,13 +415,14 @@ def check_url(url: str) -> str:
     needs_bucket = parts.scheme in _ALLOW_HTTP
     if parts.scheme not in SCHEMES or (needs_bucket and not parts.netloc):
         schemes = "s3://bucket/prefix, gs://..., az://..., file:///path or memory://"
-        facts = {"expected": schemes, "got": _shown(parts)}
-        raise UsageError("not the URL of an object store", facts=facts)
+        raise refused("not the URL of an object store", schemes, _shown(parts))
     return url if parts.scheme == "memory" else url.rstrip("/")
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `options`, if all of them are known and none holds a secret."""
+    if not isinstance(options, Mapping):
+        raise refused("the options of an object store are a dict", "such as {}", shown(options))
     unknown = sorted(options.keys() - STORE_OPTIONS - CLIENT_OPTIONS)
     if unknown:
         expected = ", ".join(sorted(STORE_OPTIONS | CLIENT_OPTIONS))
@@ -496,7 +498,8 @@ def _has_more(parts: SplitResult) -> bool:
 
 def _shown(parts: SplitResult) -> str:
     """The part of the URL that cannot hold a secret."""
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:200]
+    scheme = f"{parts.scheme}://" if parts.scheme else ""
+    return f"{scheme}{parts.netloc.rpartition('@')[2]}{parts.path}"[:200]
 
 
 # -- failures --------------------------------------------------------------------------------------
