@@ -43,7 +43,7 @@ from support.faults import DEADLINE_S, SMALL
         (lambda: Checkpointer("x", staging_bytes=10**30), "at most 64 TiB"),
         (lambda: Checkpointer("x", io=Io(buffer_bytes=10**24 * 2**20)), "buffer_bytes must be"),
         (lambda: check_url("nope"), "got       nope"),
-        (lambda: ObjectStore("s3://b/x", "endpoint"), "options of an object store"),  # type: ignore[arg-type]
+        (lambda: ObjectStore("s3://b/x", options="x"), "options of an object store"),
         (lambda: Checkpointer("x", level=[]), "did you mean levels?"),
         (lambda: Checkpointer("x", stagingbytes=1), "did you mean staging_bytes"),
         (lambda: Checkpointer("x", levels=[Directory(), Directory(path="y")]), 'name="..."'),
