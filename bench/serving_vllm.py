@@ -15,7 +15,9 @@ below it. --only names what is measured:
               cache. "saving" and "loading" are the part of it that is inside the worker's step, and
               "saving cpu" is the time on a processor in it.
     updates   Other weights while an engine lives: all tensors, or those of three of 30 layers, from
-              a run; and vLLM's reload_weights() of all, in turns.
+              a run; and vLLM's reload_weights() of all, in turns. "pause": the step was read ahead,
+              and the engine gave one answer before. "alone" and "beside": how long such an answer
+              takes without a read, and with one. "cpu" counts the time of a processor.
     hang      Times between the tokens of one answer while another prompt is asked: nobody else,
               one that is computed, and one whose pages are in a storage that hangs for 5 seconds.
 
@@ -56,6 +58,8 @@ PAGE, CHUNK = 128, 256  # tokens: of a page of statehold, of a chunk of LMCache
 SLOT = HEADER_BYTES + PAGE * 23_040  # bytes of a page with its header
 INSIDE = ("start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
 HANGS_S = 5.0
+UPDATES = ("reload", "all", "tenth", "pause all", "pause tenth")
+TIMES = (*UPDATES, *(f"{kind} cpu" for kind in UPDATES), "alone", "beside")
 Options = dict[str, Any]
 
 
@@ -135,12 +139,13 @@ class Serving:
         self.llm.llm_engine.step()
         return bool(self.llm.reset_prefix_cache())
 
-    def call(self, *, calls: list[tuple[str, Options]]) -> float:
-        """How many milliseconds methods of the worker take, one after the other."""
-        begun = time.perf_counter()
+    def call(self, *, calls: list[tuple[str, Options]]) -> tuple[float, float]:
+        """How many milliseconds methods of the worker take, one after the other, and how many of
+        the processor."""
+        begun, cpu = time.perf_counter(), time.process_time()
         for method, kwargs in calls:
             self.llm.collective_rpc(method, kwargs=kwargs)
-        return (time.perf_counter() - begun) * 1e3
+        return (time.perf_counter() - begun) * 1e3, (time.process_time() - cpu) * 1e3
 
     def beside(self, *, ids: list[int], other: list[int] | None, hangs: bool) -> dict[str, Any]:
         """Milliseconds between the tokens of an answer. Behind its tenth token comes another
@@ -434,34 +439,37 @@ def updates(
         calls=[("init_weight_transfer_engine", {"init_info": {"run": str(run), "name": "model"}})]
     )
 
-    def update(step: int) -> float:
-        calls = [
-            ("start_weight_update", {}), ("update_weights", {"update_info": {"step": step}}),
-            ("finish_weight_update", {}),
-        ]  # fmt: skip
-        return float(live.call(calls=calls))
-
-    def reload(path: Path) -> float:
-        return float(plain.call(calls=[("reload_weights", {"weights_path": str(path)})]))
-
-    row: dict[str, Any] = {
-        "all": [],
-        "tenth": [],
-        "reload": [],
-        "bytes": [whole, part],
-        "differ": 0,
-    }
     ids = prompt(random.Random(0), 100)
+
+    def update(kind: str, step: int) -> None:
+        def take(**info: Any) -> tuple[str, Options]:
+            return "update_weights", {"update_info": {"step": step, **info}}
+
+        live.call(calls=[("start_weight_update", {})])
+        if kind.startswith("pause"):
+            row["alone"].append(live.ask(ids=ids, more=True)["ms"])
+            live.call(calls=[take(ahead=True)])
+            row["beside"].append(live.ask(ids=ids, more=True)["ms"])
+        add(kind, live.call(calls=[take(), ("finish_weight_update", {})]))
+
+    def add(kind: str, took: tuple[float, float]) -> None:
+        for name, ms in zip((kind, f"{kind} cpu"), took, strict=True):
+            row[name].append(ms)
+
+    def reload(path: Path) -> None:
+        add("reload", plain.call(calls=[("reload_weights", {"weights_path": str(path)})]))
+        one, two = (each.ask(ids=ids, more=True)["tokens"] for each in (live, plain))
+        row["differ"] += one != two
+
+    row: dict[str, Any] = {"bytes": [whole, part], "differ": 0}
+    row.update({kind: [] for kind in TIMES})
     for _ in range(asked.repetitions):
-        row["all"].append(update(2))
-        row["reload"].append(reload(again))
-        one, two = (each.ask(ids=ids, more=True)["tokens"] for each in (live, plain))
-        row["differ"] += one != two
-        row["tenth"].append(update(3))
-        row["all"].append(update(1))
-        row["reload"].append(reload(model))
-        one, two = (each.ask(ids=ids, more=True)["tokens"] for each in (live, plain))
-        row["differ"] += one != two
+        for ahead in ("", "pause "):
+            update(f"{ahead}all", 2)
+            reload(again)
+            update(f"{ahead}tenth", 3)
+            update(f"{ahead}all", 1)
+            reload(model)
     told([row])
     for engine in (live, plain):
         engine.kill()
@@ -503,14 +511,14 @@ def hang(asked: argparse.Namespace, model: Path, folder: Path, told: Callable[..
 
 def shown(row: dict[str, Any]) -> str:
     median = statistics.median
-    if "all" in row:
-        ratios = [median(row[kind]) / median(row["reload"]) for kind in ("all", "tenth")]
-        figures = "  ".join(
-            f"{kind} {median(row[kind]):.0f} ms" for kind in ("reload", "all", "tenth")
-        )
+    if "reload" in row:
+        times = {kind: median(row[kind]) for kind in TIMES}
+        parts = ((kind, end) for end in ("", " cpu") for kind in UPDATES[1:])
         return (
-            f"updates {row['bytes']} bytes  {figures}  of reload {ratios[0]:.2f} {ratios[1]:.2f}"
-            f"  {row['differ']} differ"
+            f"updates {row['bytes']} bytes, {row['differ']} differ"
+            + "".join(f"  {kind} {ms:.0f}" for kind, ms in times.items())
+            + " ms  of reload"
+            + "".join(f"  {k}{e} {times[k + e] / times['reload' + e]:.2f}" for k, e in parts)
         )
     if "gaps" in row:
         p50, p99 = (statistics.quantiles(row["gaps"], n=100)[at] for at in (49, 98))

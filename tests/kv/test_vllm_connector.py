@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from serving.asking import wait_for
 from statehold.errors import UsageError
 from statehold.kv.batch import PageBatch
 from statehold.kv.opened import OpenStore
-from statehold.kv.vllm import opening
+from statehold.kv.vllm import connector, opening
 from statehold.kv.vllm.connector import Connector, rows_of
 from support.faults import must
 from support.serving_engine import (
@@ -33,6 +34,24 @@ def prompt(seed: int, tokens: int = 26) -> list[int]:
     return random.Random(seed).choices(range(256), k=tokens)
 
 
+@pytest.fixture(params=["on the host", "by copy_()"])
+def _moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Caches whose memory the host addresses, or does not."""
+    cannot, of_host = list[int](), connector.memory_of
+
+    def memory(rows: torch.Tensor) -> memoryview | None:
+        if rows.shape[0] != BLOCKS:
+            return of_host(rows)
+        cannot.append(rows.data_ptr())
+        return None
+
+    if request.param == "by copy_()":
+        monkeypatch.setattr(connector, "memory_of", memory)
+    yield
+    must(bool(cannot) == (request.param == "by copy_()"))
+
+
+@pytest.mark.usefixtures("_moves")
 def test_a_second_engine_computes_only_what_is_not_there(tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         assert engine.run(prompt(1)) == 0

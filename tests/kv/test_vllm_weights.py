@@ -14,8 +14,8 @@ from torch import nn
 
 import statehold
 from statehold.errors import CorruptionError, StepNotFoundError, UsageError
-from statehold.kv.vllm import opening
-from statehold.kv.vllm.loader import load_into
+from statehold.kv.vllm import opening, weights
+from statehold.kv.vllm.loader import StepReader, load_into
 from statehold.kv.vllm.opening import PagesOptions
 from statehold.kv.vllm.weights import (
     RunInfo,
@@ -24,6 +24,7 @@ from statehold.kv.vllm.weights import (
     check_tiers,
     layer_of,
 )
+from statehold.process.host_memory import Room
 from support.faults import must
 
 
@@ -64,9 +65,18 @@ class Engine(StepWeights):
     def _connectors(self) -> Iterator[Any]:
         yield self.connected
 
-    def take(self, step: int) -> list[str]:
+    def ahead(self, step: int) -> BaseException | None:
+        """Read a step ahead, to the end; what that has raised."""
+        self.start_weight_update()
+        self.receive_weights(StepInfo(step, ahead=True))
+        assert self._ahead is not None
+        return self._ahead[1].error()
+
+    def take(self, step: int, *, ahead: bool = False) -> list[str]:
         self.model.taken.clear()
         self.start_weight_update()
+        if ahead:
+            must(self.ahead(step) is None)
         self.receive_weights(StepInfo(step))
         self.finish_weight_update()
         return self.model.taken
@@ -101,16 +111,93 @@ def same(model: nn.Module, right: Any) -> bool:
     return own.keys() == right.keys() and all(torch.equal(own[n], right[n]) for n in own)
 
 
-def test_a_step_brings_the_layers_that_changed(run: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_brings_the_layers_that_changed(run: Path, ahead: bool) -> None:
     engine = Engine(run)
     must(same(engine.model, values(run, 1)))
-    assert engine.take(2) == [f"layers.1.{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    changed = [f"layers.1.{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias")]
+    assert engine.take(2, ahead=ahead) == changed
     assert same(engine.model, values(run, 2))
-    assert engine.take(3) == ["head.weight"]
+    assert engine.take(3, ahead=ahead) == ["head.weight"]
     assert same(engine.model, values(run, 3))
-    assert len(engine.take(1)) == 5  # back
+    assert len(engine.take(1, ahead=ahead)) == 5  # back
     assert same(engine.model, values(run, 1))
-    assert engine.take(1) == []
+    assert engine.take(1, ahead=ahead) == []
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each read of a step has."""
+    reads, read = list[int](), StepReader.read
+
+    def counting(reader: StepReader, parts: list[Any]) -> list[torch.Tensor]:
+        reads.append(len(parts))
+        return read(reader, parts)
+
+    monkeypatch.setattr(StepReader, "read", counting)
+    return reads
+
+
+def test_a_step_that_was_read_ahead_is_not_read_in_the_update(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And until the update, the engine serves what it has served before."""
+    engine, reads = Engine(run), counted(monkeypatch)
+    must(engine.ahead(2) is None)
+    assert reads == [4]
+    assert same(engine.model, values(run, 1))
+    assert not engine.connected.identities
+    assert len(engine.take(2)) == 4
+    assert reads == [4]
+    assert same(engine.model, values(run, 2))
+    engine.take(1)
+    assert len(engine.take(2)) == 4
+    assert reads == [4, 4, 4]  # it was taken once
+
+
+def test_what_was_read_ahead_counts_for_the_next_update_alone(run: Path) -> None:
+    """Another step comes between: what differs from it is not what differed before."""
+    engine = Engine(run)
+    must(engine.ahead(2) is None)
+    assert len(engine.take(3)) == 5
+    assert engine.take(2) == ["head.weight"]
+    assert same(engine.model, values(run, 2))
+    engine.start_weight_update()
+    engine.receive_weights(StepInfo(3))
+    must(engine.ahead(1) is None)  # before the update ends
+    engine.finish_weight_update()
+    engine.take(1)
+    assert same(engine.model, values(run, 1))
+
+
+def test_a_step_that_is_saved_again_is_read_again(run: Path, tmp_path: Path) -> None:
+    engine, other = Engine(run), Served()
+    must(engine.ahead(2) is None)
+    other.load_state_dict(values(run, 3))
+    with statehold.Checkpointer(tmp_path / "again") as ckpt:
+        ckpt.save(2, {"model": other}).wait("committed")
+    (now,) = run.glob("step-000000000002")
+    shutil.rmtree(now)
+    shutil.copytree(tmp_path / "again" / now.name, now)
+    assert len(engine.take(2)) == 5
+    assert same(engine.model, values(run, 3))
+
+
+def test_without_room_in_memory_the_update_reads_the_step(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, reads = Engine(run), counted(monkeypatch)
+    nbytes = sum(t.nbytes for n, t in values(run, 2).items() if n.startswith("layers.1."))
+    engine.ranks = 2
+    monkeypatch.setattr(weights, "spare_memory", lambda: Room(2 * nbytes - 1, "a test's"))
+    must(engine.ahead(2) is None)
+    assert reads == [0]
+    assert f"no memory to read {nbytes} bytes ahead" in caplog.text
+    assert len(engine.take(2)) == 4
+    assert same(engine.model, values(run, 2))
+    assert reads == [0, 4]
+    monkeypatch.setattr(weights, "spare_memory", lambda: Room(2 * nbytes, "a test's"))
+    must(engine.ahead(1) is None)
+    assert reads == [0, 4, 4]
 
 
 def test_what_pages_depend_on_is_the_step(run: Path) -> None:
@@ -153,8 +240,11 @@ def test_updates_beside_tiers_that_do_not_learn_of_them_are_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["flipped bit", "retired"])
-def test_a_step_that_cannot_be_read_changes_nothing(run: Path, fault: str) -> None:
+@pytest.mark.parametrize("ahead", ["", "before the fault", "behind the fault"])
+def test_a_step_that_cannot_be_read_changes_nothing(run: Path, fault: str, ahead: str) -> None:
     engine = Engine(run)
+    if ahead == "before the fault":
+        must(engine.ahead(2) is None)
     (data,) = run.glob("step-000000000002/*.safetensors")
     if fault == "retired":
         shutil.rmtree(data.parent)
@@ -162,6 +252,11 @@ def test_a_step_that_cannot_be_read_changes_nothing(run: Path, fault: str) -> No
         raw = bytearray(data.read_bytes())
         raw[raw.index(values(run, 2)["layers.1.1.bias"].numpy().tobytes())] ^= 1
         data.write_bytes(raw)
+    if ahead == "behind the fault":
+        must(isinstance(engine.ahead(2), CorruptionError | StepNotFoundError))
+    if (fault, ahead) == ("flipped bit", "before the fault"):
+        assert len(engine.take(2)) == 4  # these bytes were right when they were read
+        return
     engine.start_weight_update()
     with pytest.raises((CorruptionError, StepNotFoundError)):
         engine.receive_weights(StepInfo(2))

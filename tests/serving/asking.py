@@ -16,6 +16,7 @@ the rounds before it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -63,8 +64,13 @@ def reads_never_end() -> None:
     OpenStore.job = begun  # type: ignore[method-assign]
 
 
-def take(llm: Any, step: int) -> None:
+def read_ahead(llm: Any, step: int) -> None:
     llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"step": step, "ahead": True},))
+
+
+def take(llm: Any, step: int) -> None:
+    """Behind read_ahead()."""
     llm.collective_rpc("update_weights", args=({"step": step},))
     llm.collective_rpc("finish_weight_update")
 
@@ -78,13 +84,17 @@ def answer(each: Any) -> dict[str, object]:
 
 
 def live(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str, object] | None]]:
-    """A step comes when half of the requests that came behind the last step have their answers."""
+    """A step comes when half of the requests that came behind the last step have their answers. It
+    is read ahead while they run."""
     engine, prompts = llm.llm_engine, job["prompts"]
     rounds = []
-    for number, step in enumerate(job["rounds"]):
+    read_ahead(llm, job["rounds"][0])
+    for number, (step, after) in enumerate(itertools.pairwise([*job["rounds"], None])):
         take(llm, step)
         for at, ids in enumerate(prompts):
             engine.add_request(f"{number} {at}", {"prompt_token_ids": ids}, sampling)
+        if after is not None:
+            read_ahead(llm, after)
         found: list[dict[str, object] | None] = [None] * len(prompts)
         while found.count(None) > len(prompts) // 2:
             for each in engine.step():
@@ -134,6 +144,7 @@ def in_turn(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str,
             wait_for(connector["kv_connector_extra_config"]["path"], len(weights) * pages)
         if step:
             weights.add(step)
+            read_ahead(llm, step)
             take(llm, step)
         else:
             llm.reset_prefix_cache()

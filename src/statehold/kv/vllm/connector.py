@@ -354,8 +354,10 @@ class WorkerPages:
         self._buffers = torch.zeros(
             (count, self.page_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_cuda
         ).fill_(1)
-        memory = (ctypes.c_ubyte * self._buffers.nbytes).from_address(self._buffers.data_ptr())
-        self._memory = memoryview(memory).cast("B")
+        self._memory = memory_of(self._buffers)
+        # A copy_() of a block of a layer costs half as much again as its bytes.
+        is_host = self._device.type == "cpu"
+        self._layers = [memory_of(each) if is_host else None for each in self._rows]
         self._free, self._guard = deque(range(count)), threading.Lock()
         self._staging: StagedPages | None = None
         self._saver = Worker("statehold-kv-save")
@@ -368,11 +370,7 @@ class WorkerPages:
         if self._staging is None:
             self._staging = StagedPages.opened(plan.staging, self.page_bytes)
         for block, slot in plan.loads:
-            page = torch.frombuffer(self._staging.page(slot + self._rank), dtype=torch.uint8)
-            at = 0
-            for rows in self._rows:
-                rows[block].copy_(page[at : at + rows.shape[1]])
-                at += rows.shape[1]
+            self._move(block, self._staging.page(slot + self._rank), is_load=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._staging.words[self._rank] = plan.number
@@ -386,16 +384,25 @@ class WorkerPages:
                 count = min(len(save.blocks), len(self._free))
                 taken = [self._free.popleft() for _ in range(count)]
             self._dropped += len(save.blocks) - count
+            for block, buffer in zip(save.blocks, taken, strict=False):
+                self._move(block, self._page(buffer), is_load=False)
             if taken:
-                self._copy(save.blocks[:count], taken)
                 self._later(save, taken)
 
-    def _copy(self, blocks: list[int], buffers: list[int]) -> None:
+    def _move(self, block: int, page: memoryview, *, is_load: bool) -> None:
+        """Copy a block of all layers from a page, or to it."""
         at = 0
-        for rows in self._rows:
-            width = rows.shape[1]
-            for block, buffer in zip(blocks, buffers, strict=True):
-                self._buffers[buffer, at : at + width].copy_(rows[block], non_blocking=True)
+        for rows, memory in zip(self._rows, self._layers, strict=True):
+            begin, width = block * rows.stride(0), rows.shape[1]
+            part = page[at : at + width]
+            if memory is None:
+                tensor = torch.frombuffer(part, dtype=torch.uint8)
+                to, source = (rows[block], tensor) if is_load else (tensor, rows[block])
+                to.copy_(source, non_blocking=True)
+            elif is_load:
+                memory[begin : begin + width] = part
+            else:
+                part[:] = memory[begin : begin + width]
             at += width
 
     def _later(self, save: SavedBlocks, buffers: list[int]) -> None:
@@ -410,14 +417,16 @@ class WorkerPages:
             try:
                 if copied is not None:
                     copied.synchronize()
-                size = self.page_bytes
-                pages = [self._memory[at * size : (at + 1) * size] for at in buffers]
+                pages = list(map(self._page, buffers))
                 self._store.put(keys, pages, after=after, deadline_s=PUT_S).wait()
             finally:
                 with self._guard:
                     self._free.extend(buffers)
 
         self._saver.submit(put)
+
+    def _page(self, buffer: int) -> memoryview:
+        return self._memory[buffer * self.page_bytes :][: self.page_bytes]
 
     def use(self, identity: bytes) -> None:
         """What is saved from now on depends on other weights."""
@@ -442,23 +451,19 @@ class WorkerPages:
 
 def rows_of(cache: torch.Tensor) -> torch.Tensor:
     """The blocks of a layer's cache as (blocks, bytes). Raises UsageError if they have gaps."""
-    block, nbytes = cache[0], cache[0].numel() * cache.element_size()
-    dims = sorted(
-        (stride, size) for size, stride in zip(block.shape, block.stride(), strict=True) if size > 1
-    )
-    expected = 1
-    for stride, size in dims:
-        if stride != expected:
-            summary, got = "the KV cache has a layout that pages cannot hold", cache.stride()
-            raise refused(summary, "blocks without gaps", f"strides {got}")
-        expected *= size
+    block, size = cache[0], cache.element_size()
+    if torch.empty_like(block, device="meta").stride() != block.stride():  # without gaps
+        summary, got = "the KV cache has a layout that pages cannot hold", cache.stride()
+        raise refused(summary, "blocks without gaps", f"strides {got}")
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
-    return raw.set_(
-        cache.untyped_storage(),
-        cache.storage_offset() * cache.element_size(),
-        (cache.shape[0], nbytes),
-        (cache.stride(0) * cache.element_size(), 1),
-    )
+    shape, strides = (len(cache), block.numel() * size), (cache.stride(0) * size, 1)
+    return raw.set_(cache.untyped_storage(), cache.storage_offset() * size, shape, strides)
+
+
+def memory_of(rows: torch.Tensor) -> memoryview:
+    """The bytes of rows in memory of the host, and what is between them."""
+    nbytes = (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(rows.data_ptr())).cast("B")
 
 
 # -- vLLM's interface ------------------------------------------------------------------------------

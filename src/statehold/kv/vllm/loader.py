@@ -124,13 +124,12 @@ class StepReader:
     def _chunks(self, part: StepPart) -> list[PlacedChunk]:
         return self._saved.chunks(part.name, part.box) if part.nbytes else []
 
-    def read(self, parts: list[StepPart]) -> list[torch.Tensor]:
-        """The elements. Raises CorruptionError."""
+    def read(self, parts: Mapping[str, StepPart]) -> dict[str, torch.Tensor]:
+        """The elements, by the same names. Raises CorruptionError."""
         plan = ReadPlan(self._saved, hint="load an older step")
-        made = []
-        for part in parts:
-            target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
-            made.append(target)
+        made = {}
+        for name, part in parts.items():
+            made[name] = target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
             stored = dtypes.stored_box(part.dtype, part.box, part.name)
             plan.fill(Destination(part.name, target, False, stored, shared=False))
             self.read_bytes += part.nbytes
@@ -140,17 +139,14 @@ class StepReader:
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, some at a time."""
-        group, nbytes = list[str](), 0
+        group, nbytes = dict[str, StepPart](), 0
         for name, part in self.parts.items():
             if group and nbytes + part.nbytes > _GROUP_BYTES:
-                yield from self._read_all(group)
-                group, nbytes = [], 0
-            group.append(name)
+                yield from self.read(group).items()
+                group, nbytes = {}, 0
+            group[name] = part
             nbytes += part.nbytes
-        yield from self._read_all(group)
-
-    def _read_all(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from zip(names, self.read([self.parts[name] for name in names]), strict=True)
+        yield from self.read(group).items()
 
     def later(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, each read when it is used, as far as it is used."""
@@ -181,7 +177,7 @@ class Later(torch.Tensor):
 
     def elements(self) -> torch.Tensor:
         """What is in the step."""
-        return self.reader.read([self.part])[0]
+        return self.reader.read({"": self.part})[""]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,14 +229,10 @@ def register() -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    package = __package__ or ""
-    KVConnectorFactory.register_connector(
-        "StateholdConnector", f"{package}.connector", "StateholdConnector"
-    )
-    SecondaryTierFactory.register_tier("statehold", f"{package}.tier", "StateholdTier")
-    WeightTransferEngineFactory.register_engine(
-        "statehold", f"{package}.weights", "StateholdWeights"
-    )
+    at, connector = __package__ or "", "StateholdConnector"
+    KVConnectorFactory.register_connector(connector, f"{at}.connector", connector)
+    SecondaryTierFactory.register_tier("statehold", f"{at}.tier", "StateholdTier")
+    WeightTransferEngineFactory.register_engine("statehold", f"{at}.weights", "StateholdWeights")
 
     @register_model_loader("statehold")
     class StateholdLoader(BaseModelLoader):

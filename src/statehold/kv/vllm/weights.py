@@ -2,15 +2,18 @@
 
     weight_transfer_config={"backend": "statehold"}
     init_weight_transfer_engine({"run": "runs/llama", "name": "model"})
-    start_weight_update(); update_weights({"step": 1000}); finish_weight_update("1000")
+    start_weight_update(); update_weights({"step": 1000, "ahead": True})
+    update_weights({"step": 1000}); finish_weight_update("1000")
 
 The caller names the step, so all ranks take the same one. A rank reads the layers in which a tensor
-has other checksums than the one that is served.
+has other checksums than the one that is served. With `ahead`, a thread reads them while the engine
+answers, and the update has only copies left. Without it, the update reads them.
 Invariants: all that changes is read and verified before any of it reaches the model, so a step that
-is damaged or was retired changes nothing, and the error says so. What pages depend on changes in
-the same call as the weights: nothing that was computed with those before is found after it. From
-the first tensor to the end of an update the model has no whole step. If it does not end, the next
-one reads these tensors again.
+is damaged or was retired changes nothing, and the error says so. What was read ahead is only taken
+by the next update, of the same save of the same step. It is the one read under way, and has room in
+the spare memory of the host. What pages depend on changes in the same call as the weights: nothing
+that was computed with those before is found after it. From the first tensor to the end of an update
+the model has no whole step. If it does not end, the next one reads these tensors again.
 Not here: who decides that a step is taken, and pauses the engine (the caller), the reads (loader),
 what becomes of promises and of vLLM's own prefix cache (connector).
 """
@@ -19,58 +22,80 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from statehold.errors import UsageError, refused
+from statehold.errors import refused
+from statehold.io.memory_room import spare_memory
 from statehold.kv.identity import content_of
-from statehold.kv.vllm.loader import StepReader
+from statehold.kv.vllm.loader import StepPart, StepReader
 from statehold.kv.vllm.opening import Sums, serve, served
 from statehold.options.paths import NamedStep
+from statehold.process.warn import logger
+from statehold.process.worker import Crew, Task, yield_processor
 from statehold.reading.places import StepPlace, at_rest, file_system, run_of
+from statehold.steps.publish import directory_id
 
 
 @dataclass(frozen=True, slots=True)
 class OtherWeights:
-    """What a step has that differs from what is served."""
+    """What a step has that differs from what is served. save: tells it from a later one."""
 
+    save: Hashable
     tensors: dict[str, torch.Tensor]
     sums: Sums
     content: Any
 
 
-def other_weights(run: str, step: int, name: str) -> OtherWeights:
-    """Read what differs. Raises StepNotFoundError, CorruptionError, StateMismatchError."""
+def other_weights(
+    run: str, step: int, name: str, known: Sums, ahead: OtherWeights | None = None,
+    room: float = math.inf,
+) -> OtherWeights:  # fmt: skip
+    """Read what differs from `known`, unless `ahead` is of this save. room: bytes that it may take;
+    else it has no save.
+
+    Raises StepNotFoundError, CorruptionError, StateMismatchError.
+    """
+
+    def read(place: StepPlace) -> OtherWeights:
+        save = directory_id(place.directory)
+        if ahead is not None and ahead.save == save:
+            return ahead
+        with contextlib.closing(StepReader(place, name)) as reader:
+            sums = reader.sums()
+            parts = _differing(reader.parts, sums, known, place.label)
+            if (nbytes := sum(each.nbytes for each in parts.values())) > room:
+                logger.warning("%s: no memory to read %d bytes ahead", place.label, nbytes)
+                save, parts = None, {}
+            return OtherWeights(save, reader.read(parts), sums, content_of(place.directory))
+
     with contextlib.closing(file_system()) as fs:
-        return at_rest(fs, NamedStep(run_of(run), step), lambda place: _read(place, name))
+        return at_rest(fs, NamedStep(run_of(run), step), read)
 
 
-def _read(place: StepPlace, name: str) -> OtherWeights:
-    with contextlib.closing(StepReader(place, name)) as reader:
-        sums, known = reader.sums(), served()
-        if known and known.keys() != sums.keys():
-            summary = "the step has other tensors than the one that is served"
-            got = min(known.keys() ^ sums.keys())
-            raise refused(summary, f"{len(known)} tensors", got, step=place.label)
-        changed = {layer_of(each) for each in sums if sums[each] != known.get(each)}
-        names = [each for each in sums if layer_of(each) in changed]
-        read = reader.read([reader.parts[each] for each in names])
-        tensors = dict(zip(names, read, strict=True))
-        return OtherWeights(tensors, sums, content_of(place.directory))
+def _differing(
+    parts: dict[str, StepPart], sums: Sums, known: Sums, step: str
+) -> dict[str, StepPart]:
+    if known and known.keys() != sums.keys():
+        summary = "the step has other tensors than the one that is served"
+        got = min(known.keys() ^ sums.keys())
+        raise refused(summary, f"{len(known)} tensors", got, step=step)
+    changed = {layer_of(each) for each in sums if sums[each] != known.get(each)}
+    return {name: part for name, part in parts.items() if layer_of(name) in changed}
 
 
 def check_tiers(kv_transfer: Any) -> None:
     """Raise UsageError if pages lie below vLLM's own offloading. kv_transfer: its configuration."""
     extra = getattr(kv_transfer, "kv_connector_extra_config", None) or {}
     if extra.get("secondary_tiers"):
-        raise UsageError(
-            "vLLM does not tell the tiers below its offloading of other weights",
-            facts={"secondary_tiers": extra["secondary_tiers"]},
-            hint="take the StateholdConnector, which learns of them",
-        )
+        summary = "vLLM does not tell the tiers below its offloading of other weights"
+        hint = "take the StateholdConnector, which learns of them"
+        raise refused(summary, "no secondary_tiers", extra["secondary_tiers"], hint)
 
 
 def layer_of(name: str) -> str:
@@ -85,16 +110,28 @@ class StepWeights:
 
     model: Any
     model_config: Any
+    ranks = 1  # that share the memory of the host
     _next: OtherWeights | None = None
+    _ahead: tuple[int, Task[OtherWeights]] | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """The run whose steps are taken."""
         self._info = init_info
         run_of(init_info.run)
+        self._reads = Crew("statehold-kv-weights", begin=yield_processor)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Take a step. Raises as other_weights() does, and then nothing has changed."""
-        found = other_weights(self._info.run, update_info.step, self._info.name)
+        """Take a step, or read it ahead.
+
+        Raises as other_weights() does, or has done ahead, and then nothing has changed.
+        """
+        before, self._ahead, step = self._ahead, None, update_info.step
+        read = partial(other_weights, self._info.run, step, self._info.name, dict(served()))
+        if update_info.ahead:
+            room = spare_memory().nbytes // self.ranks
+            self._ahead = step, self._reads.submit(read, None, room)
+            return
+        found = read(before[1].result() if before is not None and before[0] == step else None)
         if found.tensors:
             self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
         self._begin()
@@ -119,7 +156,8 @@ class StepWeights:
             connector.weights_changed()
 
     def shutdown(self) -> None:
-        """Nothing is open between two updates."""
+        """What was read ahead is not needed."""
+        self._ahead = None
 
     def _begin(self) -> None: ...
 
@@ -139,9 +177,10 @@ class RunInfo:
 
 @dataclass
 class StepInfo:
-    """Of update_weights."""
+    """Of update_weights. ahead: only read it, in the background."""
 
     step: int
+    ahead: bool = False
 
 
 @functools.cache
@@ -162,6 +201,7 @@ def _derived() -> type[Any]:
         def __init__(self, config: Any, vllm_config: Any, *device_and_model: Any) -> None:
             check_tiers(vllm_config.kv_transfer_config)
             super().__init__(config, vllm_config, *device_and_model)
+            self.ranks = vllm_config.parallel_config.world_size
 
         def _begin(self) -> None:
             initialize_layerwise_reload(self.model)
