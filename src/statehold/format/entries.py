@@ -193,7 +193,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class Form:
+class TensorsForm:
     """The `tensors` of a document, to be written again with other checksums.
 
     It holds texts and numbers only: Python's collector has nothing to look at.

@@ -24,9 +24,9 @@ from statehold.format.entries import (
     About,
     Again,
     FileEntry,
-    Form,
     Json,
     TensorEntry,
+    TensorsForm,
     file_entry,
     json_of,
     object_of,
@@ -262,7 +262,7 @@ class Sealing:
 
     def __init__(self) -> None:
         self._made_of: tuple[object, ...] | None = None  # None: no document was accepted
-        self._form: Form | None = None
+        self._form: TensorsForm | None = None
         self._accepted = Texts()
 
     def manifest(
@@ -276,7 +276,7 @@ class Sealing:
             found = account(plan.save, sums, taken.files)
             manifest = build_manifest(plan.save, tree, *found, about)
             raw = manifest.encode(value_of=value_of)
-            self._form = Form(manifest.nodes(), manifest.files)
+            self._form = TensorsForm(manifest.nodes(), manifest.files)
         else:
             plans, its = zip(*_files(plan.save, sums, taken.files), strict=True)
             hexes = list(map(sums_to_hex, its))
