@@ -10,17 +10,17 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.save import publishing as team
+from statehold.checkpoint.save import writes
 from support.faults import DEADLINE_S, SMALL, spy_on
 
 
 def test_the_document_of_a_step_is_gone_when_its_bytes_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build, seen, at_the_write = team.build_manifest, [], []
+    build, seen, at_the_write = writes.Manifest, [], []
 
-    def watched(*args: Any) -> Any:
-        manifest = build(*args)
+    def watched(**members: Any) -> Any:
+        manifest = build(**members)
         seen.append(weakref.ref(manifest))
         return manifest
 
@@ -28,7 +28,7 @@ def test_the_document_of_a_step_is_gone_when_its_bytes_are_written(
         if operation == "write_file" and seen:
             at_the_write.append(seen[-1]() is None)
 
-    monkeypatch.setattr(team, "build_manifest", watched)
+    monkeypatch.setattr(writes, "Manifest", watched)
     with statehold.Checkpointer(tmp_path / "run", **SMALL) as ckpt:
         spy_on(ckpt, before)
         ckpt.save(1, {"w": torch.ones(8)}).wait("committed", DEADLINE_S)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from statehold.checkpoint.save import writes
 from statehold.checkpoint.save.writes import Sealing
-from statehold.encoding import header, values
+from statehold.encoding import header, strictjson, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.format.entries import About, record_file
+from statehold.format.entries import About, Again, json_of, record_file
 from statehold.format.manifest import VERSION, Manifest
-from statehold.layout.plan import plan_save
+from statehold.layout.plan import TensorSpec, plan_save, sum_places
 from statehold.layout.share import PlanCache
 from statehold.layout.stored import StoredFile, StoredPart
 from support.calls import calls_of
+from support.seeds import SEED
 from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "v1").iterdir())
@@ -175,21 +180,93 @@ def test_encoding_is_quick() -> None:
     assert calls_of(manifest.sealed) < 12 * len(specs)
 
 
-def test_reading_again_costs_a_later_save_what_its_state_holds() -> None:
-    specs = [spec(f"layers.{i}.weight.exp_avg", "U8", 5 << 20) for i in range(1000)]
+def sealing_of(specs: list[TensorSpec]) -> Callable[..., bytes]:
+    """Seals one manifest after another of a single rank."""
     plans, sealing = PlanCache(), Sealing()
-    linked = StoredFile("opt/7", 4096, 4096, (), (), bytes(8))
 
-    def calls(step: int, state: Any = None, linked: StoredFile = linked) -> int:
-        manifest, plan = manifest_of(specs, state, step), plans.get(specs, step)
-        encoding = calls_of(lambda: sealing.encode(manifest, plan, StoredPart([linked])))
-        return encoding - calls_of(manifest.sealed)
+    zeros = bytes(len(sums_for(plans.get(specs, 0).save)))
+
+    def encode(
+        step: int, state: Any, stored: Sequence[StoredFile] = (), sums: bytes = zeros
+    ) -> bytes:
+        plan = plans.get(specs, step)
+        return sealing.manifest(plan, state, sums, StoredPart(stored), About(tags=(f"{step}",)))
+
+    return encode
+
+
+def test_reading_again_costs_a_later_save_what_is_new_in_its_state() -> None:
+    specs = [spec(f"layers.{i}.weight.exp_avg", "U8", 5 << 20) for i in range(1000)]
+    encode = sealing_of(specs)
+    linked = StoredFile("opt/7", 4096, 4096, (), (), bytes(8))
+    model = {each.name: {"$tensor": each.name} for each in specs}
+
+    def calls(step: int, lr: float = 0.5, linked: StoredFile = linked) -> int:
+        state = {"model": model, "optimizer": {"state": model, "lr": lr}}
+        return calls_of(lambda: encode(step, state, [linked]))
 
     assert calls(1) > 50 * len(specs)
-    assert calls(2) < 20 * len(specs)
-    assert calls(3, linked=replace(linked, path="opt/8", sums=bytes(range(8)))) < 20 * len(specs)
-    assert calls(4, state={"epoch": 3}) < len(specs)
-    assert calls(5, linked=replace(linked, file_bytes=8192)) > 50 * len(specs)
+    assert calls(2) < len(specs)
+    assert calls(3, linked=replace(linked, path="opt/8", sums=bytes(range(8)))) < len(specs)
+    calls(4, lr=0.25)
+    assert calls(5, lr=0.125) < 8 * len(specs)  # looked at one by one, and not decoded
+    assert calls(6, linked=replace(linked, data_begin=8192, file_bytes=8192)) > 50 * len(specs)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 20))
+def test_a_later_save_has_the_bytes_of_a_first_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other checksums, in files of its own and stored ones, and tensors without elements."""
+    monkeypatch.setattr(writes, "now", lambda: "2026-11-29T12:00:00+00:00")
+    rng = random.Random(seed)
+    names = ["sums", '"sums":"0"', 'a","sums":"b', "\\", "e", "é", "x.y"]
+    rng.shuffle(names)
+    sizes = [rng.choice([0, 1, 4096, 3 << 20]) for _ in names]
+    specs = [spec(name, "U8", size) for name, size in zip(names, sizes, strict=True)]
+    stored, own = specs[:2], specs[2:]
+    begins = tuple(accumulate([each.nbytes for each in stored], initial=8192))
+    places = sum_places(8192, begins[:-1], stored)
+    encode = sealing_of(own)
+
+    def files() -> list[StoredFile]:
+        sums = rng.randbytes(8 * places[-1])
+        return [StoredFile("a", begins[-1], 8192, tuple(stored), begins[:-1], sums)]
+
+    for step in range(4):
+        state = {"$tuple": [step]} if rng.random() < 0.3 else {"a": {"$tensor": "e"}, "n": step}
+        count = len(sums_for(PlanCache().get(own, step).save))
+        said = step, state, files(), rng.randbytes(count)
+        raw = encode(*said)
+        assert raw == sealing_of(own)(*said)
+        manifest = Manifest.decode(raw, "m")
+        assert {*manifest.tensors} == {*names}
+
+
+def test_what_was_refused_is_refused_again() -> None:
+    """Also beside parts of a state that were accepted before, and inside of them."""
+    encode = sealing_of(SPECS)
+    good = {"a": {"b": {"c": 1, "d": [1]}}, "n": 1}
+    encode(1, good)
+    for wrong in (2**53, True, {"$unknown": 1}, {"$tensor": "elsewhere"}, {"$int": True}):
+        state = {"a": {"b": {"c": wrong, "d": [1]}}, "n": 1}
+        for step in (2, 3):
+            if wrong is True:  # it equals 1, and has another JSON
+                assert b'"c":true' in encode(step, state)
+                continue
+            with pytest.raises(InvariantError, match="no reader would accept"):
+                encode(step, state)
+        encode(4, good)
+
+
+def test_many_small_parts_are_too_many_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = sealing_of(SPECS)
+    state = {f"{i}": [[]] * 5 for i in range(200)}
+    encode(1, {key: state[key] for key in list(state)[:100]})
+    for module in (strictjson, writes):
+        monkeypatch.setattr(module, "CONTAINERS_MAX", 300)
+    with pytest.raises(InvariantError, match="no reader would accept"):
+        encode(2, state)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -207,9 +284,16 @@ def test_reading_again_costs_a_later_save_what_its_state_holds() -> None:
 )
 def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: bool) -> None:
     manifest = manifest_of()
-    assert manifest.encode(is_known=is_known) == manifest.sealed()
+    assert manifest.encode(again_of(manifest, is_known)) == manifest.sealed()
+    other = replace(manifest, **wrong)
     with pytest.raises(InvariantError, match="no reader would accept"):
-        replace(manifest, **wrong).encode(is_known=is_known)
+        other.encode(again_of(other, is_known))
+
+
+def again_of(manifest: Manifest, is_known: bool) -> Again | None:
+    state = json_of(manifest.state)
+    tensors = json_of(manifest.nodes())
+    return Again(tensors, manifest.tensors, state, manifest.state) if is_known else None
 
 
 @pytest.mark.parametrize("step", GOLDEN, ids=lambda path: path.name)

@@ -16,15 +16,22 @@ import re
 from array import array
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise, zip_longest
+from typing import Any, NamedTuple
 
 from statehold.encoding import header, values
 from statehold.encoding.strictjson import INT_MAX, Checker, show
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError, refused
 from statehold.layout.flat import run_of
 from statehold.layout.layout import Box
-from statehold.layout.plan import STEP_MAX, WORLD_MAX, SavePlan, piece_count, sum_places
+from statehold.layout.plan import (
+    BLOCK_BYTES,
+    STEP_MAX,
+    WORLD_MAX,
+    SavePlan,
+    piece_count,
+    sum_places,
+)
 from statehold.units import GiB, KiB, MiB, format_bytes
 
 # -- the members of documents ----------------------------------------------------------------------
@@ -40,6 +47,9 @@ _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX = 4 * KiB, 16 * MiB
 _OF_A_CHUNK = ("offsets", "shape", "file", "begin", "end", "sums")
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
 _SUMS = re.compile(r"(?:[0-9a-f]{16})*")
+# In JSON. Quotes inside of a name are not written like these.
+_SUMS_OF_A_CHUNK = re.compile(r'(?<="sums":")[0-9a-f]*(?=")')
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,8 @@ def record_file(
     `sums` holds 8 little-endian bytes a piece, first those of the header, then those of each tensor
     in file order. The tensors come in file order, with global shapes.
     """
-    text = _sums_to_hex(sums)
+    text = sums_to_hex(sums)
     places = [16 * at for at in sum_places(plan.data_begin, plan.begins, plan.specs)]
-    header_sums = text[: places[0]]
     tensors = {}
     for spec, begin, (at, to) in zip(plan.specs, plan.begins, pairwise(places), strict=True):
         end, shape = begin + spec.nbytes, spec.shape
@@ -105,12 +114,17 @@ def record_file(
     if places[-1] != len(text):
         facts = {"file": plan.file_name, "expected": places[-1] // 16, "got": len(text) // 16}
         raise InvariantError("a save returned another number of checksums", facts=facts)
+    return file_entry(plan, text), tensors
+
+
+def file_entry(plan: SavePlan, text: str) -> FileEntry:
+    """A file written by `plan`, without its tensors. text: its checksums, as hex digits."""
+    header_sums = text[: 16 * piece_count(0, plan.data_begin, BLOCK_BYTES)]
     digest = sha256(text.encode("ascii"))
-    file = FileEntry(plan.file_name, plan.file_bytes, plan.data_begin, header_sums, digest)
-    return file, tensors
+    return FileEntry(plan.file_name, plan.file_bytes, plan.data_begin, header_sums, digest)
 
 
-def _sums_to_hex(sums: bytes) -> str:
+def sums_to_hex(sums: bytes) -> str:
     """Checksums as the engine has them (8 little-endian bytes each) -> 16 hex digits each."""
     swapped = array("Q", sums)
     swapped.byteswap()  # reverses each group of eight, whatever the byte order of this machine
@@ -131,12 +145,30 @@ def chunk_document(chunk: Chunk) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Json(str):
+    """A part of a document that is JSON already."""
+
+    __slots__ = ()
+
+
+def json_of(part: Any) -> Json:
+    """The JSON of a part of a document. Raises InvariantError for what JSON does not have."""
+    try:
+        return part if type(part) is Json else Json(_encode(part))
+    except (ValueError, TypeError, RecursionError) as fault:
+        raise InvariantError(f"a document cannot be encoded: {fault}") from fault
+
+
+def object_of(members: Mapping[str, Any]) -> Json:
+    """The JSON of an object, whose members may be JSON already."""
+    return Json(f"{{{','.join([f'{_encode(key)}:{json_of(members[key])}' for key in members])}}}")
+
+
 def seal(document: Mapping[str, Any], what: str) -> bytes:
     """`document` as JSON whose last member, `what`_sha256, is the sha256 of the bytes before it."""
     try:
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = text[:-1].encode("utf-8")
-    except (ValueError, TypeError, RecursionError) as fault:
+        body = object_of(document)[:-1].encode("utf-8")
+    except UnicodeEncodeError as fault:
         raise InvariantError(f"a {what} cannot be encoded: {fault}") from fault
     raw = body + b',"%s_sha256":"%s"}\n' % (what.encode(), sha256(body).encode())
     if len(raw) > DOCUMENT_BYTES_MAX:
@@ -159,6 +191,41 @@ def proven(raw: bytes, decode: Callable[[bytes, str], object], what: str) -> byt
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+class TensorsForm:
+    """The `tensors` of a document, to be written again with other checksums.
+
+    It holds texts and numbers only: Python's collector has nothing to look at.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], files: Sequence[FileEntry]) -> None:
+        self.names = frozenset(tensors)
+        self._between = _SUMS_OF_A_CHUNK.split(json_of(tensors))
+        chunks = [chunk for each in tensors.values() for chunk in each["chunks"]]
+        self._file = array("q", [chunk["file"] for chunk in chunks])
+        self._begin, self._end = array("q", self._file), array("q", self._file)
+        at = [len(file.header_sums) for file in files]
+        for i in sorted(range(len(chunks)), key=lambda i: chunks[i]["begin"]):
+            self._begin[i] = at[self._file[i]]
+            self._end[i] = at[self._file[i]] = self._begin[i] + len(chunks[i]["sums"])
+
+    def of(self, texts: Sequence[str]) -> Json:
+        """The tensors. texts: the checksums of each file, those of its header first."""
+        sums = map(
+            str.__getitem__, map(texts.__getitem__, self._file), map(slice, self._begin, self._end)
+        )
+        return Json("".join(chain.from_iterable(zip_longest(self._between, sums, fillvalue=""))))
+
+
+class Again(NamedTuple):
+    """What is known of a document whose form was read before: its tensors and their names; its
+    state, and the `unread` part of that, which has to be read again."""
+
+    tensors: Json
+    names: Container[str]
+    state: Json
+    unread: Any
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -190,18 +257,10 @@ def unseal(
     return version, document
 
 
-def needs_version_3(state: Any) -> bool:
-    """Whether a tree has nodes that versions 1 and 2 do not know."""
-    left = [state]
-    while left:
-        node = left.pop()
-        if type(node) is dict:
-            if not node.keys().isdisjoint(_NEW_IN_3):
-                return True
-            left += node.values()
-        elif type(node) is list:
-            left += node
-    return False
+def needs_version_3(state: Json) -> bool:
+    """Whether a tree has nodes that versions 1 and 2 do not know. No key of a user is written like
+    that, and quotes inside of texts are."""
+    return any(f'"{tag}":' in state for tag in _NEW_IN_3)
 
 
 def check_state(

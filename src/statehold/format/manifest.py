@@ -29,12 +29,15 @@ from statehold.format.entries import (
     DOCUMENT_BYTES_MAX,
     NOTHING,
     About,
+    Again,
     EntryReader,
     FileEntry,
+    Json,
     TensorEntry,
     check_about,
     check_state,
     chunk_document,
+    json_of,
     needs_version_3,
     proven,
     seal,
@@ -76,46 +79,53 @@ class Manifest:
 
     @property
     def version(self) -> int:
+        return self._version(json_of(self.state))
+
+    def _version(self, state: Json) -> int:
         if self.about:
             return 5
         if any(found[2] for file in self.files if (found := file_of(file.name))):
             return 4
-        return 3 if needs_version_3(self.state) else 1
+        return 3 if needs_version_3(state) else 1
 
-    def encode(self, *, is_known: bool = False, value_of: LeafReader | None = None) -> bytes:
+    def encode(self, again: Again | None = None, value_of: LeafReader | None = None) -> bytes:
         """The bytes of manifest.json, sealed by their own sha256, and read again.
 
-        is_known: a manifest with these files and tensors, except for their checksums, was read
-            again before, so only the rest is.
+        again: a manifest with these files and tensors, except for their checksums, was read again
+            before, so only the rest is. Then this one need not have the tensors.
         value_of: as for check_state().
         """
-        document = self._document()
-        raw = seal(document, "manifest")
-        if is_known:
-            rest = seal({**document, "files": [], "tensors": {}}, "manifest")
-            check_rest = partial(_check_rest, tensors=self.tensors, value_of=value_of)
-            proven(rest, check_rest, "manifest")
-            return raw
-        return proven(raw, partial(Manifest.decode, value_of=value_of), "manifest")
+        if again is None:
+            decode = partial(Manifest.decode, value_of=value_of)
+            return proven(self.sealed(), decode, "manifest")
+        document = self._document(again.tensors, again.state)
+        rest = {**document, "files": [], "tensors": {}, "state": again.unread}
+        check_rest = partial(_check_rest, tensors=again.names, value_of=value_of)
+        proven(seal(rest, "manifest"), check_rest, "manifest")
+        return seal(document, "manifest")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
-        return seal(self._document(), "manifest")
+        return seal(self._document(self.nodes(), json_of(self.state)), "manifest")
 
-    def _document(self) -> dict[str, Any]:
+    def nodes(self) -> dict[str, Any]:
+        """The member `tensors`."""
         return {
-            **_head(self, self.version),
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "chunks": list(map(chunk_document, entry.chunks)),
+            }
+            for name, entry in self.tensors.items()
+        }
+
+    def _document(self, tensors: Any, state: Json) -> dict[str, Any]:
+        return {
+            **_head(self, self._version(state)),
             "block_bytes": self.block_bytes,
             "files": [asdict(entry) for entry in self.files],
-            "tensors": {
-                name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "chunks": list(map(chunk_document, entry.chunks)),
-                }
-                for name, entry in self.tensors.items()
-            },
-            "state": self.state,
+            "tensors": tensors,
+            "state": state,
             **self.about.document(),
         }
 

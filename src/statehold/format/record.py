@@ -22,11 +22,14 @@ from statehold.encoding.strictjson import Checker, show
 from statehold.encoding.values import LeafReader
 from statehold.errors import ManifestError, UsageError
 from statehold.format.entries import (
+    Again,
     Chunk,
     EntryReader,
     FileEntry,
+    Json,
     check_state,
     chunk_document,
+    json_of,
     needs_version_3,
     proven,
     seal,
@@ -80,39 +83,45 @@ class Record:
     @property
     def version(self) -> int:
         """The lowest that can hold it: version 4 if it has a box in several chunks."""
+        return self._version(json_of(self.state))
+
+    def _version(self, state: Json) -> int:
         if any(
             len(self.chunks.get(held.name, ())) > 1
             for held in self.held
             if not isinstance(held.layout, ExplicitLayout)
         ):
             return 4
-        return 3 if needs_version_3(self.state) else 2
+        return 3 if needs_version_3(state) else 2
 
-    def encode(self, *, is_known: bool = False, value_of: LeafReader | None = None) -> bytes:
+    def encode(self, again: Again | None = None, value_of: LeafReader | None = None) -> bytes:
         """The bytes of the record, sealed by their own sha256, and read again.
 
-        is_known: a record with these files and tensors, except for their checksums and contents,
-            was read again before, so only the rest is.
+        again: a record with these files and tensors, except for their checksums and contents, was
+            read again before, so only the rest is.
         value_of: as for check_state().
         """
-        document = self._document()
-        raw = seal(document, "record")
-        if is_known:
-            rest = seal({**document, "files": [], "meshes": [], "tensors": {}}, "record")
-            proven(rest, lambda raw, path: _reader(raw, path).record(self, value_of), "record")
-            return raw
-        return proven(raw, lambda raw, path: _reader(raw, path).record(None, value_of), "record")
+        document = self._document(again.state if again else json_of(self.state))
+        raw, rest = seal(document, "record"), None
+        if again is not None:
+            rest = {**document, "files": [], "meshes": [], "tensors": {}, "state": again.unread}
+
+        def read(raw: bytes, path: str) -> None:
+            _reader(raw, path).record(self if rest else None, value_of)
+
+        proven(seal(rest, "record") if rest else raw, read, "record")
+        return raw
 
     def sealed(self) -> bytes:
         """The same, not read again."""
-        return seal(self._document(), "record")
+        return seal(self._document(json_of(self.state)), "record")
 
-    def _document(self) -> dict[str, Any]:
+    def _document(self, state: Json) -> dict[str, Any]:
         meshes = _MeshTable()
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
         return {
             "format": FORMAT,
-            "version": self.version,
+            "version": self._version(state),
             "step": self.step,
             "world_size": self.world_size,
             "rank": self.rank,
@@ -121,7 +130,7 @@ class Record:
             "files": [asdict(entry) for entry in self.files],
             "meshes": meshes.documents(),
             "tensors": tensors,
-            "state": self.state,
+            "state": state,
         }
 
     def _tensor_document(self, held: HeldTensor, meshes: _MeshTable) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
 from statehold.checkpoint.save.handle import Work
-from statehold.checkpoint.save.writes import WRITER, Sealing, build_manifest, build_record, now
+from statehold.checkpoint.save.writes import WRITER, Sealing, build_record, now
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -106,10 +106,8 @@ class Alone:
 
     def publish(self, work: Work, sums: bytes) -> None:
         step = work.save.step
-        manifest = build_manifest(work.plan.save, work.tree, sums, work.taken.files)
-        manifest = replace(manifest, about=replace(work.about, parent=self._descent.parent))
-        raw = self._sealing.encode(manifest, work.plan, work.taken)
-        del manifest
+        about = replace(work.about, parent=self._descent.parent)
+        raw = self._sealing.manifest(work.plan, work.tree, sums, work.taken, about)
         work.place.store.commit(step, raw)
         with after_commit(self._log, step, _CHOOSE_INTERVAL):
             self._schedule.committed(work.number, work.save.elapsed(), hosts=1)
@@ -161,7 +159,10 @@ class Together:
         record = build_record(
             work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
         )
-        raw, digests = self._sealing.encode(record, work.plan, work.taken), record.group_digests()
+        raw, digests = (
+            self._sealing.record(record, work.plan, sums, work.taken),
+            record.group_digests(),
+        )
         del record
         name = record_name(self.peers.rank, self.peers.world_size)
         with work.save.stage("seal"):

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import compress, count
+from itertools import compress, count, repeat
 from typing import Any, NamedTuple
 
 from statehold import _core
 from statehold._core import Engine, File, WriteJob
 from statehold._version import __version__
-from statehold.format.entries import FileEntry, TensorEntry, record_file
+from statehold.encoding.strictjson import CONTAINERS_MAX
+from statehold.format.entries import (
+    NOTHING,
+    About,
+    Again,
+    FileEntry,
+    Json,
+    TensorEntry,
+    TensorsForm,
+    file_entry,
+    json_of,
+    object_of,
+    record_file,
+    sums_to_hex,
+)
 from statehold.format.manifest import Manifest
 from statehold.format.record import Record
 from statehold.io.clients import Client
@@ -35,6 +49,12 @@ WRITER = f"statehold {__version__}"  # as a manifest records it
 FILE_CLOSES_S = 60.0
 
 _NOTHING = StoredPart()
+
+# Of parts of a state, by their keys. Parts of parts count down to this depth: among the values of a
+# framework most are the same at each save.
+Path = tuple[str, ...]
+Texts = dict[Path, Json]
+PARTS_DEPTH = 3
 
 
 @dataclass(frozen=True)
@@ -161,29 +181,40 @@ def give_back(file: File) -> None:
         file.close_alone(FILE_CLOSES_S)
 
 
-def _account(
-    plan: SavePlan, sums: bytes, stored: Sequence[StoredFile]
+def account(
+    plan: SavePlan, sums: bytes, stored: Sequence[StoredFile] = ()
 ) -> tuple[tuple[FileEntry, ...], dict[str, TensorEntry]]:
     """The data files of a rank: the one that it writes, and those that were on storage before."""
-    plans = [plan, *(file.placed(plan, part) for part, file in enumerate(stored, 1))]
     files, tensors = list[FileEntry](), dict[str, TensorEntry]()
-    for index, (each, its) in enumerate(
-        zip(plans, (sums, *(file.sums for file in stored)), strict=True)
-    ):
+    for index, (each, its) in enumerate(_files(plan, sums, stored)):
         file, found = record_file(each, its, index=index)
         files.append(file)
         for name, entry in found.items():
-            chunks = (*tensors[name].chunks, *entry.chunks) if name in tensors else entry.chunks
-            ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
-            tensors[name] = replace(entry, chunks=ordered)
+            if name in tensors:
+                chunks = (*tensors[name].chunks, *entry.chunks)
+                ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
+                entry = replace(entry, chunks=ordered)
+            tensors[name] = entry
     return tuple(files), tensors
 
 
+def _files(
+    plan: SavePlan, sums: bytes, stored: Sequence[StoredFile]
+) -> Iterator[tuple[SavePlan, bytes]]:
+    """The plans of the data files of a rank, and their checksums."""
+    yield plan, sums
+    for part, file in enumerate(stored, 1):
+        yield file.placed(plan, part), file.sums
+
+
 def build_manifest(
-    plan: SavePlan, tree: Any, sums: bytes, stored: Sequence[StoredFile] = ()
+    plan: SavePlan,
+    tree: Any,
+    files: tuple[FileEntry, ...],
+    tensors: dict[str, TensorEntry],
+    about: About = NOTHING,
 ) -> Manifest:
-    """The commit record of a single-rank step, from its plan and the checksums of its bytes."""
-    files, tensors = _account(plan, sums, stored)
+    """The commit record of a single-rank step, from its plan and account()."""
     return Manifest(
         step=plan.step,
         world_size=1,
@@ -193,6 +224,7 @@ def build_manifest(
         files=files,
         tensors=tensors,
         state=tree,
+        about=about,
     )
 
 
@@ -205,7 +237,7 @@ def build_record(
     taken: StoredPart = _NOTHING,
 ) -> Record:
     """The record of one of several ranks."""
-    files, tensors = _account(plan.save, sums, taken.files)
+    files, tensors = account(plan.save, sums, taken.files)
     return Record(
         step=plan.save.step,
         world_size=plan.save.world_size,
@@ -225,24 +257,83 @@ class Sealing:
 
     Its verdict on files and tensors follows from the plan, and from the files that were on storage
     before: record_file() refuses another number of checksums. While these stay equal, which is
-    usual, the reader's code decodes only the rest of a document, such as the state.
+    usual, their JSON is that of the save before with other checksums. The reader's code decodes
+    only the rest of a document, such as the parts of the state that have another JSON than before.
     """
 
     def __init__(self) -> None:
-        self._known: tuple[object, ...] | None = None
+        self._made_of: tuple[object, ...] | None = None  # None: no document was accepted
+        self._form: TensorsForm | None = None
+        self._accepted = Texts()
 
-    def encode(self, document: Manifest | Record, plan: RankPlan, taken: StoredPart) -> bytes:
-        """The bytes of a document that was built from `plan` and `taken`."""
-        files = [(each.specs, each.begins, each.file_bytes) for each in taken.files]
-        made_of = plan.save.at_step(0), plan.share, files, tuple(taken.held)
-        raw = document.encode(is_known=made_of == self._known, value_of=value_of)
-        self._known = made_of
+    def manifest(
+        self, plan: RankPlan, tree: Any, sums: bytes, taken: StoredPart, about: About
+    ) -> bytes:
+        """The bytes of the commit record of a single-rank step; see build_manifest()."""
+        made_of, texts = _made_of(plan, sums, taken), Texts()
+        state = self._state(tree, texts)
+        form = self._form if made_of == self._made_of else None
+        if form is None:
+            found = account(plan.save, sums, taken.files)
+            manifest = build_manifest(plan.save, tree, *found, about)
+            raw = manifest.encode(value_of=value_of)
+            self._form = TensorsForm(manifest.nodes(), manifest.files)
+        else:
+            plans, its = zip(*_files(plan.save, sums, taken.files), strict=True)
+            hexes = list(map(sums_to_hex, its))
+            manifest = build_manifest(
+                plan.save, tree, tuple(map(file_entry, plans, hexes)), {}, about
+            )
+            raw = manifest.encode(Again(form.of(hexes), form.names, *state), value_of)
+        self._made_of, self._accepted = made_of, texts
         return raw
+
+    def record(self, record: Record, plan: RankPlan, sums: bytes, taken: StoredPart) -> bytes:
+        """The bytes of a record that was built from `plan`, `sums` and `taken`."""
+        made_of, texts = _made_of(plan, sums, taken), Texts()
+        again = Again(Json(), (), *self._state(record.state, texts))
+        raw = record.encode(again if made_of == self._made_of else None, value_of)
+        self._made_of, self._accepted = made_of, texts
+        return raw
+
+    def _state(self, tree: Any, texts: Texts) -> tuple[Json, Any]:
+        """The JSON of a state, and what of it was not accepted before; `texts` gets its parts."""
+        if not _has_parts(tree):
+            return json_of(tree), tree
+        unread = self._unread(tree, (), texts)
+        state = object_of({key: texts[key,] for key in tree})
+        if state.count("{") + state.count("[") > CONTAINERS_MAX:  # a reader may refuse so many
+            return state, tree
+        return state, unread
+
+    def _unread(self, node: Mapping[str, Any], path: Path, texts: Texts) -> dict[str, Any]:
+        unread = {}
+        for key, each in node.items():
+            where = (*path, key)
+            texts[where] = text = json_of(each)
+            if self._accepted.get(where) != text:
+                is_deeper = len(where) < PARTS_DEPTH and _has_parts(each)
+                unread[key] = self._unread(each, where, texts) if is_deeper else each
+        return unread
+
+
+def _made_of(plan: RankPlan, sums: bytes, taken: StoredPart) -> tuple[object, ...]:
+    """What the files and tensors of a document follow from, except for their checksums."""
+    files = [
+        (each.specs, each.begins, each.data_begin, each.file_bytes, len(each.sums))
+        for each in taken.files
+    ]
+    return plan.save.at_step(0), plan.share, len(sums), files, tuple(taken.held)
+
+
+def _has_parts(node: Any) -> bool:
+    """Whether a node is a dict with names as keys: a reader decodes each member for itself."""
+    return type(node) is dict and not any(map(str.startswith, node, repeat("$")))
 
 
 def manifest_bytes(plan: SavePlan, tree: Any) -> int:
     """The bytes of the manifest of a single-rank step, before its checksums are known."""
-    return len(build_manifest(plan, tree, _no_sums(plan)).sealed())
+    return len(build_manifest(plan, tree, *account(plan, _no_sums(plan))).sealed())
 
 
 def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:

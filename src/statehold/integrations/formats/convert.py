@@ -21,7 +21,7 @@ import torch
 from statehold import _core
 from statehold._core import Engine, Fs
 from statehold.checkpoint.restore.read_plan import ReadPlan
-from statehold.checkpoint.save.writes import build_manifest
+from statehold.checkpoint.save.writes import account, build_manifest
 from statehold.encoding import values
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -332,7 +332,7 @@ def write_step(
                     sums = _write(f"{partial}/{plan.file_name}", plan, tensors, journal, done)
                 check()
             fs.unlink(f"{partial}/{JOURNAL}")
-            store.commit(step, build_manifest(plan, node, sums).encode())
+            store.commit(step, build_manifest(plan, node, *account(plan, sums)).encode())
         except NoSpaceError:  # others need the room; after other errors the work is resumed
             store.abandon(step)
             raise
