@@ -37,7 +37,7 @@ def prompt(seed: int, tokens: int = 26) -> list[int]:
 @pytest.fixture(params=["on the host", "by copy_()"])
 def _moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caches whose memory the host addresses, or does not."""
-    cannot, of_host = list[int](), connector.memory_of
+    cannot, of_host = list[int](), connector.host_memory
 
     def memory(rows: torch.Tensor) -> memoryview | None:
         if rows.shape[0] != BLOCKS:
@@ -46,7 +46,7 @@ def _moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return None
 
     if request.param == "by copy_()":
-        monkeypatch.setattr(connector, "memory_of", memory)
+        monkeypatch.setattr(connector, "host_memory", memory)
     yield
     must(bool(cannot) == (request.param == "by copy_()"))
 

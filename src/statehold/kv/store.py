@@ -28,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from statehold import _core
@@ -555,9 +556,8 @@ class PageStore:
         if self._is_done(job, None):
             return {slot for slot, _, _ in moves}
         alone = [[each] for each in moves if len(moves) > 1]
-        return set().union(
-            *(self._written(each, self._begin_job(each, is_write=True)) for each in alone)
-        )
+        found = (self._written(each, self._begin_job(each, is_write=True)) for each in alone)
+        return set().union(*found)
 
     def _flush_later(self) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile, and flushed
@@ -628,13 +628,10 @@ class PageStore:
     def _count(self, sizes: list[int], verdicts: list[PageVerdict | None]) -> None:
         """A call has ended: count it in this process, and once where all processes count."""
         counts = {each.value: verdicts.count(each) for each in PageVerdict}
-        moved = {
-            f"{kind.value}_bytes": sum(
-                size for size, found in zip(sizes, verdicts, strict=True) if found is kind
-            )
-            for kind in (PageVerdict.HIT, PageVerdict.STORED)
-        }
-        self._add({**counts, **moved})
+        for kind in (PageVerdict.HIT, PageVerdict.STORED):
+            are_moved = [each is kind for each in verdicts]
+            counts[f"{kind.value}_bytes"] = sum(compress(sizes, are_moved))
+        self._add(counts)
 
     def _add(self, counts: Mapping[str, int]) -> None:
         with self._counting:

@@ -224,12 +224,6 @@ class _Described(SavedStep):
         return [PlacedChunk(box, "", 0, 0, 0, name)]
 
 
-def window(memory: Tensor) -> memoryview:
-    """The bytes of a tensor of bytes in host memory, to read and write. Keep the tensor, too."""
-    content = (ctypes.c_char * memory.numel()).from_address(memory.data_ptr())
-    return memoryview(content).cast("B")
-
-
 def _lane(device: torch.device) -> tuple[StreamBackend, Stream]:
     backend = backend_for(device)
     with backend.using(device):

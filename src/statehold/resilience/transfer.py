@@ -43,7 +43,8 @@ from statehold.process.worker import Flag
 from statehold.resilience.identity import among
 from statehold.resilience.meeting import CONNECT_S, MeetingPlace
 from statehold.resilience.protocol.actions import GroupLostError
-from statehold.resilience.state_bytes import Arriving, ByteRun, Offer, window
+from statehold.resilience.state_bytes import Arriving, ByteRun, Offer
+from statehold.tensors.devices.elements import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class OfferServer:
         until = time.monotonic() + _SILENCE_S
         wire.pour(sum_of(piece), until)
         if not is_shared:
-            wire.pour(window(piece), until)
+            wire.pour(host_memory(piece), until)
 
 
 def _range(request: bytes, nbytes: int) -> tuple[int, int]:
@@ -332,7 +333,7 @@ class _Fetching:
                     patient = time.monotonic() + _SILENCE_S
                     expected = wire.read(_SUM_BYTES, patient)
                     if shared is None:
-                        wire.fill(window(piece), patient)
+                        wire.fill(host_memory(piece), patient)
                     self._place(run, at, piece, expected)
                     begin = until
                     with self._lock:

@@ -11,7 +11,6 @@ Not here: tensors of steps (convert), who writes the bytes (partial).
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -27,6 +26,7 @@ from statehold.errors import CorruptionError, MissingFileError, UnsupportedValue
 from statehold.format.selection import Answer, Names, Selection, check_answers
 from statehold.layout.flat import boxes_of_run
 from statehold.layout.layout import Box
+from statehold.tensors.devices.elements import host_memory
 from statehold.tensors.storable import part_of
 from statehold.units import MiB
 
@@ -57,7 +57,7 @@ class Streamed:
     def views(self) -> Iterator[memoryview]:
         """The bytes of each part, until the next one is asked for."""
         for part in self.parts():  # which lives as long as its view
-            yield memory_of(part)
+            yield host_memory(part)
 
 
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -84,11 +84,6 @@ class StreamedValue:
 def read_now(leaf: Any) -> Any:
     """A leaf of a tree; of a value that is not read yet, what it is."""
     return leaf.read() if isinstance(leaf, StreamedValue) else leaf
-
-
-def memory_of(part: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor of uint8, while it lives."""
-    return memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr())).cast("B")
 
 
 def runs(dtype: torch.dtype, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -157,7 +152,7 @@ class MappedFile:
         crc = 0
         for at in range(begin, begin + nbytes, PART_BYTES):
             part = self._view(torch.uint8, [min(PART_BYTES, begin + nbytes - at)], at, None)
-            crc = zlib.crc32(memory_of(part), crc)
+            crc = zlib.crc32(host_memory(part), crc)
             self.forget()
         return crc
 

@@ -7,7 +7,6 @@ on tiers is plain, too: it has a method whole().
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from statehold.errors import refused
+from statehold.tensors.devices.elements import host_memory
 
 
 def plain_layers(config: Any) -> list[Any]:
@@ -48,7 +48,5 @@ def as_pages(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def views(pages: torch.Tensor) -> list[memoryview]:
     """The memory of each row, which lives as long as one of the views."""
-    whole = (ctypes.c_char * pages.nbytes).from_address(pages.data_ptr())
-    whole.owner = pages  # type: ignore[attr-defined]
-    view, size = memoryview(whole).cast("B"), pages.shape[1]
+    view, size = host_memory(pages), pages.shape[1]
     return [view[at : at + size] for at in range(0, len(view), size)]

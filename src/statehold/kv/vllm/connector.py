@@ -17,7 +17,6 @@ Not here: the store (kv/store), what its pages depend on (opening).
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import mmap
@@ -35,8 +34,9 @@ from statehold.errors import refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, whole_blocks
 from statehold.kv.store import PageStore
-from statehold.kv.vllm.opening import PagesOptions
+from statehold.kv.vllm.opening import PagesOptions, made_when_asked
 from statehold.process.worker import Worker
+from statehold.tensors.devices.elements import host_memory
 from statehold.units import parse_bytes
 
 # How long the threads that save wait for a place in the store.
@@ -48,6 +48,7 @@ EMPTY_STEP_S = 0.005
 HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 W = TypeVar("W", bound="SharedWords")
+BlocksOf = Callable[[str], Sequence[int]]  # of a request
 _WORD = 8
 
 
@@ -262,12 +263,7 @@ class Promises:
             asked.slots = [slot for slot in asked.slots if slot not in set(used)]
         self._let_go(name)
 
-    def plan(
-        self,
-        scheduled: Mapping[str, int],
-        blocks_of: Callable[[str], Sequence[int]],
-        weights: int = 0,
-    ) -> Plan:
+    def plan(self, scheduled: Mapping[str, int], blocks_of: BlocksOf, weights: int = 0) -> Plan:
         """The plan of a step. scheduled: the tokens that a request has computed behind it."""
         plan = Plan(self._number, self._path, self._store.identity, weights, self._loads)
         for name, computed in scheduled.items():
@@ -280,9 +276,7 @@ class Promises:
             waiting[0].is_over(EMPTY_STEP_S)
         return plan
 
-    def _saves(
-        self, request: Any, computed: int, blocks_of: Callable[[str], Sequence[int]]
-    ) -> list[SavedBlocks]:
+    def _saves(self, request: Any, computed: int, blocks_of: BlocksOf) -> list[SavedBlocks]:
         """The blocks that are full behind the step, and not in the store."""
         name = request.request_id
         first = self._saved.get(name, 0)
@@ -354,10 +348,9 @@ class WorkerPages:
         self._buffers = torch.zeros(
             (count, self.page_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_cuda
         ).fill_(1)
-        self._memory = memory_of(self._buffers)
+        self._memory = host_memory(self._buffers)
         # A copy_() of a block of a layer costs half as much again as its bytes.
-        is_host = self._device.type == "cpu"
-        self._layers = [memory_of(each) if is_host else None for each in self._rows]
+        self._layers = [host_memory(each) if each.is_cpu else None for each in self._rows]
         self._free, self._guard = deque(range(count)), threading.Lock()
         self._staging: StagedPages | None = None
         self._saver = Worker("statehold-kv-save")
@@ -458,12 +451,6 @@ def rows_of(cache: torch.Tensor) -> torch.Tensor:
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device)
     shape, strides = (len(cache), block.numel() * size), (cache.stride(0) * size, 1)
     return raw.set_(cache.untyped_storage(), cache.storage_offset() * size, shape, strides)
-
-
-def memory_of(rows: torch.Tensor) -> memoryview:
-    """The bytes of rows in memory of the host, and what is between them."""
-    nbytes = (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(rows.data_ptr())).cast("B")
 
 
 # -- vLLM's interface ------------------------------------------------------------------------------
@@ -705,7 +692,4 @@ def _derived() -> type[Any]:
     return StateholdConnector
 
 
-def __getattr__(name: str) -> Any:
-    if name == "StateholdConnector":
-        return _derived()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked("StateholdConnector", _derived)

@@ -8,7 +8,7 @@ Not here: the store itself (kv/store), its use (connector, tier).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -96,3 +96,14 @@ class PagesOptions:
             expected = "a directory, or a step of a run"
             raise refused("the weights of these pages are not known", expected, weights, hint)
         return identity(weights, config, **facts)
+
+
+def made_when_asked(name: str, make: Callable[[], type[Any]]) -> Callable[[str], Any]:
+    """The __getattr__ of a module that has one class, which derives from a class of vLLM."""
+
+    def found(asked: str) -> Any:
+        if asked == name:
+            return make()
+        raise AttributeError(f"module {make.__module__!r} has no attribute {asked!r}")
+
+    return found

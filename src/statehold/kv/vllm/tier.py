@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.store import PageStore
-from statehold.kv.vllm.opening import PagesOptions
+from statehold.kv.vllm.opening import PagesOptions, made_when_asked
 
 _GOOD = frozenset({PageVerdict.HIT, PageVerdict.STORED, PageVerdict.THERE})
 
@@ -139,10 +139,9 @@ def _derived() -> type[Any]:
             )
             found = PagesOptions.of(options)
             config = offloading_spec.config
-            layout = {"version": __version__, "chunk": _layout(config)}
-            identity = found.identity_of(config.model.name, **layout)
-            page_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-            self.begin(found.opened(page_bytes, identity), primary_kv_view)
+            model, layout, view = config.model.name, _layout(config), primary_kv_view
+            identity = found.identity_of(model, version=__version__, chunk=layout)
+            self.begin(found.opened(view.nbytes // len(view), identity), view)
 
     return StateholdTier
 
@@ -159,7 +158,4 @@ def _layout(config: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name == "StateholdTier":
-        return _derived()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked("StateholdTier", _derived)

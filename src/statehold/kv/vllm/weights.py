@@ -34,7 +34,7 @@ from statehold.errors import refused
 from statehold.io.memory_room import spare_memory
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.loader import StepPart, StepReader
-from statehold.kv.vllm.opening import Sums, serve, served
+from statehold.kv.vllm.opening import Sums, made_when_asked, serve, served
 from statehold.options.paths import NamedStep
 from statehold.process.warn import logger
 from statehold.process.worker import Crew, Task, yield_processor
@@ -217,7 +217,4 @@ def _derived() -> type[Any]:
     return StateholdWeights
 
 
-def __getattr__(name: str) -> Any:
-    if name == "StateholdWeights":
-        return _derived()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked("StateholdWeights", _derived)

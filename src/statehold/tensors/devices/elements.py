@@ -1,6 +1,8 @@
-"""Bytes and elements of device tensors: how they are shown, so that every device can copy them."""
+"""Bytes and elements of tensors: how they are shown, so that every device can copy them."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
@@ -27,3 +29,13 @@ def flat(tensor: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     # Not view(-1): a single element may have any stride, and keeps it.
     whole = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return whole if whole.numel() == nbytes else whole.narrow(0, offset, nbytes)
+
+
+def host_memory(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor of the host, to read and write, from its first element to its last
+    one. The tensor lives as long as the view."""
+    places = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in places) if tensor.numel() else 0
+    memory = (ctypes.c_char * (elements * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
