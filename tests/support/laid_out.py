@@ -109,4 +109,5 @@ class Disk:
         job.wait_written(DEADLINE_S)
         job.finish()
         tree = {spec.name: {"$tensor": spec.name} for spec in specs}
-        return writes.build_record(plan, tree, job.checksums(), ATTEMPT, {})
+        found = writes.account(plan.save, job.checksums())
+        return writes.build_record(plan, tree, *found, attempt=ATTEMPT)

@@ -10,7 +10,7 @@ from typing import Any
 
 from statehold._core import xxh3_64
 from statehold.encoding.header import bytes_of
-from statehold.format.entries import record_file
+from statehold.format.entries import Again, json_of, record_file
 from statehold.format.manifest import Manifest
 from statehold.layout.plan import (
     BLOCK_BYTES,
@@ -36,6 +36,15 @@ SPECS = (
     spec("scalar", "I64"),
     spec("large", "U8", 3 * BLOCK_BYTES),
 )
+
+
+def again_of(document: Any, is_known: bool) -> Again | None:
+    """What the document before said, if it had the same tensors."""
+    if not is_known:
+        return None
+    said = json.loads(document.sealed())
+    members = {key: said[key] for key in ("meshes", "tensors") if key in said}
+    return Again(members, said["tensors"], json_of(document.state), document.state)
 
 
 def sums_for(plan: SavePlan) -> bytes:

@@ -18,14 +18,14 @@ from statehold.checkpoint.save import writes
 from statehold.checkpoint.save.writes import Sealing
 from statehold.encoding import header, strictjson, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
-from statehold.format.entries import About, Again, json_of, record_file
+from statehold.format.entries import About, record_file
 from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import TensorSpec, plan_save, sum_places
 from statehold.layout.share import PlanCache
 from statehold.layout.stored import StoredFile, StoredPart
 from support.calls import calls_of
 from support.seeds import SEED
-from support.steps import SPECS, document_of, manifest_of, seal, spec, sums_for
+from support.steps import SPECS, again_of, document_of, manifest_of, seal, spec, sums_for
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "v1").iterdir())
 (GOLDEN_V3,) = (Path(__file__).parents[1] / "golden" / "v3").iterdir()
@@ -288,12 +288,6 @@ def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: 
     other = replace(manifest, **wrong)
     with pytest.raises(InvariantError, match="no reader would accept"):
         other.encode(again_of(other, is_known))
-
-
-def again_of(manifest: Manifest, is_known: bool) -> Again | None:
-    state = json_of(manifest.state)
-    tensors = json_of(manifest.nodes())
-    return Again(tensors, manifest.tensors, state, manifest.state) if is_known else None
 
 
 @pytest.mark.parametrize("step", GOLDEN, ids=lambda path: path.name)

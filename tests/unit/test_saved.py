@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from statehold.checkpoint.save.writes import Sealing
 from statehold.errors import InvariantError, ManifestError, StateMismatchError
-from statehold.format.entries import Again, json_of, record_file
+from statehold.format.entries import record_file
 from statehold.format.manifest import groups_of
 from statehold.format.record import Record
 from statehold.format.saved import PlacedChunk, SavedTensor, open_step
 from statehold.format.trees import Differs
 from statehold.layout.layout import Box, Layout, Mesh, Ranks
 from statehold.layout.plan import TensorSpec, plan_save
-from statehold.layout.share import HeldTensor
+from statehold.layout.share import HeldTensor, PlanCache
+from statehold.layout.stored import StoredPart
+from statehold.ranks.membership import Membership
+from support.calls import calls_of
+from support.meshes import local_spec
 from support.records import DIRECTORY, World, example
-from support.steps import SPECS, manifest_of, sums_for, true_sums
+from support.seeds import SEED
+from support.steps import SPECS, again_of, manifest_of, spec, sums_for, true_sums
 
 PAIR = Mesh((2,), (0, 1))
 
@@ -256,8 +263,46 @@ def test_what_no_reader_accepts_is_not_encoded(wrong: dict[str, Any], is_known: 
         other.encode(again_of(other, is_known))
 
 
-def again_of(record: Record, is_known: bool) -> Again | None:
-    return Again(json_of({}), (), json_of(record.state), record.state) if is_known else None
+@pytest.mark.parametrize("seed", range(SEED, SEED + 10))
+def test_a_later_record_has_the_bytes_of_a_first_one(seed: int) -> None:
+    """With other checksums, contents and values, and boxes of several ranks."""
+    rng = random.Random(seed)
+    layouts = [None, Layout(PAIR, ((0, 0),)), Layout(PAIR, ())]
+    names = ["content", '"content":"0"', "sums", "a", "b", "é"]
+    specs = list[TensorSpec]()
+    for name in rng.sample(names, len(names)):
+        size, layout = rng.choice([2, 4096, 3 << 20]), rng.choice(layouts)
+        own_spec = spec(name, "U8", size)
+        specs.append(local_spec(name, "U8", (size,), layout, 1) if layout else own_spec)
+    own = [each.name for each in specs if each.layout is None]
+    plans, later, before = PlanCache(Membership(1, 2)), Sealing(), dict[str, str]()
+    for step in range(5):
+        plan, few = plans.get(specs, step), rng.sample(own, rng.randint(0, len(own)))
+        prints = {name: rng.getrandbits(64) for name in (few if step > 3 else own)}
+        state = {"a": {"$tensor": "a"}, "b": {"w": {"$tensor": "b"}, "n": step // 2}}
+        said = plan, state, rng.randbytes(len(sums_for(plan.save))), StoredPart(), "5eed-1", prints
+        raw, digests = later.record(*said)
+        assert (raw, digests) == Sealing().record(*said)
+        record = Record.decode(raw, "r")
+        assert record.contents == {name: f"{value:016x}" for name, value in prints.items()}
+        assert digests == record.group_digests()
+        assert (digests == before) is (step in (1, 3))
+        before = digests
+
+
+def test_a_later_record_costs_what_is_new_in_its_state() -> None:
+    layout = Layout(PAIR, ((0, 0),))
+    specs = [local_spec(f"layers.{i}", "U8", (64,), layout, 1) for i in range(1000)]
+    model = {each.name: {"$tensor": each.name} for each in specs}
+    plans, sealing = PlanCache(Membership(1, 2)), Sealing()
+
+    def calls(step: int) -> int:
+        plan, state = plans.get(specs, step), {"model": model, "step": step}
+        said = plan, state, sums_for(plan.save), StoredPart(), "5eed-1", dict[str, int]()
+        return calls_of(lambda: sealing.record(*said))
+
+    assert calls(1) > 50 * len(specs)
+    assert calls(2) < 2 * len(specs)
 
 
 def test_a_record_costs_what_it_holds_not_how_many_ranks_there_are() -> None:

@@ -48,7 +48,7 @@ _OF_A_CHUNK = ("offsets", "shape", "file", "begin", "end", "sums")
 _DTYPE = re.compile("|".join(header.DTYPE_BITS))
 _SUMS = re.compile(r"(?:[0-9a-f]{16})*")
 # In JSON. Quotes inside of a name are not written like these.
-_SUMS_OF_A_CHUNK = re.compile(r'(?<="sums":")[0-9a-f]*(?=")')
+_CHANGING = re.compile(r'(?:(?<="sums":")|(?<="content":"))[0-9a-f]*(?=")')
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -194,38 +194,51 @@ def sha256(data: bytes) -> str:
 
 
 class TensorsForm:
-    """The `tensors` of a document, to be written again with other checksums.
+    """What a document says of tensors, to be written again with other checksums and contents.
 
     It holds texts and numbers only: Python's collector has nothing to look at.
+    members: of the document: `tensors`, and what stays as it is. is_cut: whether a box is in
+    several chunks.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], files: Sequence[FileEntry]) -> None:
-        self.names = frozenset(tensors)
-        self._between = _SUMS_OF_A_CHUNK.split(json_of(tensors))
-        chunks = [chunk for each in tensors.values() for chunk in each["chunks"]]
-        self._file = array("q", [chunk["file"] for chunk in chunks])
+    def __init__(
+        self, members: Mapping[str, Any], files: Sequence[FileEntry], is_cut: bool = False
+    ) -> None:
+        self._members = {key: json_of(each) for key, each in members.items()}
+        self.names, self.is_cut = frozenset(members["tensors"]), is_cut
+        self.with_content, changing = list[str](), list[Mapping[str, Any]]()
+        for name, each in members["tensors"].items():
+            if "content" in each:  # all of them are like the checksums of one more file
+                self.with_content.append(name)
+                changing.append({"file": len(files), "begin": len(changing), "sums": "0" * 16})
+            changing += each["chunks"]
+        self._between = _CHANGING.split(self._members["tensors"])
+        self._file = array("q", [each["file"] for each in changing])
         self._begin, self._end = array("q", self._file), array("q", self._file)
-        at = [len(file.header_sums) for file in files]
-        for i in sorted(range(len(chunks)), key=lambda i: chunks[i]["begin"]):
+        at = [*(len(file.header_sums) for file in files), 0]
+        for i in sorted(range(len(changing)), key=lambda i: changing[i]["begin"]):
             self._begin[i] = at[self._file[i]]
-            self._end[i] = at[self._file[i]] = self._begin[i] + len(chunks[i]["sums"])
+            self._end[i] = at[self._file[i]] = self._begin[i] + len(changing[i]["sums"])
 
-    def of(self, texts: Sequence[str]) -> Json:
-        """The tensors. texts: the checksums of each file, those of its header first."""
-        sums = map(
+    def of(self, texts: Sequence[str]) -> dict[str, Json]:
+        """The members. texts: the checksums of each file, those of its header first; then the
+        contents, in the order of `with_content`."""
+        found = map(
             str.__getitem__, map(texts.__getitem__, self._file), map(slice, self._begin, self._end)
         )
-        return Json("".join(chain.from_iterable(zip_longest(self._between, sums, fillvalue=""))))
+        both = zip_longest(self._between, found, fillvalue="")
+        return {**self._members, "tensors": Json("".join(chain.from_iterable(both)))}
 
 
 class Again(NamedTuple):
-    """What is known of a document whose form was read before: its tensors and their names; its
-    state, and the `unread` part of that, which has to be read again."""
+    """What is known of a document whose form was read before. members: of TensorsForm.of(). names:
+    of the tensors. unread: the part of the state that has to be read again."""
 
-    tensors: Json
+    members: Mapping[str, Any]
     names: Container[str]
     state: Json
     unread: Any
+    is_cut: bool = False
 
 
 # -- reading ---------------------------------------------------------------------------------------

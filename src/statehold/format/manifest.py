@@ -34,6 +34,7 @@ from statehold.format.entries import (
     FileEntry,
     Json,
     TensorEntry,
+    TensorsForm,
     check_about,
     check_state,
     chunk_document,
@@ -98,7 +99,7 @@ class Manifest:
         if again is None:
             decode = partial(Manifest.decode, value_of=value_of)
             return proven(self.sealed(), decode, "manifest")
-        document = self._document(again.tensors, again.state)
+        document = self._document(again.members, again.state)
         rest = {**document, "files": [], "tensors": {}, "state": again.unread}
         check_rest = partial(_check_rest, tensors=again.names, value_of=value_of)
         proven(seal(rest, "manifest"), check_rest, "manifest")
@@ -106,11 +107,14 @@ class Manifest:
 
     def sealed(self) -> bytes:
         """The same, not read again."""
-        return seal(self._document(self.nodes(), json_of(self.state)), "manifest")
+        return seal(self._document(self._members(), json_of(self.state)), "manifest")
 
-    def nodes(self) -> dict[str, Any]:
-        """The member `tensors`."""
-        return {
+    def form(self) -> TensorsForm:
+        """For the next manifest with these files and tensors."""
+        return TensorsForm(self._members(), self.files)
+
+    def _members(self) -> dict[str, Any]:
+        tensors = {
             name: {
                 "dtype": entry.dtype,
                 "shape": entry.shape,
@@ -118,13 +122,14 @@ class Manifest:
             }
             for name, entry in self.tensors.items()
         }
+        return {"tensors": tensors}
 
-    def _document(self, tensors: Any, state: Json) -> dict[str, Any]:
+    def _document(self, members: Mapping[str, Any], state: Json) -> dict[str, Any]:
         return {
             **_head(self, self._version(state)),
             "block_bytes": self.block_bytes,
             "files": [asdict(entry) for entry in self.files],
-            "tensors": tensors,
+            **members,
             "state": state,
             **self.about.document(),
         }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from statehold.format.entries import (
     EntryReader,
     FileEntry,
     Json,
+    TensorsForm,
     check_state,
     chunk_document,
     json_of,
@@ -83,53 +84,54 @@ class Record:
     @property
     def version(self) -> int:
         """The lowest that can hold it: version 4 if it has a box in several chunks."""
-        return self._version(json_of(self.state))
+        return _version(self._is_cut(), json_of(self.state))
 
-    def _version(self, state: Json) -> int:
-        if any(
+    def _is_cut(self) -> bool:
+        return any(
             len(self.chunks.get(held.name, ())) > 1
             for held in self.held
             if not isinstance(held.layout, ExplicitLayout)
-        ):
-            return 4
-        return 3 if needs_version_3(state) else 2
+        )
 
     def encode(self, again: Again | None = None, value_of: LeafReader | None = None) -> bytes:
         """The bytes of the record, sealed by their own sha256, and read again.
 
         again: a record with these files and tensors, except for their checksums and contents, was
-            read again before, so only the rest is.
+            read again before, so only the rest is. Then this one need not have the chunks.
         value_of: as for check_state().
         """
-        document = self._document(again.state if again else json_of(self.state))
-        raw, rest = seal(document, "record"), None
-        if again is not None:
-            rest = {**document, "files": [], "meshes": [], "tensors": {}, "state": again.unread}
-
-        def read(raw: bytes, path: str) -> None:
-            _reader(raw, path).record(self if rest else None, value_of)
-
-        proven(seal(rest, "record") if rest else raw, read, "record")
-        return raw
+        if again is None:
+            return proven(self.sealed(), lambda *it: _reader(*it).record(None, value_of), "record")
+        document = self._document(again.members, again.state, again.is_cut)
+        rest = {**document, "files": [], "meshes": [], "tensors": {}, "state": again.unread}
+        known = again.names, self.contents
+        proven(seal(rest, "record"), lambda *it: _reader(*it).record(known, value_of), "record")
+        return seal(document, "record")
 
     def sealed(self) -> bytes:
         """The same, not read again."""
-        return seal(self._document(json_of(self.state)), "record")
+        return seal(self._document(self._members(), json_of(self.state), self._is_cut()), "record")
 
-    def _document(self, state: Json) -> dict[str, Any]:
+    def form(self) -> TensorsForm:
+        """For the next record with these files and tensors."""
+        return TensorsForm(self._members(), self.files, self._is_cut())
+
+    def _members(self) -> dict[str, Any]:
         meshes = _MeshTable()
         tensors = {held.name: self._tensor_document(held, meshes) for held in self.held}
+        return {"meshes": meshes.documents(), "tensors": tensors}
+
+    def _document(self, members: Mapping[str, Any], state: Json, is_cut: bool) -> dict[str, Any]:
         return {
             "format": FORMAT,
-            "version": self._version(state),
+            "version": _version(is_cut, state),
             "step": self.step,
             "world_size": self.world_size,
             "rank": self.rank,
             "attempt": self.attempt,
             "block_bytes": self.block_bytes,
             "files": [asdict(entry) for entry in self.files],
-            "meshes": meshes.documents(),
-            "tensors": tensors,
+            **members,
             "state": state,
         }
 
@@ -141,13 +143,17 @@ class Record:
         document["chunks"] = [chunk_document(chunk) for chunk in chunks]
         return document
 
-    def group_digests(self) -> dict[str, str]:
+    def group_digests(self, known: Mapping[str, str] | None = None) -> dict[str, str]:
         """For each name at the top of the state, a digest of the node and of the tensors in it.
 
         Contents and chunks do not count. Ranks with equal digests make a group.
+        known: those of nodes and tensors that have not changed since an earlier record.
         """
-        digests = {}
+        digests = dict[str, str]()
         for key, (_, node) in (members_of(self.state) or {}).items():
+            if known and key in known:
+                digests[key] = known[key]
+                continue
             # a new one: its numbers do not depend on the other tensors of the rank
             meshes = _MeshTable()
             held = {name: _held_document(self.tensors[name], meshes) for name in tensors_of(node)}
@@ -169,6 +175,10 @@ class Record:
         Raises as decode() does.
         """
         return _reader(raw, path).files()
+
+
+def _version(is_cut: bool, state: Json) -> int:
+    return 4 if is_cut else 3 if needs_version_3(state) else 2
 
 
 def _reader(raw: bytes, path: str) -> _Reader:
@@ -261,8 +271,12 @@ class _Reader:
         self.chunks: dict[str, tuple[Chunk, ...]] = {}
         self.contents: dict[str, str] = {}
 
-    def record(self, of: Record | None = None, value_of: LeafReader | None = None) -> Record:
-        """of: the record that the document is the rest of, without its tensors."""
+    def record(
+        self,
+        known: tuple[Container[str], Mapping[str, str]] | None = None,
+        value_of: LeafReader | None = None,
+    ) -> Record:
+        """known: the names and the contents of the tensors, which the document has not."""
         check, members = self.check, self.members
         step = check.integer(members["step"], "step", high=STEP_MAX)
         attempt = check_attempt(check, members["attempt"])
@@ -273,9 +287,10 @@ class _Reader:
         self.entries.check_tiling(self.chunks.items())
         if members_of(members["state"]) is None:
             check.fail("state", "an object", show(members["state"]))
-        for name, content in of.contents.items() if of else ():
+        names, contents = known or (nodes, {})
+        for name, content in contents.items():
             self._content(name, content)
-        check_state(check, members["state"], of.tensors if of else nodes, self.version, value_of)
+        check_state(check, members["state"], names, self.version, value_of)
         return Record(
             step=step,
             world_size=self.world_size,

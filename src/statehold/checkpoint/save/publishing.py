@@ -30,7 +30,7 @@ from statehold.checkpoint.levels.commit_rounds import CommitRounds
 from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import NO_COPIES, Promotions
 from statehold.checkpoint.save.handle import Work
-from statehold.checkpoint.save.writes import WRITER, Sealing, build_record, now
+from statehold.checkpoint.save.writes import WRITER, Sealing, now
 from statehold.errors import (
     PUBLISHED,
     MissingFileError,
@@ -156,14 +156,9 @@ class Together:
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
-        record = build_record(
-            work.plan, work.tree, sums, work.attempt, work.fingerprints, work.taken
+        raw, digests = self._sealing.record(
+            work.plan, work.tree, sums, work.taken, work.attempt, work.fingerprints
         )
-        raw, digests = (
-            self._sealing.record(record, work.plan, sums, work.taken),
-            record.group_digests(),
-        )
-        del record
         name = record_name(self.peers.rank, self.peers.world_size)
         with work.save.stage("seal"):
             work.place.store.seal(work.save.step, work.attempt, name, raw)  # D3

@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from itertools import compress, count, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from statehold import _core
 from statehold._core import Engine, File, WriteJob
@@ -49,6 +50,7 @@ WRITER = f"statehold {__version__}"  # as a manifest records it
 FILE_CLOSES_S = 60.0
 
 _NOTHING = StoredPart()
+D = TypeVar("D", Manifest, Record)
 
 # Of parts of a state, by their keys. Parts of parts count down to this depth: among the values of a
 # framework most are the same at each save.
@@ -231,13 +233,14 @@ def build_manifest(
 def build_record(
     plan: RankPlan,
     tree: Any,
-    sums: bytes,
+    files: tuple[FileEntry, ...],
+    tensors: dict[str, TensorEntry],
+    *,
     attempt: str,
-    fingerprints: Mapping[str, int],
+    contents: Mapping[str, str] | None = None,
     taken: StoredPart = _NOTHING,
 ) -> Record:
-    """The record of one of several ranks."""
-    files, tensors = account(plan.save, sums, taken.files)
+    """The record of one of several ranks, from its plan and account()."""
     return Record(
         step=plan.save.step,
         world_size=plan.save.world_size,
@@ -248,7 +251,7 @@ def build_record(
         held=(*plan.share.held, *taken.held),
         chunks={name: entry.chunks for name, entry in tensors.items()},
         state=tree,
-        contents={name: f"{value:016x}" for name, value in fingerprints.items()},
+        contents=contents or {},
     )
 
 
@@ -265,36 +268,52 @@ class Sealing:
         self._made_of: tuple[object, ...] | None = None  # None: no document was accepted
         self._form: TensorsForm | None = None
         self._accepted = Texts()
+        self._digests = dict[str, str]()
 
     def manifest(
         self, plan: RankPlan, tree: Any, sums: bytes, taken: StoredPart, about: About
     ) -> bytes:
         """The bytes of the commit record of a single-rank step; see build_manifest()."""
-        made_of, texts = _made_of(plan, sums, taken), Texts()
-        state = self._state(tree, texts)
-        form = self._form if made_of == self._made_of else None
-        if form is None:
-            found = account(plan.save, sums, taken.files)
-            manifest = build_manifest(plan.save, tree, *found, about)
-            raw = manifest.encode(value_of=value_of)
-            self._form = TensorsForm(manifest.nodes(), manifest.files)
+        build = partial(build_manifest, plan.save, tree, about=about)
+        return self._encoded(build, plan, tree, sums, taken, {})[0]
+
+    def record(
+        self, plan: RankPlan, tree: Any, sums: bytes, taken: StoredPart, attempt: str,
+        fingerprints: Mapping[str, int],
+    ) -> tuple[bytes, dict[str, str]]:  # fmt: skip
+        """The bytes of a rank's record, and its group digests; see build_record()."""
+        contents = {name: f"{value:016x}" for name, value in fingerprints.items()}
+        build = partial(build_record, plan, tree, attempt=attempt, contents=contents, taken=taken)
+        before, form = self._accepted, self._form
+        raw, record = self._encoded(build, plan, tree, sums, taken, contents)
+        are_same = self._form is form
+        known = {
+            key: digest
+            for key, digest in self._digests.items()
+            if are_same and (key,) in before and before[key,] == self._accepted.get((key,))
+        }
+        self._digests = record.group_digests(known)
+        return raw, self._digests
+
+    def _encoded(
+        self, build: Callable[..., D], plan: RankPlan, tree: Any, sums: bytes, taken: StoredPart,
+        contents: Mapping[str, str],
+    ) -> tuple[bytes, D]:  # fmt: skip
+        """What `build` makes of files and tensors, and its bytes."""
+        made_of, texts = (*_made_of(plan, sums, taken), frozenset(contents)), Texts()
+        state, form = self._state(tree, texts), self._form
+        if form is None or made_of != self._made_of:
+            document = build(*account(plan.save, sums, taken.files))
+            raw, form = document.encode(value_of=value_of), document.form()
         else:
             plans, its = zip(*_files(plan.save, sums, taken.files), strict=True)
             hexes = list(map(sums_to_hex, its))
-            manifest = build_manifest(
-                plan.save, tree, tuple(map(file_entry, plans, hexes)), {}, about
-            )
-            raw = manifest.encode(Again(form.of(hexes), form.names, *state), value_of)
-        self._made_of, self._accepted = made_of, texts
-        return raw
-
-    def record(self, record: Record, plan: RankPlan, sums: bytes, taken: StoredPart) -> bytes:
-        """The bytes of a record that was built from `plan`, `sums` and `taken`."""
-        made_of, texts = _made_of(plan, sums, taken), Texts()
-        again = Again(Json(), (), *self._state(record.state, texts))
-        raw = record.encode(again if made_of == self._made_of else None, value_of)
-        self._made_of, self._accepted = made_of, texts
-        return raw
+            document = build(tuple(map(file_entry, plans, hexes)), {})
+            hexes.append("".join(map(contents.__getitem__, form.with_content)))
+            again = Again(form.of(hexes), form.names, *state, form.is_cut)
+            raw = document.encode(again, value_of)
+        self._made_of, self._form, self._accepted = made_of, form, texts
+        return raw, document
 
     def _state(self, tree: Any, texts: Texts) -> tuple[Json, Any]:
         """The JSON of a state, and what of it was not accepted before; `texts` gets its parts."""
@@ -338,7 +357,8 @@ def manifest_bytes(plan: SavePlan, tree: Any) -> int:
 
 def record_bytes(plan: RankPlan, tree: Any, attempt: str) -> int:
     """The bytes of a rank's record, before its checksums are known; without fingerprints."""
-    return len(build_record(plan, tree, _no_sums(plan.save), attempt, {}).sealed())
+    found = account(plan.save, _no_sums(plan.save))
+    return len(build_record(plan, tree, *found, attempt=attempt).sealed())
 
 
 def _no_sums(plan: SavePlan) -> bytes:

@@ -31,7 +31,7 @@ def of(value: Any) -> Any | None:
 
 
 def capture(to: Capturing, value: Any, path: str) -> Any | None:
-    if hasattr(value, "stored_state") and isinstance(value, StoredObject):
+    if isinstance(value, StoredObject):
         return to.inside(value, partial(_stored, to, value), path)
     if not to.own and loaders.found_in(value):
         return {}

@@ -174,7 +174,7 @@ def parameters(
 def _states_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any | None]:
     """What the optimizer keeps for each of its parameters; None where it keeps nothing."""
     state: Mapping[torch.Tensor, Any] = optimizer.state
-    if hasattr(optimizer, "gathered_state") and isinstance(optimizer, GathersState):
+    if isinstance(optimizer, GathersState):
         state = optimizer.gathered_state()
     if len(state) == len(parameters) and all(map(is_, state, parameters)):
         return list(state.values())  # hashing a tensor takes long
@@ -251,7 +251,7 @@ class _States:
     def node(self, optimizer: Optimizer, names: list[str], found: list[torch.Tensor]) -> Any:
         """Of each parameter that has a state, by the parameter's name."""
         held = None
-        if hasattr(optimizer, "stored_parameters") and isinstance(optimizer, StoredOptimizer):
+        if isinstance(optimizer, StoredOptimizer):
             held = self._stored(optimizer, names, found)
         held = _states_of(optimizer, found) if held is None else held
         if type(None) in set(map(type, held)):  # not all have a state
