@@ -288,6 +288,9 @@ def test_a_later_record_has_the_bytes_of_a_first_one(seed: int) -> None:
         assert digests == record.group_digests()
         assert (digests == before) is (step in (1, 3))
         before = digests
+    plan = plans.get([spec(name, "U8", 1) for name in names], 5)
+    of_others = plan, state, sums_for(plan.save), StoredPart(), "5eed-1", dict[str, int]()
+    assert later.record(*of_others) == Sealing().record(*of_others)
 
 
 def test_a_later_record_costs_what_is_new_in_its_state() -> None:
