@@ -1,7 +1,8 @@
 """`python -m bench.host`: what a save of many tensors costs the processor, whatever their sizes.
 
-Owns: the milliseconds of save() on the trainer's thread, and those of enqueueing small pieces on
-the stage thread, while the structure of the state stays as it is: of the benchmarks' own 804
+Owns: the milliseconds of save() on the trainer's thread, those of enqueueing small pieces on the
+stage thread, and those of the manifest's bytes on the commit thread, while the structure of the
+state stays as it is: of the benchmarks' own 804
 tensors in host memory, made small, and of 800 and 20,000 tensors of a device. There tensors with
 dimensions are taken for those of a device whose every call returns at once, so the figures are
 those of the library's own Python.
@@ -26,6 +27,7 @@ from torch import nn
 
 import statehold
 from bench.state import Shape, TrainingState
+from statehold.checkpoint.save import writes
 from statehold.tensors import columns, found
 from statehold.tensors.devices import copying, devices
 
@@ -71,21 +73,26 @@ def state_of(tensors: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-@contextmanager
-def emulated(enqueued_s: list[float]) -> Iterator[None]:
-    """Inside, tensors with dimensions are a device's. Collects seconds of the stage thread."""
-    run = copying.DeviceCopies.run
+def timed(kind: type, name: str, seconds: list[float]) -> Any:
+    """Collects what each call of a method costs its thread."""
+    method = getattr(kind, name)
 
-    def timed(copies: copying.DeviceCopies) -> None:
+    def timing(*given: Any) -> Any:
         begin_s = time.thread_time()
-        run(copies)
-        enqueued_s.append(time.thread_time() - begin_s)
+        found = method(*given)
+        seconds.append(time.thread_time() - begin_s)
+        return found
 
+    return mock.patch.object(kind, name, timing)
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Inside, tensors with dimensions are a device's."""
     with (
         mock.patch.object(devices, "backend_for", return_value=AtOnce()),
         mock.patch.object(found, "is_external", lambda tensor: tensor.dim() > 0),
         mock.patch.object(columns, "devices_of", device_if_dimensions),
-        mock.patch.object(copying.DeviceCopies, "run", timed),
     ):
         yield
 
@@ -103,10 +110,12 @@ def llama() -> dict[str, Any]:
 
 def measure(state: dict[str, Any], saves: int, *, on_device: bool) -> str:
     """A line of the table. An update comes before each save."""
-    blocked_s, enqueued_s = list[float](), list[float]()
+    blocked_s, enqueued_s, sealed_s = list[float](), list[float](), list[float]()
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        emulated(enqueued_s) if on_device else nullcontext(),
+        emulated() if on_device else nullcontext(),
+        timed(copying.DeviceCopies, "run", enqueued_s) if on_device else nullcontext(),
+        timed(writes.Sealing, "manifest", sealed_s),
         statehold.Checkpointer(f"{directory}/run", keep=2) as ckpt,
     ):
         for step in range(saves + LEARNING):
@@ -118,7 +127,7 @@ def measure(state: dict[str, Any], saves: int, *, on_device: bool) -> str:
         count = save.stats.tensors
     where = "device" if on_device else "host"
     first = f"{1e3 * blocked_s[0]:>8.1f}"
-    return f"{count:>8}  {where:>6}  {first}  {_ms(blocked_s)}  {_ms(enqueued_s)}"
+    return f"{count:>8}  {where:>6}  {first}  {_ms(blocked_s)}  {_ms(enqueued_s)}  {_ms(sealed_s)}"
 
 
 def _ms(seconds: list[float]) -> str:
@@ -135,8 +144,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--saves", type=int, default=50)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"{'':8}  {'':>6}  {'first':>8}  {'save(), ms':>26}  {'enqueueing, ms':>26}")
-    print(f"{'tensors':>8}  {'on':>6}  {'save':>8}  {HEAD}  {HEAD}")
+    heads = "  ".join(f"{each:>26}" for each in ("save(), ms", "enqueueing, ms", "manifest, ms"))
+    print(f"{'':8}  {'':>6}  {'first':>8}  {heads}")
+    print(f"{'tensors':>8}  {'on':>6}  {'save':>8}  {HEAD}  {HEAD}  {HEAD}")
     print(measure(llama(), given.saves, on_device=False))
     for tensors in given.tensors:
         print(measure(state_of(tensors), given.saves, on_device=True))

@@ -175,7 +175,7 @@ def test_what_a_save_costs_the_host_is_measured(
     assert on_host.split()[:2] == ["804", "host"]
     assert on_device.split()[:2] == ["40", "device"]
     assert all(float(each) > 0 for each in [*on_host.split()[2:6], *on_device.split()[2:]])
-    assert len(on_device.split()) == 9
+    assert len(on_device.split()) == 12
 
 
 def test_each_protection_can_still_be_left_out(
