@@ -40,7 +40,7 @@ def test_relative_paths_are_the_trainers(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_options_that_are_no_json_are_refused() -> None:
-    levels = [*LEVELS[:2], ObjectStore("s3://b/p", options={"timeout": object()})]
+    levels = [*LEVELS[:2], ObjectStore("s3://b/p", options={"region": object()})]
     with pytest.raises(UsageError, match="cannot be described"):
         orders(levels=levels).encode()
 
