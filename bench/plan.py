@@ -179,7 +179,7 @@ def _measure_rank(
         "record_bytes": len(encoded),
         "message_bytes": len(json.dumps(said)),
         "tensors": len(plan.share.held),
-        "parts": len(plan.share.parts),
+        "parts": len(plan.share.parts.specs),
         "written_bytes": plan.save.file_bytes,
         "cold_s": harness.median(cold),
         "cached_s": harness.median(cached),
