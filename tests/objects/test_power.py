@@ -157,14 +157,18 @@ def test_bytes_whose_sync_fails_are_not_taken_for_whole_later(
     assert not steps.has(7, FIRST, DATA, 4)
 
 
+@pytest.mark.parametrize("of", ["bytes", "name"])
 def test_a_commit_whose_sync_fails_does_not_count(
-    steps: ObjectSteps, monkeypatch: pytest.MonkeyPatch
+    steps: ObjectSteps, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be read until the power goes off, so that to read it confirms nothing."""
+    """Of its bytes, or of its name: it can be read until the power goes off, so that to read it
+    confirms nothing."""
     failed, sync = list[str](), os.fsync
 
     def fail(fd: int) -> None:
-        if (path := os.readlink(f"/proc/self/fd/{fd}")).endswith(commit_name(7)):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        is_of_bytes = f"{commit_name(7)}." in path
+        if is_of_bytes if of == "bytes" else Path(path, commit_name(7)).exists():
             failed.append(path)
             raise OSError(errno.EIO, "injected")
         sync(fd)

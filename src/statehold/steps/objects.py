@@ -376,7 +376,7 @@ class ObjectSteps(Shelf):
         except StorageError:
             # The answer may have been lost, and not the request. A store in files loses none, but
             # shows what it could not sync.
-            if self.where.startswith("file:") or not self._confirms(commit):
+            if self.client.is_local or not self._confirms(commit):
                 raise
         with self._guard:
             self._commits[commit.step] = commit

@@ -92,6 +92,7 @@ class ObjectClient:
         late: Callable[[], None] = lambda: None,
     ) -> None:
         self.url = check_url(url)
+        self.is_local = urlsplit(self.url).scheme == "file"
         self._late = late
         self._options = check_options(options)
         self._deadline_s = deadline_s
@@ -161,13 +162,12 @@ class ObjectClient:
     def _put(self, store: ObjectStore, name: str, data: Any, **how: Any) -> None:
         """A store in files answers before the disk has an object. There it gets its name after, and
         another one before, which is of this call alone: several ranks may put it."""
-        is_local = urlsplit(self.url).scheme == "file"
-        new = f"{name}.{secrets.token_hex(4)}{NEW}" if is_local else name
+        new = f"{name}.{secrets.token_hex(4)}{NEW}" if self.is_local else name
         store.put(new, data, **how)
-        if is_local:
-            self._make_durable(new)
+        self._make_durable(new, names=False)
+        if new != name:
             store.rename(new, name)
-            self._make_durable(name)
+        self._make_durable(name, content=False)
 
     def has(self, name: str, size: int) -> bool:
         """Whether an object of this size is there, durably. Its maker may have died before that."""
@@ -206,7 +206,7 @@ class ObjectClient:
         without them."""
 
         def delete(store: ObjectStore) -> None:
-            self._make_durable(directory, is_gone=True)
+            self._make_durable(directory, content=False)
             store.delete(paths)
 
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
@@ -294,13 +294,12 @@ class ObjectClient:
                     raise
         return ask()
 
-    def _make_durable(self, name: str, is_gone: bool = False) -> None:
-        """In a store in files: sync an object and its name, or its name alone."""
-        parts = urlsplit(self.url)
-        if parts.scheme == "file":
-            path = Path(unquote(parts.path), name)
+    def _make_durable(self, name: str, *, content: bool = True, names: bool = True) -> None:
+        """In a store in files: sync an object, and its name in the directories above."""
+        if self.is_local:
+            path = Path(unquote(urlsplit(self.url).path), name)
             with storing("make durable", str(path)):
-                sync_files([*path.parents] if is_gone else [path, *path.parents])
+                sync_files([path] * content + [*path.parents] * names)
 
     def _check_waiting(self, waited_s: float) -> None:
         if waited_s > LATE_S:
