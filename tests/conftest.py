@@ -94,6 +94,18 @@ def _copies_do_not_starve() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runs_leave_no_steps_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Folders of another session get the same names once somebody empties the folder of temporary
+    files, and a run in one of them would find the steps that memory still has of that session."""
+    from support.memory_left import free_below
+
+    base = tmp_path_factory.getbasetemp()
+    free_below(base)
+    yield
+    free_below(base)
+
+
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A path on a memory file system; nothing is there yet, and no other test uses it."""

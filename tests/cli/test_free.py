@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,8 @@ lock.release()
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "run"
-    yield path
-    shutil.rmtree(memory_path(str(path)), ignore_errors=True)
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
 
 
 def save(run: Path, *levels: statehold.Directory | Memory, steps: range = range(1, 4)) -> None:

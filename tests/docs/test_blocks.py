@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import threading
 import types
@@ -26,7 +25,6 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.checkpoint.levels.memory import memory_root
 from statehold.resilience import replicas
 from statehold.resilience.control import Server
 from statehold.resilience.protocol.coordinator import Coordinator
@@ -174,10 +172,8 @@ WITH_THE_BUCKET = {("guide.md", "Levels"): False, ("guide.md", "How often"): Tru
 
 
 @pytest.fixture(autouse=True)
-def _run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    yield
-    shutil.rmtree(memory_root(RUN), ignore_errors=True)
 
 
 def compiled(block: Block) -> types.CodeType:

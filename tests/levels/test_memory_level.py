@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import torch
 
 import statehold
 from statehold import errors
+from statehold.checkpoint.levels.memory import memory_root
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, Holdup, spy_on
 from support.inside import inside
 from support.levels import settle
+from support.memory_left import free_below
 
 NUMEL = 2_000_000
 BYTES = 4 * NUMEL
@@ -185,3 +188,17 @@ def test_a_killed_process_leaves_its_newest_step(memory: Path, run: Path) -> Non
         ckpt.save(6, content(6))
     with statehold.Checkpointer(run, **SMALL) as ckpt:
         assert ckpt.steps()[-1] == 6
+
+
+def test_the_tests_leave_no_steps_of_their_runs_in_memory(tmp_path: Path) -> None:
+    saved, other = tmp_path / "session" / "run", tmp_path / "other"
+    roots = [Path(memory_root(str(each))) for each in (saved, other)]
+    for each in (saved, other):
+        with statehold.Checkpointer(each, levels=[statehold.Memory(), statehold.Directory()]) as c:
+            c.save(1, {"step": 1}).wait("committed", DEADLINE_S)
+    assert all(root.is_dir() for root in roots)
+    shutil.rmtree(saved)  # as when somebody empties the folder of temporary files
+    free_below(tmp_path / "session")
+    assert [root.exists() for root in roots] == [False, True]
+    free_below(tmp_path)
+    assert not roots[1].exists()

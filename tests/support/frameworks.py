@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-
-from statehold.checkpoint.levels.memory import memory_root
 
 
 @contextlib.contextmanager
@@ -40,7 +37,6 @@ def trainer(seed: int) -> Iterator[dict[str, Any]]:
             "dataset": [{"input_ids": row, "labels": row} for row in rows],
             "Trainer": transformers.Trainer,
         }  # fmt: skip
-        shutil.rmtree(memory_root("out"), ignore_errors=True)
 
 
 @contextlib.contextmanager
