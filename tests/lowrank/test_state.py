@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import statehold
 from statehold import lowrank
-from support.faults import DEADLINE_S
-from support.gloo import run_ranks
+from support.gloo import JOIN_S, run_ranks
 from support.pairs import PLACES, Place, train, values, whole
 from support.small_llama import RANK, low_rank
 
@@ -57,7 +56,7 @@ def is_in(rank: int, world: int, meeting: Path) -> bool:
     if rank < world:
         dist.init_process_group(
             "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world,
-            timeout=timedelta(seconds=DEADLINE_S),
+            timeout=timedelta(seconds=JOIN_S),
         )  # fmt: skip
     return rank < world
 

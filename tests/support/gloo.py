@@ -75,4 +75,5 @@ def _rank(
     except BaseException:  # CheckpointException is one
         result = False, traceback.format_exc()
     Path(own, str(rank)).write_bytes(pickle.dumps(result))
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a worker may have left
+        dist.destroy_process_group()
