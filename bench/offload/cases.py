@@ -20,10 +20,12 @@ class Case:
 
     kind: who runs it (process.RUNNERS), or "deepspeed". paths: DIR, or DIR=RATE. host: bytes that
     keep state. gradients: "memory", or "storage" for what the module below says. ranks: processes
-    that do the same at the same time. takes_turns: on their path. saves: after every update; the
-    next one "waits" until that is committed, or is "lazy". trains: with a backward pass.
+    that do the same at the same time; with saves, one job of FSDP2. takes_turns: on their path.
+    saves: after every update; the next one "waits" until that is committed, or is "lazy". trains:
+    with a backward pass.
     widths: of the matrices of a model on a device, whose gradients are `drains`, and of whose
     subgroups one of `device_every` is updated there. of: the case that its ratio is to.
+    rank, folder: of one process. The folder lies on the first path, and all ranks have it.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Case:
     drains: bool = False
     device_every: int | str | None = None
     of: str = ""
+    rank: int = 0
+    folder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,15 @@ def saving(setup: Setup) -> list[Case]:
     ]
 
 
+def saving_ranks(setup: Setup) -> list[Case]:
+    """The same on two ranks with FSDP2, which begin each update together."""
+    path = (directory_of(setup.paths[0]),)
+    return [
+        Case(name="2 ranks, saves; an update waits", paths=path, ranks=2, saves="waits"),
+        Case(name=FULL_SAVE, kind="torch_saving", paths=path, ranks=2, saves="waits"),
+    ]
+
+
 def peers(setup: Setup) -> list[Case]:
     """DeepSpeed's offloads, and ours with no more memory."""
     path = (directory_of(setup.paths[0]),)
@@ -208,6 +221,7 @@ GROUPS: dict[str, Callable[[Setup], Sequence[Case]]] = {
     "ideas": ideas,
     "sharing": sharing,
     "saving": saving,
+    "saving-ranks": saving_ranks,
     "peers": peers,
     "device": device,
 }

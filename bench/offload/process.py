@@ -17,13 +17,15 @@ import contextlib
 import hashlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import statehold
 from bench.offload.cases import Case, directory_of, rate_of, width_of
@@ -48,10 +50,16 @@ class Model(torch.nn.Sequential):
         super().__init__(*linears)
         self.bfloat16()
         self._batch = torch.randn(8, width, device="cpu").bfloat16()
+        if dist.is_initialized():
+            fully_shard(self)
 
     def give_gradients(self) -> None:
         for param in self.parameters():
-            param.grad = torch.randn(param.shape, device="cpu").bfloat16()
+            local = param.to_local() if isinstance(param, DTensor) else param
+            grad = torch.randn(local.shape, device="cpu").bfloat16()
+            if isinstance(param, DTensor):
+                grad = DTensor.from_local(grad, param.device_mesh, param.placements)
+            param.grad = grad
 
     def backward(self) -> None:
         self.zero_grad()
@@ -61,7 +69,8 @@ class Model(torch.nn.Sequential):
 def digest(params: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for param in params:
-        found.update(param.detach().view(torch.int16).numpy())
+        local = param.detach().to_local() if isinstance(param, DTensor) else param.detach()
+        found.update(local.view(torch.int16).numpy())
     return found.hexdigest()
 
 
@@ -145,15 +154,13 @@ def _optimizer(case: Case, model: Model) -> offload.AdamW:
 
 
 class Saves:
-    """Saves `state` into a run beside the first path, if the case saves."""
+    """Saves `state` into a run in a folder on the first path, if the case saves."""
 
     def __init__(self, case: Case, state: Record, stack: contextlib.ExitStack) -> None:
         self._case, self._state = case, state
         self._handles: list[statehold.Save] = []
         if case.saves:
-            path = directory_of(case.paths[0])
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=path))
-            self._run = stack.enter_context(statehold.Checkpointer(folder, keep=1))
+            self._run = stack.enter_context(statehold.Checkpointer(f"{case.folder}/run", keep=1))
 
     def save(self) -> None:
         if self._case.saves:
@@ -281,6 +288,10 @@ def main(words: list[str]) -> int:
     given = json.loads(words[0])
     sequences = {name: tuple(given["case"][name]) for name in ("paths", "widths")}
     case = Case(**{**given["case"], **sequences})
+
+    if case.ranks > 1 and case.saves:
+        meeting = f"file://{case.folder}/meeting"
+        dist.init_process_group("gloo", meeting, rank=case.rank, world_size=case.ranks)
 
     def ready() -> None:
         print("ready", flush=True)

@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,13 @@ def carry_out(case: Case, setup: Setup, updates: int, deepspeed: str | None) -> 
         words = [*_deepspeed_words(case, setup, updates, deepspeed)]
         process = subprocess.Popen(words, text=True, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL)
         return _answers([process])[0]
-    given = {"case": dataclasses.asdict(case), "numel": setup.numel, "updates": updates}
-    return _merged(
-        _answers(
-            [
-                harness.start("bench.offload.process", json.dumps(given), stdin=-1, stdout=-1)
-                for _ in range(case.ranks)
-            ]
-        )
-    )
+    given = {"numel": setup.numel, "updates": updates}
+    first_path = cases.directory_of(case.paths[0]) if case.paths else None
+    with tempfile.TemporaryDirectory(dir=first_path) as folder:
+        ranks = [dataclasses.replace(case, rank=n, folder=folder) for n in range(case.ranks)]
+        words = [json.dumps({**given, "case": dataclasses.asdict(each)}) for each in ranks]
+        name = "bench.offload.process"
+        return _merged(_answers([harness.start(name, each, stdin=-1, stdout=-1) for each in words]))
 
 
 def _check_device(case: Case, setup: Setup) -> None:
@@ -104,6 +103,8 @@ def _merged(answers: Sequence[list[Record]]) -> list[Record]:
                 one["wall_s"] = max(one["wall_s"], other["wall_s"])
                 one["cpu_s"] += other["cpu_s"]
                 one["io_bytes"] += other["io_bytes"]
+            for one, other in zip(mine.get("saves", []), theirs.get("saves", []), strict=True):
+                one["wall_s"] = max(one["wall_s"], other["wall_s"])
     return first
 
 

@@ -43,8 +43,9 @@ def test_the_ideas_are_measured_and_the_bits_compared(run) -> None:
 
 @pytest.mark.skipif(os.environ.get("STATEHOLD_BENCH") != "all", reason="STATEHOLD_BENCH=all")
 def test_the_other_groups_run(run) -> None:
-    found, _ = run("paths,sharing,saving")
-    assert [len(records) for records in found.values()] == [3, 2, 3]
+    found, _ = run("paths,sharing,saving,saving-ranks")
+    assert [len(records) for records in found.values()] == [3, 2, 4, 2]
+    assert all(save["linked_bytes"] for save in found["saving-ranks"][0]["saves"])
 
 
 @pytest.mark.thorough
