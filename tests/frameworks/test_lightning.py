@@ -553,6 +553,23 @@ def test_checkpoints_from_before_a_kill_get_their_weights(
     assert [torch.load(path)["global_step"] for path in paths] == [*range(1, 9)]
 
 
+def test_a_job_with_nothing_left_to_train_writes_what_a_kill_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    options: dict[str, Any] = {"saves": {**EVERY, "filename": "{step}"}, "max_steps": 6}
+    with monkeypatch.context() as killed:
+        killed.setattr(Checkpoint, "write", lambda *_: None)  # the kill came before it
+        killed.setattr(Checkpoint, "remove", lambda _: None)
+        fit(out, max_epochs=None, **options)
+    assert not any(Checkpoint(path).has_weights() for path in out.glob("*.ckpt"))
+    model, trainer, _ = fit(out, "last", max_epochs=None, **options)
+    assert (model.seen, trainer.global_step) == ([], 6)
+    assert sorted(path.name for path in out.glob("*.ckpt")) == ["last.ckpt", "step=6.ckpt"]
+    for path in out.glob("*.ckpt"):
+        assert same_weights(Net.load_from_checkpoint(path), model)
+
+
 def test_a_path_that_was_removed_after_the_resumed_step_stays(tmp_path: Path) -> None:
     options: dict[str, Any] = {"saves": {"every_n_train_steps": 1, "filename": "{step}"}}
     stopped(tmp_path, 3, **options)

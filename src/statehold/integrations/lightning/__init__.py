@@ -70,9 +70,7 @@ class StateholdCallback(Callback):
         """Open the run. All arguments are those of Lightning's Callback."""
         if self.layer is None or trainer.fast_dev_run:
             return
-        first = getattr(trainer.checkpoint_callback, "dirpath", None)
-        run = self.run or first or os.path.join(trainer.default_root_dir, "checkpoints")
-        self.layer.open(os.fspath(run))
+        self.layer.open(self._run(trainer))
         self._seen = trainer.global_step
 
     def on_train_batch_end(
@@ -86,7 +84,18 @@ class StateholdCallback(Callback):
         if layer.ckpt.is_last(step):
             layer.leave()
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write what a kill after the last step has left: then Lightning resumes, and trains
+        nothing. All arguments are those of Lightning's Callback."""
+        if self.layer is not None and trainer.ckpt_path and not trainer.fast_dev_run:
+            self.layer.finish_earlier(self._run(trainer))
+
     # -- the run ---------------------------------------------------------------------------
+
+    def _run(self, trainer: Any) -> str:
+        first = getattr(trainer.checkpoint_callback, "dirpath", None)
+        run = self.run or first or os.path.join(trainer.default_root_dir, "checkpoints")
+        return os.fspath(run)
 
     def _gate(self) -> None:
         if self.layer is not None and self.layer.ckpt is not None:

@@ -141,8 +141,18 @@ class StrategyLayer:
             )
         if self._trainer.is_global_zero:
             self._warn()
+        self._settle(run)
+
+    def finish_earlier(self, run: str) -> None:
+        """Do what an earlier job has left undone, after a fit() that has found nothing to train."""
+        if not self._run:  # it was not opened
+            self._settle(run)
+            self._finisher.finish(write=True)
+
+    def _settle(self, run: str) -> None:
+        if self._trainer.is_global_zero:
             for folder in {run, *(str(each.dirpath) for each in self._callbacks())}:
-                self._finisher.owe(settle(folder, step))
+                self._finisher.owe(settle(folder, self._trainer.global_step))
 
     def _warn(self) -> None:
         for each in tree_leaves(self._trainer.train_dataloader):
