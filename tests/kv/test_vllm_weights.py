@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import statehold
-from statehold.errors import CorruptionError, StepNotFoundError, UsageError
+from statehold.errors import CorruptionError, PeerFailedError, StepNotFoundError, UsageError
 from statehold.kv.vllm import opening, weights
 from statehold.kv.vllm.loader import StepReader, load_into
 from statehold.kv.vllm.opening import PagesOptions
@@ -267,6 +267,41 @@ def test_a_step_that_cannot_be_read_changes_nothing(run: Path, fault: str, ahead
         must(isinstance(engine.ahead(2), CorruptionError | StepNotFoundError))
     assert len(engine.take(3)) == 5  # the next one has the changes of both
     assert same(engine.model, values(run, 3))
+
+
+@pytest.mark.parametrize("other", [("no route to the disk", "None"), ("", "another save")])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_another_rank_does_not_have_changes_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, other: tuple[str, str], ahead: bool
+) -> None:
+    engine = Engine(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_told", lambda mine: [mine, other])
+        with pytest.raises(PeerFailedError, match="rank 1 failed") as raised:
+            engine.take(2, ahead=ahead)
+    assert other[0] in raised.value.reason
+    assert not engine.model.taken
+    assert not engine.connected.identities
+    assert len(engine.take(3)) == 5
+    assert same(engine.model, values(run, 3))
+
+
+def test_a_load_that_fails_on_another_rank_is_an_error_here_and_read_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(run)
+
+    def told(mine: tuple[str, str]) -> list[tuple[str, str]]:
+        return [mine, ("CUDA out of memory", mine[1]) if engine.model.taken else mine]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_told", told)
+        with pytest.raises(PeerFailedError, match="rank 1 failed"):
+            engine.take(2)
+    must(same(engine.model, values(run, 2)))
+    engine.finish_weight_update()
+    assert len(engine.connected.identities) == 1  # no whole step
+    assert len(engine.take(1)) == 4
 
 
 def test_a_step_of_another_model_is_refused(run: Path) -> None:

@@ -1,13 +1,16 @@
 """A process with vLLM: answers prompts, and writes what it has answered as JSON.
 
     python asking.py JOB
-        JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "first", "out", "kind"}
+        JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "first", "other", "out",
+              "kind"}
 
 Each round has a number: before it, vLLM takes that step of the run. 0: it forgets its own prefix
 cache, so what the round has is from the connector. first: the step that vLLM has loaded. kind:
 
     live    The steps come while requests run. A round has the answers, None for a request that ran
             while another step came.
+    apart   Rank 1 reads its steps from another run, `other`, so no update is taken. Has the answers
+            behind it, and none if the engine has ended.
     stuck   Reads of pages from files never end.
 
 Invariants: pages are saved behind the answers, so a round begins once the store has all pages of
@@ -23,6 +26,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from statehold.kv.looking import counts
 from statehold.kv.opened import OpenStore
@@ -72,7 +77,22 @@ def read_ahead(llm: Any, step: int) -> None:
 def take(llm: Any, step: int) -> None:
     """Behind read_ahead()."""
     llm.collective_rpc("update_weights", args=({"step": step},))
-    llm.collective_rpc("finish_weight_update")
+    llm.finish_weight_update(f"{step}")
+    assert llm.get_weight_version() == f"{step}"
+    assert len(set(llm.collective_rpc(serves))) == 1
+
+
+def serves(worker: Any) -> str:
+    """What a rank says that it serves."""
+    from statehold.kv.vllm.opening import served
+
+    return repr(served())
+
+
+def reads_from(worker: Any, run: str) -> None:
+    """Rank 1 reads the steps of this run from now on."""
+    if worker.rank == 1:
+        worker.init_weight_transfer_engine({"run": run, "name": "model"})
 
 
 def answer(each: Any) -> dict[str, object]:
@@ -106,6 +126,18 @@ def live(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str, ob
     return rounds
 
 
+def apart(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str, object]]]:
+    llm.collective_rpc(reads_from, args=(job["other"],))
+    read_ahead(llm, job["rounds"][0])
+    with pytest.raises(Exception, match="so the other ranks stopped"):
+        take(llm, job["rounds"][0])
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    try:
+        return [[answer(each) for each in llm.generate(prompts, sampling, use_tqdm=False)]]
+    except Exception:
+        return []
+
+
 def main(job: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
@@ -127,7 +159,7 @@ def main(job: dict[str, Any]) -> None:
         )
     if job["kind"] == "stuck":
         reads_never_end()
-    rounds = live(llm, job, sampling) if job["kind"] == "live" else in_turn(llm, job, sampling)
+    rounds = {"live": live, "apart": apart}.get(job["kind"], in_turn)(llm, job, sampling)
     assert bool(Stuck.count) == (job["kind"] == "stuck")
     Path(job["out"]).write_text(json.dumps(rounds))
 

@@ -58,18 +58,20 @@ def ask(
     rounds: Sequence[int] = (0,),
     run: Path | None = None,
     first: int = 0,
+    other: Path | None = None,
     tokens: int = 6,
     processes: int = 1,
     kind: str = "",
     **options: Any,
 ) -> Asked:
-    """Start an engine, which answers the prompts and ends. processes: 1, or vLLM's usual 3, which
-    take three times as long to start."""
-    if processes == 1:
-        options["distributed_executor_backend"] = "uni"
+    """Start an engine, which answers the prompts and ends. processes: 1, or 2: the engine beside a
+    process for each rank, or vLLM's usual 3, which take three times as long to start."""
+    if processes < 3:
+        options["distributed_executor_backend"] = "uni" if processes == 1 else "mp"
     job = {
         "model": str(model), "options": options, "prompts": asked, "rounds": list(rounds),
-        "run": str(run or ""), "first": first, "tokens": tokens, "out": str(out), "kind": kind,
+        "run": str(run or ""), "first": first, "other": str(other or ""), "tokens": tokens,
+        "out": str(out), "kind": kind,
     }  # fmt: skip
     out.with_suffix(".job").write_text(json.dumps(job))
     env = {
@@ -77,7 +79,8 @@ def ask(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes > 1)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes > 2)),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of asking.py, for the ranks
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

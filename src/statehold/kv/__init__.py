@@ -12,17 +12,9 @@ from statehold.kv.identity import identity
 from statehold.kv.store import PageStore
 
 __all__ = [
-    "PageBatch",
-    "PageStore",
-    "PageVerdict",
-    "PagedEvictionCache",
-    "TieredCache",
-    "WorthThePause",
-    "follow",
-    "identity",
-    "resume",
-    "save",
-]
+    "PageBatch", "PageStore", "PageVerdict", "PagedEvictionCache", "TieredCache", "WorthThePause",
+    "follow", "identity", "resume", "save",
+]  # fmt: skip
 
 # These need torch or transformers, and the rest of this package does not.
 _LATER = {

@@ -42,12 +42,9 @@ class PageBatch:
     """
 
     def __init__(
-        self,
-        count: int,
-        until: float | None,
-        identity: bytes,
+        self, count: int, until: float | None, identity: bytes,
         told: Callable[[list[PageVerdict | None]], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.count, self.until, self.identity = count, until, identity
         self._told, self._left = told, count
         self._verdicts: list[PageVerdict | None] = [None] * count

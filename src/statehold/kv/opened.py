@@ -109,16 +109,11 @@ class OpenStore:
             for table, space in zip(tables, spaces, strict=True):
                 table.seat(self.seat, None if space < 0 else space)
         if min(spaces) < 0:
-            raise RunBusyError(
-                "the processes that use the store of pages have too many identities",
-                facts={
-                    "path": self.path,
-                    "expected": f"at most {SPACES_MAX} identities at a time",
-                    "got": f"{SPACES_MAX} others",
-                    "still safe": "the pages of the others; those of this identity are dropped",
-                },
-                hint="give this identity a directory of its own",
-            )
+            text = "the processes that use the store of pages have too many identities"
+            expected, got = f"at most {SPACES_MAX} identities at a time", f"{SPACES_MAX} others"
+            safe = "the pages of the others; those of this identity are dropped"
+            facts = {"path": self.path, "expected": expected, "got": got, "still safe": safe}
+            raise RunBusyError(text, facts=facts, hint="give this identity a directory of its own")
 
     def flush(self) -> None:
         """Make durable what was written. Raises StorageError."""

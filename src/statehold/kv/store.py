@@ -40,7 +40,7 @@ from statehold.kv.opened import Move, OpenStore, address_of
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, Header, indices_of
 from statehold.observe.counters import figures_of
 from statehold.process.warn import logger
-from statehold.process.worker import Worker
+from statehold.process.worker import Task, Worker
 from statehold.units import MiB, check_timeout, parse_bytes
 
 # Pages that move as one: so many, or so many bytes. As many such groups are read at a time.
@@ -127,12 +127,9 @@ class PageStore:
         self._pid = os.getpid()
         self._leftover: deque[LoadGroup] = deque()
         self._open = OpenStore(
-            os.path.abspath(os.fspath(path)),
-            page_bytes=self.page_bytes,
-            capacity=parse_bytes(capacity),
-            memory=parse_bytes(memory),
-            identity=self._identity,
-        )
+            os.path.abspath(os.fspath(path)), page_bytes=self.page_bytes, identity=self._identity,
+            capacity=parse_bytes(capacity), memory=parse_bytes(memory),
+        )  # fmt: skip
         self._memory, self._files = self._open.memory, self._open.files
         self._counted: PageTable | None = self._files.table  # until it is closed
         self._figures = figures_of(self._open.path, None)
@@ -203,21 +200,14 @@ class PageStore:
         Raises StorageError if they cannot be made durable, and WaitTimeout after `timeout_s`.
         """
         self._check_open()
-        until, errors = _until(timeout_s), list[StorageError]()
-
-        def flush() -> None:
-            try:
-                self._open.flush()
-            except StorageError as error:
-                errors.append(error)
-
+        until, flushed = _until(timeout_s), Task(self._open.flush)
         is_taken = self._take_in.passed(until)
-        self._write.submit(flush)
+        self._write.submit(flushed.make)
         if not (is_taken and self._write.passed(until)):
             facts = {"path": self.path, "still safe": "all pages: they are in memory"}
             raise WaitTimeout("pages are not in files yet", facts=facts)
-        for error in errors:
-            raise error
+        if flushed.has_ended:  # not if the thread has ended with the program
+            flushed.result()
 
     @property
     def identity(self) -> bytes:

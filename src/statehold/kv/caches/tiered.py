@@ -179,11 +179,10 @@ class TieredLayer(DynamicLayer):
 
     def _part(self, page: torch.Tensor, part: int) -> torch.Tensor:
         """The keys (0) or the values (1) of a page."""
-        of_keys, of_values = (
-            self._page_tokens * _token_bytes(each) for each in (self.keys, self.values)
-        )
+        both = self.keys, self.values
+        of_keys, of_values = (self._page_tokens * _token_bytes(each) for each in both)
         raw = page[of_keys : of_keys + of_values] if part else page[:of_keys]
-        like = (self.keys, self.values)[part]
+        like = both[part]
         shape = (*like.shape[:2], self._page_tokens, like.shape[3])
         return raw.view(like.dtype).view(shape).to(like.device)
 

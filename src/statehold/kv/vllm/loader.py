@@ -7,7 +7,8 @@
 `model`, as always: the directory with config.json and the tokenizer.
 Invariants: every byte that a parameter gets was verified. With tensor parallelism a rank reads the
 pieces that hold its part of a tensor, and no others: vLLM narrows a tensor to the part, and only
-then are bytes read. The step that was loaded is what pages of this process depend on.
+then are bytes read. The step that was loaded is what pages of this process depend on. All ranks
+have loaded the same save of the same step, or the engine does not start.
 Not here: which parameter a name means (vLLM), reads of boxes (checkpoint/restore/read_plan).
 """
 
@@ -27,7 +28,7 @@ from statehold.errors import UsageError, refused
 from statehold.format.saved import PlacedChunk
 from statehold.io.clients import engine_alone
 from statehold.kv.identity import content_of
-from statehold.kv.vllm.opening import Sums, serve
+from statehold.kv.vllm.opening import Sums, agree, all_ranks, serve, served
 from statehold.layout.layout import Box
 from statehold.options.paths import check_path
 from statehold.reading.load import part_of
@@ -80,9 +81,8 @@ class StepReader:
         self._directory = place.directory
         self.parts = self._parts(part_of(self._saved.state, name, place.label), place.label)
         self.read_bytes = 0
-        with contextlib.ExitStack() as opened:
-            self._engine = opened.enter_context(engine_alone(_STAGING_BYTES, _BUFFER_BYTES, 2))
-            self._opened = opened.pop_all()
+        self._opened = contextlib.ExitStack()
+        self._engine = self._opened.enter_context(engine_alone(_STAGING_BYTES, _BUFFER_BYTES, 2))
 
     def close(self) -> None:
         """Read no more."""
@@ -247,3 +247,4 @@ def register() -> None:
 
             options = self.load_config.model_loader_extra_config
             load_into(model.load_weights, options, get_tensor_model_parallel_world_size())
+            agree(None, served(), all_ranks)

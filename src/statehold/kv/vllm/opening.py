@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from statehold.errors import UsageError, refused
+from statehold.errors import PeerFailedError, UsageError, refused
 from statehold.kv.identity import folded, identity
 from statehold.kv.page import identity_in
 from statehold.kv.store import DEADLINE_S, PageStore
@@ -96,6 +96,29 @@ class PagesOptions:
             expected = "a directory, or a step of a run"
             raise refused("the weights of these pages are not known", expected, weights, hint)
         return identity(weights, config, **facts)
+
+
+def all_ranks(mine: Any) -> list[Any]:
+    """What each rank of this engine gives here. The first ones are those of pipeline stage 0."""
+    from torch import distributed
+    from vllm.distributed import get_pcp_group, get_pp_group, get_tp_group
+
+    found = [mine]
+    for group in (get_tp_group(), get_pcp_group(), get_pp_group()):
+        said: list[Any] = [None] * group.world_size
+        distributed.all_gather_object(said, found, group.cpu_group)
+        found = [each for ranks in said for each in ranks]
+    return found
+
+
+def agree(error: BaseException | None, content: Any, told_by: Callable[[Any], list[Any]]) -> None:
+    """Raise the error; PeerFailedError if another rank has one, or other content."""
+    told = told_by((str(error or ""), repr(content)))
+    if error is not None:
+        raise error
+    for rank, (reason, other) in enumerate(told):
+        if reason or other != repr(content):
+            raise PeerFailedError(rank, reason or "it has other weights, or none")
 
 
 def made_when_asked(name: str, make: Callable[[], type[Any]]) -> Callable[[str], Any]:

@@ -8,8 +8,9 @@
 The caller names the step, so all ranks take the same one. A rank reads the layers in which a tensor
 has other checksums than the one that is served. With `ahead`, a thread reads them while the engine
 answers, and the update has only copies left. Without it, the update reads them.
-Invariants: all that changes is read and verified before any of it reaches the model, so a step that
-is damaged or was retired changes nothing, and the error says so. What was read ahead is only taken
+Invariants: all that changes is read and verified by all ranks before any of it reaches the model on
+one. So a step that a rank finds damaged or retired, or that was saved again between the reads of
+two ranks, changes nothing, and the error says so. What was read ahead is only taken
 by the next update, of the same save of the same step. It is the one read under way, and has room in
 the spare memory of the host. What pages depend on changes in the same call as the weights: nothing
 that was computed with those before is found after it. From the first tensor to the end of an update
@@ -21,11 +22,10 @@ what becomes of promises and of vLLM's own prefix cache (connector).
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from statehold.errors import refused
 from statehold.io.memory_room import spare_memory
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.loader import StepPart, StepReader
-from statehold.kv.vllm.opening import Sums, made_when_asked, serve, served
+from statehold.kv.vllm.opening import Sums, agree, all_ranks, made_when_asked, serve, served
 from statehold.options.paths import NamedStep
 from statehold.process.warn import logger
 from statehold.process.worker import Crew, Task, yield_processor
@@ -123,7 +123,8 @@ class StepWeights:
     def receive_weights(self, update_info: Any) -> None:
         """Take a step, or read it ahead.
 
-        Raises as other_weights() does, or has done ahead, and then nothing has changed.
+        Raises as other_weights() does, or has done ahead, and PeerFailedError if only another rank
+        does. Then nothing has changed on any rank.
         """
         before, self._ahead, step = self._ahead, None, update_info.step
         read = partial(other_weights, self._info.run, step, self._info.name, dict(served()))
@@ -131,12 +132,16 @@ class StepWeights:
             room = spare_memory().nbytes // self.ranks
             self._ahead = step, self._reads.submit(read, None, room)
             return
-        found = read(before[1].result() if before is not None and before[0] == step else None)
+        ahead = before[1] if before is not None and before[0] == step else None
+        found: OtherWeights = self._together(lambda: read(ahead.result() if ahead else None))
+        self._together(lambda: self._load(found))
+        self._next = found
+
+    def _load(self, found: OtherWeights) -> None:
         if found.tensors:
             self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
         self._begin()
         self.model.load_weights(iter(found.tensors.items()))
-        self._next = found
 
     def start_weight_update(self) -> None:
         """The model is only touched once a step was verified."""
@@ -150,6 +155,14 @@ class StepWeights:
         self._serve(self._next.content, self._next.sums)
         self._next = None
 
+    def _together(self, call: Callable[[], Any]) -> Any:
+        """What the call returns, once all ranks have made it."""
+        task = Task(call)
+        task.make()
+        error = task.error()
+        agree(error, None if error else getattr(task.result(), "content", None), self._told)
+        return task.result()
+
     def _serve(self, content: Any, sums: Sums) -> None:
         serve(content, sums)
         for connector in self._connectors():
@@ -158,6 +171,10 @@ class StepWeights:
     def shutdown(self) -> None:
         """What was read ahead is not needed."""
         self._ahead = None
+
+    @staticmethod
+    def _told(mine: Any) -> list[Any]:
+        return [mine]
 
     def _begin(self) -> None: ...
 
@@ -183,20 +200,18 @@ class StepInfo:
     ahead: bool = False
 
 
-@functools.cache
+@cache
 def _derived() -> type[Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader import reload
 
     class StateholdWeights(StepWeights, WeightTransferEngine):
         """The engine that vLLM makes in each worker."""
 
         init_info_cls, update_info_cls = RunInfo, StepInfo
         supports_draft_weight_update = False
+        _told = staticmethod(all_ranks)
 
         def __init__(self, config: Any, vllm_config: Any, *device_and_model: Any) -> None:
             check_tiers(vllm_config.kv_transfer_config)
@@ -204,10 +219,10 @@ def _derived() -> type[Any]:
             self.ranks = vllm_config.parallel_config.world_size
 
         def _begin(self) -> None:
-            initialize_layerwise_reload(self.model)
+            reload.initialize_layerwise_reload(self.model)
 
         def _end(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
+            reload.finalize_layerwise_reload(self.model, self.model_config)
 
         def _connectors(self) -> Iterator[Any]:
             found = get_kv_transfer_group() if has_kv_transfer_group() else None
