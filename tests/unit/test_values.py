@@ -388,3 +388,12 @@ def test_what_to_store_instead(value: Any, hint: str) -> None:
         values.encode({"config": [value]}, "state")
     assert caught.value.facts["path"] == "state.config.0"
     assert hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("keys", [(0, 1), (2**53, 1), (True, 2), (0.5, 2.0), (1, "a"), (-1, 2.5)])
+def test_known_values_have_the_keys_that_values_one_by_one_have(keys: tuple[object, ...]) -> None:
+    members = dict.fromkeys(keys, "x")
+    one_by_one = values.encode(members, "")
+    given = values.encode(members, "", members=lambda held, _: [*held.values()])
+    assert given == one_by_one
+    assert repr(given) == repr(one_by_one)  # True and 1 are equal

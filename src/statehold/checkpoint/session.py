@@ -17,11 +17,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 
 from statehold.checkpoint.keeper import make_way, others_of
-from statehold.checkpoint.levels.levels import Levels
 from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
@@ -52,34 +50,6 @@ class Countdown:
         if self._until is None:
             return None
         return max(0.0, self._until - less_s - time.monotonic())
-
-
-def flush(
-    levels: Levels,
-    wait_idle: Callable[[float | None], None],
-    number: int,
-    timeout_s: float | None,
-    meet_s: float | None = None,
-) -> None:
-    """Copy the newest step to all levels. All ranks, with the same `number`, new each time.
-
-    After the saves and copies under way, ranks of several hosts look where files are. Then rank 0
-    says in a round which levels lack the step. With a deadline no rank stays longer, even if others
-    never come. These rounds have numbers of their own, so a rank that has missed a flush disturbs
-    no later one.
-
-    meet_s: how long to wait for ranks that may not come; None: as long as usual. A rank that leaves
-        after the first round is missing in the next ones.
-    """
-    peers, left = levels.peers, Countdown(timeout_s)
-    if meet_s is not None:
-        wait_idle(left())  # ends on all ranks at about the same time
-    kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
-    numbered = 3 * number
-    together(peers, lambda: wait_idle(left(kept_s)), Round("flush", numbered, meet_s or left()))
-    levels.look(Round("flush", numbered + 1, meet_s or left()))
-    levels.promotions.catch_up(Round("flush", numbered + 2, meet_s or left()))
-    levels.promotions.wait(left())
 
 
 class Session:
@@ -206,10 +176,26 @@ class Session:
         self.levels.promotions.wait(left())
 
     def flush(self, timeout_s: float | None, meet_s: float | None = None) -> None:
-        """Copy the newest step to all levels. All ranks call this together."""
+        """Copy the newest step to all levels. All ranks call this together.
+
+        After the saves and copies under way, ranks of several hosts look where files are. Then rank
+        0 says in a round which levels lack the step. With a deadline no rank stays longer, even if
+        others never come. These rounds have numbers of their own, so a rank that has missed a flush
+        disturbs no later one.
+
+        meet_s: how long to wait for ranks that may not come; None: as long as usual. A rank that
+            leaves after the first round is missing in the next ones.
+        """
         self._flushes += 1
-        number = self._flushes
-        flush(self.levels, self.wait_idle, number, timeout_s, meet_s)
+        left, number, peers = Countdown(timeout_s), 3 * self._flushes, self.peers
+        if meet_s is not None:
+            self.wait_idle(left())  # ends on all ranks at about the same time
+        kept_s = min(MEETING_SHARE * (timeout_s or 0.0), MEETING_S_MAX) if peers else 0.0
+        first = Round("flush", number, meet_s or left())
+        together(peers, lambda: self.wait_idle(left(kept_s)), first)
+        self.levels.look(Round("flush", number + 1, meet_s or left()))
+        self.levels.promotions.catch_up(Round("flush", number + 2, meet_s or left()))
+        self.levels.promotions.wait(left())
 
     # -- the end ---------------------------------------------------------------------------
 

@@ -58,12 +58,8 @@ def columns_of(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, Cell]]:
         for name, points in list(metrics_of(steps).items())[:METRICS_SHOWN]
     ]
     if any(step.get("tags") for step in steps):
-        found.append(("tags", _tags))
+        found.append(("tags", lambda step: in_words({}, step.get("tags", ()))))
     return found
-
-
-def _tags(step: Mapping[str, Any]) -> str:
-    return " ".join(f"#{plain(tag)}" for tag in step.get("tags", ()))
 
 
 def _cell_of(name: str, values: Sequence[float]) -> Cell:

@@ -33,11 +33,16 @@ def run(args: argparse.Namespace) -> int:
     with ProgressReport(label) as drawn, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", RuntimeWarning)
         document = _exported(args, drawn) if args.is_export else _imported(args, drawn)
+    return _answered(args, document, *(str(each.message) for each in told))  # what is not held
+
+
+def _answered(args: argparse.Namespace, document: dict[str, Any], *notes: str) -> int:
+    """Print where the result is, after what is to be known about it."""
     if args.json:
         emit(document)
         return codes.YES
-    for each in told:  # of what the format does not hold
-        note(str(each.message))
+    for each in notes:
+        note(each)
     say(document["path"])
     return codes.YES
 
@@ -68,24 +73,16 @@ def _imported(args: argparse.Namespace, drawn: ProgressReport) -> dict[str, Any]
 def copy(args: argparse.Namespace) -> int:
     with ProgressReport("copy") as drawn:
         copied = copy_step(args.step, args.destination, link=not args.no_links, report=drawn)
-    if args.json:
-        emit(dataclasses.asdict(copied))
-        return codes.YES
-    if copied.was_there:
-        note("the step was there already")
-    say(copied.path)
-    return codes.YES
+    notes = ["the step was there already"] if copied.was_there else []
+    return _answered(args, dataclasses.asdict(copied), *notes)
 
 
 def fork(args: argparse.Namespace) -> int:
     fs = file_system()
     place = find(fs, args.step)
     forked = forked_into(fs, place.directory, check_run(args.child))
-    if args.json:
-        emit(dataclasses.asdict(forked))
-        return codes.YES
+    notes = list[str]()
     if forked.copied_bytes:
         copied = format_bytes(forked.copied_bytes)
-        note(f"the file system gives no second name there, so {copied} were copied")
-    say(forked.path)
-    return codes.YES
+        notes.append(f"the file system gives no second name there, so {copied} were copied")
+    return _answered(args, dataclasses.asdict(forked), *notes)

@@ -289,6 +289,8 @@ class Encoder:
 
     def pairs(self, members: Mapping[Any, Any], path: str) -> list[list[Any]]:
         known = self._known(members, path)
+        if known and _plain_numbers(members):  # as the keys of a state_dict() of an optimizer
+            return list(map(list, zip(members, known, strict=True)))
         nodes = []
         for index, (key, value) in enumerate(members.items()):
             name = self.key(key, path)

@@ -548,16 +548,16 @@ class SharedObjects:
         """The paths of the objects to which directories refer."""
         lists = [partial(self._client.list, each) for each in directories]
         listed = side_by_side(lists, _READS_AT_ONCE)
-        found = [path for names, _ in listed for path in names if is_reference_name(path)]
+        found = [path for names, _ in listed for path in names if path.endswith(_REFERENCES)]
         files = side_by_side([partial(self._references, each) for each in found], _READS_AT_ONCE)
         return {f"{SHARED}/{name}" for each in files for name in each.values()}
 
 
 def _references_of(file: str) -> str:
-    """The reference object for a data file."""
+    """The reference object for a data file: that of the rank whose file it is."""
     found = file_of(file)
     assert found is not None
-    return reference_name(found[0], found[1])
+    return f"rank-{found[0]:05d}-of-{found[1]:05d}{_REFERENCES}"
 
 
 # -- names, and the commit object ------------------------------------------------------------------
@@ -575,6 +575,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 SHARED = "shared"
 _SHARED_FORMAT = "statehold.shared"
+_REFERENCES = ".shared.json"
 _SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
 _SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _OURS = re.compile(rf"{_SHARED_OBJECT.pattern}(\.[0-9a-f]+{re.escape(NEW)})?")  # also unfinished
@@ -614,15 +615,6 @@ def check_file(name: str) -> str:
     if not is_file_name(name):
         raise InvariantError("not a valid name of a file of a step", facts={"got": repr(name)})
     return name
-
-
-def reference_name(rank: int, world_size: int) -> str:
-    """The object that says which data files of a rank are shared objects."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.shared.json"
-
-
-def is_reference_name(name: str) -> bool:
-    return name.endswith(".shared.json")
 
 
 def shared_name(digest: str) -> str:

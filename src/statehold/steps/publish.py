@@ -257,3 +257,13 @@ def is_directory(path: str, is_dir: Callable[[str], bool] = os.path.isdir) -> bo
     if not is_dir(path):
         ask_server(path)
     return is_dir(path)
+
+
+def entries_of(fs: Fs, path: str) -> list[tuple[str, bool]]:
+    """The entries of a directory, as Fs.listdir() gives them; none where there is none."""
+    entries = look_beside_a_writer(
+        lambda: fs.listdir(path),
+        lambda: fs.is_dir(path) or is_directory(path, fs.is_dir) or None,
+        path,
+    )
+    return entries or []

@@ -30,13 +30,7 @@ from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.parallel import Extent
 from statehold.observe.background_log import log_once
 from statehold.steps.directories import standing_step_of
-from statehold.steps.publish import (
-    directory_id,
-    is_directory,
-    look_beside_a_writer,
-    read_standing,
-    where,
-)
+from statehold.steps.publish import directory_id, entries_of, read_standing, where
 
 Ranges = Sequence[tuple[int, int]] | None
 T = TypeVar("T")
@@ -176,7 +170,7 @@ class DirectoryShelf(Shelf):
 
     def steps(self) -> list[int]:
         found = set[int]()
-        for name, is_dir in self._entries():
+        for name, is_dir in entries_of(self.fs, self.root):
             step = standing_step_of(name)
             if step is not None and is_dir:
                 found.add(step)
@@ -230,14 +224,6 @@ class DirectoryShelf(Shelf):
 
     def has_file(self, step: int, name: str) -> bool:
         return self.fs.stat_bytes(f"{self.where(step)}/{name}") is not None
-
-    def _entries(self) -> list[tuple[str, bool]]:
-        entries = look_beside_a_writer(
-            lambda: self.fs.listdir(self.root),
-            lambda: self.fs.is_dir(self.root) or is_directory(self.root, self.fs.is_dir) or None,
-            self.root,
-        )
-        return entries or []
 
 
 class StepShelf(DirectoryShelf):

@@ -54,7 +54,7 @@ from statehold.steps.directories import (
     unless,
 )
 from statehold.steps.pool import Pool, linked, sync_all
-from statehold.steps.publish import Replaced, make_durable, publish, settle
+from statehold.steps.publish import Replaced, entries_of, make_durable, publish, settle
 from statehold.steps.ready import READY_NAME, Ready
 from statehold.steps.shelf import DirectoryShelf
 
@@ -352,14 +352,15 @@ class Store(DirectoryShelf):
 
     def _settle_replaced(self) -> None:
         """Finish, or undo, replacements that a crash or an error has interrupted."""
-        for name, is_dir in self._entries():
+        for name, is_dir in entries_of(self.fs, self.root):
             if is_dir and name.endswith(REPLACED) and standing_step_of(name) is not None:
                 # Until that succeeds a step is read where it is; _retire tries again.
                 with contextlib.suppress(StorageError):
                     settle(self.fs, f"{self.root}/{name}".removesuffix(REPLACED))
 
     def _leftovers(self) -> list[str]:
-        return [name for name, is_dir in self._entries() if is_dir and is_leftover(name)]
+        entries = entries_of(self.fs, self.root)
+        return [name for name, is_dir in entries if is_dir and is_leftover(name)]
 
     # -- the commit protocol ---------------------------------------------------------------
 

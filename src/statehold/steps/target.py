@@ -37,7 +37,7 @@ from statehold.steps.copying import Already, Copy, DataFile, blocks, write_copy
 from statehold.steps.directories import ATTEMPT, COPY_DIGITS, delete, unless
 from statehold.steps.lock import RunLock
 from statehold.steps.owners import OwnedSteps
-from statehold.steps.publish import look_beside_a_writer
+from statehold.steps.publish import entries_of
 from statehold.steps.shelf import Shelf, Through
 from statehold.steps.store import Store, check_newest
 from statehold.steps.whole import is_whole
@@ -672,12 +672,7 @@ class Unfinished:
         return self._fs.stat_bytes(path) is not None and self._fs.can_reuse(path)
 
     def _found(self) -> Iterator[re.Match[str]]:
-        names = look_beside_a_writer(
-            lambda: self._fs.listdir(self._root),
-            lambda: self._fs.is_dir(self._root) or None,
-            self._root,
-        )
-        for name, is_dir in names or []:
+        for name, is_dir in entries_of(self._fs, self._root):
             match = _NAME.fullmatch(name) if is_dir else None
             if match and self._only in name:
                 yield match

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -351,10 +351,7 @@ class Capturing:
             return kind.capture(self, thing, path)
         if (node := nodes.torch_node(value)) is not None:
             return node
-        return nodes.numpy_node(value, path, self._add_array)
-
-    def _add_array(self, array: torch.Tensor, path: str) -> str:
-        return self.found.add(array, path, False, owned=True)
+        return nodes.numpy_node(value, path, partial(self.found.add, eager=False, owned=True))
 
     def _marked(self, value: Mark[Any], path: str) -> Any:
         outer = self._mark
@@ -571,19 +568,14 @@ def begin_fingerprints(
     captured: Iterable[CapturedTensor], hash_memory: HashMemory
 ) -> dict[str, Callable[[], int]]:
     """By name, what to call on the stage thread for the fingerprint of each host tensor."""
-    return {
-        each.spec.name: _begin_fingerprint(each, hash_memory)
-        for each in captured
-        if not each.external
-    }
-
-
-def _begin_fingerprint(captured: CapturedTensor, hash_memory: HashMemory) -> Callable[[], int]:
-    tensor = captured.tensor
-    if captured.eager:
-        known = fingerprint_on_host(tensor, hash_memory)
-        return lambda: known
-    return lambda: fingerprint_on_host(tensor, hash_memory)
+    found = dict[str, Callable[[], int]]()
+    for each in captured:
+        if not each.external:
+            read = cache(partial(fingerprint_on_host, each.tensor, hash_memory))
+            if each.eager:  # it may change as soon as save() has returned
+                read()
+            found[each.spec.name] = read
+    return found
 
 
 def fingerprint_on_host(tensor: torch.Tensor, hash_memory: HashMemory) -> int:

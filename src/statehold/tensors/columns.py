@@ -607,14 +607,10 @@ def storage_addresses(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Of the storages of ordinary tensors and DTensors; None where one is neither, or has none."""
     local = tensors
     if not ORDINARY.issuperset(map(type, tensors)):
-        local = [each if type(each) in ORDINARY else _local_of(each) for each in tensors]
+        local = [_local(each) if is_dtensor(each) else each for each in tensors]
         if not ORDINARY.issuperset(map(type, local)):
             return None
     try:
         return list(map(_storage_ptr, map(_storage, local)))
     except RuntimeError:  # sparse, or nested
         return None
-
-
-def _local_of(tensor: Any) -> Any:
-    return _local(tensor) if is_dtensor(tensor) else tensor

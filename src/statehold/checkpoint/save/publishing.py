@@ -1,6 +1,6 @@
 """From durable files to a committed step: D3 to D7, by one rank alone or by all ranks together.
 
-    Alone      manifest -> commit
+    Publisher  of a process that is alone: manifest -> commit
     Together   record -> D3 sealed -> D4 arrive -> rank 0: gather, judge, commit, conclude
                                                 -> the others: wait for the outcome from rank 0
     Across     the same into a level that each host has for itself, in two rounds
@@ -23,7 +23,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from statehold.checkpoint.cadence.schedule import Schedule
 from statehold.checkpoint.levels.commit_rounds import CommitRounds
@@ -61,36 +61,11 @@ _CHOOSE_LEVELS = "choose the levels that it is copied to"
 _LEARN = "learn which tensors the ranks hold alike"
 
 
-class Publisher(Protocol):
-    """Turns a save into a step.
+class Publisher:
+    """Turns a save into a step: here in a process that is alone.
 
-    rank: None for a process that is alone. leads: this rank commits and retires steps.
+    rank: None for such a process. leads: this rank commits and retires steps.
     """
-
-    rank: int | None
-    leads: bool
-
-    def publish(self, work: Work, sums: bytes) -> None:
-        """D3 to D7, once this rank's file is durable. sums: the checksums of the file."""
-
-    def announce(self, work: Work) -> None:
-        """The step is committed, and older steps were retired."""
-
-    def give_up(self, number: int, error: StateholdError) -> None:
-        """The save has failed on this rank."""
-
-    def cause(self, work: Work, error: BaseException) -> BaseException:
-        """Why a save failed on this rank: `error`, or an earlier failure of another rank."""
-
-    def is_unsure(self, work: Work, error: StateholdError) -> bool:
-        """Whether a save that failed with `error` may have been committed by another rank."""
-
-    def clean_up(self, work: Work) -> None:
-        """Remove the files of a failed save."""
-
-
-class Alone:
-    """A process that is alone."""
 
     rank: int | None = None
     leads = True
@@ -105,6 +80,7 @@ class Alone:
         self._sealing = Sealing()
 
     def publish(self, work: Work, sums: bytes) -> None:
+        """D3 to D7, once this rank's file is durable. sums: the checksums of the file."""
         step = work.save.step
         about = replace(work.about, parent=self._descent.parent)
         raw = self._sealing.manifest(work.plan, work.tree, sums, work.taken, about)
@@ -114,22 +90,27 @@ class Alone:
         with after_commit(self._log, step, _CHOOSE_LEVELS):
             work.promote = self._promotions.decide(step, work.place, work.about.tags)
 
-    def announce(self, work: Work) -> None: ...
+    def announce(self, work: Work) -> None:
+        """The step is committed, and older steps were retired."""
 
     def give_up(self, number: int, error: StateholdError) -> None:
+        """The save has failed on this rank."""
         self._schedule.failed(number)
 
     def cause(self, work: Work, error: BaseException) -> BaseException:
+        """Why a save failed on this rank: `error`, or an earlier failure of another rank."""
         return error
 
     def is_unsure(self, work: Work, error: StateholdError) -> bool:
+        """Whether a save that failed with `error` may have been committed by another rank."""
         return False
 
     def clean_up(self, work: Work) -> None:
+        """Remove the files of a failed save."""
         work.place.abandon(work.save.step, None)
 
 
-class Together:
+class Together(Publisher):
     """One of several ranks, `peers`, that save into one run directory; rank 0 commits."""
 
     def __init__(
@@ -141,18 +122,14 @@ class Together:
         schedule: Schedule,
         log: BackgroundLog,
     ) -> None:
-        self._schedule = schedule
-        self._promotions = promotions
-        self._log = log
+        super().__init__(descent, promotions, schedule, log)
         self.peers = peers
         self._claims = claims
-        self._descent = descent
-        self.rank: int | None = peers.rank
+        self.rank = peers.rank
         self.leads = peers.rank == 0
         self._told = -1  # the newest save of which rank 0 may have heard that this part is durable
         self._arrived = -1  # the newest save of which it has
         self._outcome = b""
-        self._sealing = Sealing()
 
     def publish(self, work: Work, sums: bytes) -> None:
         assert work.attempt is not None
@@ -393,7 +370,7 @@ def publisher_of(
     """The publisher for the saves of this process."""
     descent = Descent(levels.near, lambda: levels.began_from)
     if peers is None:
-        return Alone(descent, levels.promotions, schedule, log)
+        return Publisher(descent, levels.promotions, schedule, log)
     kind = Together if levels.hosts is None else Across
     return kind(peers, claims, descent, levels.promotions, schedule, log)
 

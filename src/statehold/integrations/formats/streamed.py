@@ -132,7 +132,8 @@ class MappedFile:
     def _view(
         self, dtype: torch.dtype, shape: Sequence[int], begin: int, stride: Sequence[int] | None
     ) -> torch.Tensor:
-        steps = _dense(shape) if stride is None else stride
+        dense = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        steps = dense if stride is None else stride
         if not math.prod(shape) or self._map is None:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
@@ -160,10 +161,6 @@ class MappedFile:
         """Give the memory of all pages back; they are read again when they are used."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def _dense(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 _Place = tuple[torch.Tensor, MappedFile | None]
@@ -223,7 +220,8 @@ def assembled(
     """A tensor of boxes, which cover it. `shape` may differ from that of the boxes if it has as
     many elements in C order: `chunks` of one dimension are runs."""
     ordered = sorted(chunks, key=lambda chunk: chunk.box.offsets)
-    inner = (math.prod(shape),) if _are_runs(ordered, shape) else tuple(shape)
+    are_runs = bool(ordered) and len(ordered[0].box.shape) == 1 != len(shape)
+    inner = (math.prod(shape),) if are_runs else tuple(shape)
 
     def parts() -> Iterator[torch.Tensor]:
         memory = torch.empty(
@@ -235,10 +233,6 @@ def assembled(
             yield part
 
     return Streamed(dtype, tuple(shape), parts, ordered)
-
-
-def _are_runs(chunks: Sequence[StreamedChunk], shape: Sequence[int]) -> bool:
-    return bool(chunks) and len(chunks[0].box.shape) == 1 != len(shape)
 
 
 def _fill(
