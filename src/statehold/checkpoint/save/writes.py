@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from statehold import _core
 from statehold._core import Engine, File, WriteJob
 from statehold._version import __version__
-from statehold.encoding.strictjson import CONTAINERS_MAX
 from statehold.format.entries import (
     NOTHING,
     About,
@@ -287,12 +286,12 @@ class Sealing:
         before, form = self._accepted, self._form
         raw, record = self._encoded(build, plan, tree, sums, taken, contents)
         are_same = self._form is form
-        known = {
+        self._digests = {
             key: digest
             for key, digest in self._digests.items()
             if are_same and (key,) in before and before[key,] == self._accepted.get((key,))
         }
-        self._digests = record.group_digests(known)
+        self._digests = record.group_digests(self._digests)
         return raw, self._digests
 
     def _encoded(
@@ -320,10 +319,7 @@ class Sealing:
         if not _has_parts(tree):
             return json_of(tree), tree
         unread = self._unread(tree, (), texts)
-        state = object_of({key: texts[key,] for key in tree})
-        if state.count("{") + state.count("[") > CONTAINERS_MAX:  # a reader may refuse so many
-            return state, tree
-        return state, unread
+        return object_of({key: texts[key,] for key in tree}), unread
 
     def _unread(self, node: Mapping[str, Any], path: Path, texts: Texts) -> dict[str, Any]:
         unread = {}
