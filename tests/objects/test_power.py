@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -90,12 +91,43 @@ def test_an_object_gets_its_name_when_its_bytes_are_durable(
     assert {name for name in seen if not name.endswith(NEW)} == set()
 
 
-def test_what_a_kill_leaves_of_a_shared_object_goes(steps: ObjectSteps, tmp_path: Path) -> None:
-    left = tmp_path / "disk/two words/deep/shared" / f"{'1' * 64}.safetensors.5f3a09c1{NEW}"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(b"half")
-    add(steps, 7)
-    assert not left.exists()
+@pytest.mark.parametrize("end", ["", "#1"])
+@pytest.mark.parametrize("ending", ["publish", "clear"])
+def test_what_a_kill_leaves_of_an_object_goes(
+    steps: ObjectSteps, ending: str, end: str, tmp_path: Path
+) -> None:
+    """Before its bytes are durable, and before obstore had all of them. obstore lists only the
+    first, and would keep the directories with the second."""
+    root = tmp_path / "disk/two words/deep"
+    taken, given_up = (f"step-{step:012d}.{FIRST}" for step in (7, 8))
+    places = ["", "shared", taken] if ending == "publish" else ["", given_up]
+    left = [root / place / f"some.5f3a09c1{NEW}{end}" for place in places]
+    others = [root / place / f"notes{NEW}" for place in ("", "shared")]
+    for path in left + others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    steps.clear(but_for=7)
+    if ending == "publish":
+        add(steps, 7)
+    assert [path for path in left if path.exists()] == []
+    assert [path for path in others if not path.exists()] == []
+    assert not (root / given_up).exists()
+
+
+def test_a_kill_while_bytes_are_taken_leaves_nothing_for_ever(
+    steps: ObjectSteps, tmp_path: Path
+) -> None:
+    child = os.fork()
+    if not child:
+        blocks = (memoryview(bytes(1 << 20)) if n < 16 else os._exit(0) for n in range(17))
+        with contextlib.suppress(BaseException):
+            ObjectSteps(steps.where, part_bytes=1 << 20).upload(7, FIRST, DATA, 32 << 20, blocks)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    root = tmp_path / "disk/two words/deep"
+    assert [path.name[:-1] for path in root.rglob("*#*")]
+    steps.clear()
+    assert list(root.rglob("*")) == []
 
 
 def test_a_step_that_is_saved_again_is_whole(steps: ObjectSteps, after: After) -> None:

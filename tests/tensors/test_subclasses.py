@@ -180,6 +180,9 @@ def test_only_classes_that_can_be_taken_apart_are_allowed() -> None:
         statehold.allow_tensor_class(nn.Parameter)
     with pytest.raises(UsageError):
         statehold.allow_tensor_class(Made.of(torch.ones(2, 2)))
+    for given in ({"rowwise": "codes"}, {"shared": "levels"}):  # a text is letters, none a tensor
+        with pytest.raises(UsageError, match="a list of names"):
+            statehold.allow_tensor_class(Made, **given)
 
 
 def test_a_class_that_copies_is_filled_in_place_only() -> None:

@@ -18,6 +18,7 @@ from statehold.checkpoint.save import writes
 from statehold.checkpoint.save.writes import Sealing
 from statehold.encoding import header, strictjson, values
 from statehold.errors import FormatVersionError, InvariantError, ManifestError, UsageError
+from statehold.format import entries
 from statehold.format.entries import About, record_file
 from statehold.format.manifest import VERSION, Manifest
 from statehold.layout.plan import TensorSpec, plan_save, sum_places
@@ -263,10 +264,24 @@ def test_many_small_parts_are_too_many_together(monkeypatch: pytest.MonkeyPatch)
     encode = sealing_of(SPECS)
     state = {f"{i}": [[]] * 5 for i in range(200)}
     encode(1, {key: state[key] for key in list(state)[:100]})
-    for module in (strictjson, writes):
+    for module in (strictjson, entries):
         monkeypatch.setattr(module, "CONTAINERS_MAX", 300)
     with pytest.raises(InvariantError, match="no reader would accept"):
         encode(2, state)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_too_many_containers_of_state_and_tensors(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of both has few enough."""
+    encode = sealing_of(SPECS)
+    for module in (strictjson, entries):
+        monkeypatch.setattr(module, "CONTAINERS_MAX", 400)
+    if is_known:
+        encode(1, {"a": [[]] * 300})
+    with pytest.raises(InvariantError, match="no reader would accept"):
+        encode(2, {"a": [[]] * 390})
 
 
 @pytest.mark.parametrize("is_known", [False, True])

@@ -293,6 +293,30 @@ def test_a_later_record_has_the_bytes_of_a_first_one(seed: int) -> None:
     assert later.record(*of_others) == Sealing().record(*of_others)
 
 
+def test_a_record_without_room_for_its_group_digests_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, sealing, digests_of = (
+        PlanCache(Membership(1, 2)).get([], 1),
+        Sealing(),
+        Record.group_digests,
+    )
+
+    def said(number: int) -> Any:
+        state = {"a": number}
+        return plan, state, sums_for(plan.save), StoredPart(), "5eed-1", dict[str, int]()
+
+    def fail(*_: object) -> Any:
+        raise MemoryError
+
+    sealing.record(*said(1))
+    monkeypatch.setattr(Record, "group_digests", fail)
+    with pytest.raises(MemoryError):
+        sealing.record(*said(2))
+    monkeypatch.setattr(Record, "group_digests", digests_of)
+    assert sealing.record(*said(2)) == Sealing().record(*said(2))
+
+
 def test_a_later_record_costs_what_is_new_in_its_state() -> None:
     layout = Layout(PAIR, ((0, 0),))
     specs = [local_spec(f"layers.{i}", "U8", (64,), layout, 1) for i in range(1000)]

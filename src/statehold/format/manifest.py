@@ -96,14 +96,14 @@ class Manifest:
             before, so only the rest is. Then this one need not have the tensors.
         value_of: as for check_state().
         """
+        decode = partial(Manifest.decode, value_of=value_of)
         if again is None:
-            decode = partial(Manifest.decode, value_of=value_of)
             return proven(self.sealed(), decode, "manifest")
         document = self._document(again.members, again.state)
-        rest = {**document, "files": [], "tensors": {}, "state": again.unread}
-        check_rest = partial(_check_rest, tensors=again.names, value_of=value_of)
-        proven(seal(rest, "manifest"), check_rest, "manifest")
-        return seal(document, "manifest")
+        new = {**document, "files": [], "tensors": {}, "state": again.unread}
+        check_new = partial(_check_new, tensors=again.names, value_of=value_of)
+        raw = seal(document, "manifest")
+        return proven(raw, decode, "manifest", (seal(new, "manifest"), check_new))
 
     def sealed(self) -> bytes:
         """The same, not read again."""
@@ -317,9 +317,7 @@ def _manifest(
     )
 
 
-def _check_rest(
-    raw: bytes, path: str, tensors: Container[str], value_of: LeafReader | None
-) -> None:
+def _check_new(raw: bytes, path: str, tensors: Container[str], value_of: LeafReader | None) -> None:
     """Check a manifest, its files and `tensors` aside. Raises as decode() does."""
     check = Checker(ManifestError, "a manifest is not valid", path, _HINT)
     version, document = unseal(check, raw, "manifest", FORMAT, VERSION)

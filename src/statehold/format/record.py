@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from statehold.encoding.strictjson import Checker, show
@@ -100,13 +100,13 @@ class Record:
             read again before, so only the rest is. Then this one need not have the chunks.
         value_of: as for check_state().
         """
+        decode = partial(_decoded, value_of=value_of)
         if again is None:
-            return proven(self.sealed(), lambda *it: _reader(*it).record(None, value_of), "record")
+            return proven(self.sealed(), decode, "record")
         document = self._document(again.members, again.state, again.is_cut)
-        rest = {**document, "files": [], "meshes": [], "tensors": {}, "state": again.unread}
-        known = again.names, self.contents
-        proven(seal(rest, "record"), lambda *it: _reader(*it).record(known, value_of), "record")
-        return seal(document, "record")
+        new = {**document, "files": [], "meshes": [], "tensors": {}, "state": again.unread}
+        check_new = partial(decode, known=(again.names, self.contents))
+        return proven(seal(document, "record"), decode, "record", (seal(new, "record"), check_new))
 
     def sealed(self) -> bytes:
         """The same, not read again."""
@@ -166,7 +166,7 @@ class Record:
 
         Raises ManifestError (facts file, where, expected, got), or FormatVersionError.
         """
-        return _reader(raw, path).record()
+        return _decoded(raw, path)
 
     @staticmethod
     def listed(raw: bytes, path: str) -> tuple[FileEntry, ...]:
@@ -185,6 +185,10 @@ def _reader(raw: bytes, path: str) -> _Reader:
     check = Checker(ManifestError, "a rank's record is not valid", path, _HINT)
     version, document = unseal(check, raw, "record", FORMAT, VERSION)
     return _Reader(check, check.members(document, "record", _MEMBERS), version)
+
+
+def _decoded(raw: bytes, path: str, **how: Any) -> Record:
+    return _reader(raw, path).record(**how)
 
 
 # -- writing ---------------------------------------------------------------------------------------

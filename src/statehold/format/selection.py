@@ -216,10 +216,11 @@ def check_answers(answers: Sequence[Answer]) -> None:
             hint='a pattern is a name ("model" stands for all of the model) or a glob ("*.bias")',
         )
     if any(answer.has_rest for answer in answers) and not any(each.loads for each in answers):
-        raise StateMismatchError(
-            "nothing of the step would be restored into this state; nothing was changed",
-            hint="the names differ: look at them with statehold show, and map them with rename=",
-        )
+        hint = "the names differ: look at them with statehold show, and map them with rename="
+        if any(given.startswith("skip ") for given in matched):
+            hint = "skip= leaves out all that the state and the step both have: name less of it"
+        text = "nothing of the step would be restored into this state; nothing was changed"
+        raise StateMismatchError(text, hint=hint)
 
 
 def suggested(names: Iterable[str]) -> str:

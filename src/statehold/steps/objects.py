@@ -41,7 +41,7 @@ from statehold.errors import (
 )
 from statehold.format.entries import seal, sha256, unseal
 from statehold.format.saved import MANIFEST_NAME
-from statehold.io.objects.client import DEADLINE_S, NEW, PART_BYTES, ObjectClient, no_limit
+from statehold.io.objects.client import DEADLINE_S, PART_BYTES, ObjectClient, no_limit
 from statehold.io.objects.parallel import Extent, side_by_side
 from statehold.layout.plan import file_of
 from statehold.options.paths import STEP_NAME, step_name
@@ -354,6 +354,7 @@ class ObjectSteps(Shelf):
             with contextlib.suppress(StorageError):  # it is committed; clear() tries again
                 self._delete(str(before))
         with contextlib.suppress(StorageError, CorruptionError):  # the next commit tries again
+            self.client.tidy(directory)
             self._sweep()
 
     def _sweep(self) -> None:
@@ -420,6 +421,7 @@ class ObjectSteps(Shelf):
 
         For the one job that writes: it also deletes attempts of other jobs that are under way.
         """
+        self.client.tidy()
         names, directories = self.client.list()
         committed = {step_of_commit(name) for name in names}
         found = {name: known for name in directories if (known := attempt_of(name))}
@@ -534,15 +536,16 @@ class SharedObjects:
 
     def sweep(self, directories: Iterable[str]) -> None:
         """Step 5. directories: all that are there, of steps and of attempts."""
+        self._client.tidy(SHARED)
         if there := self._there():
             wanted = self._wanted_by(directories)
             for path in there - wanted:
                 self._client.delete(path)
 
     def _there(self) -> set[str]:
-        """The shared objects, also unfinished ones. What else lies there is of somebody else."""
+        """The shared objects. Whatever else lies there is of somebody else."""
         paths = self._client.list(SHARED)[0]
-        return {path for path in paths if _OURS.fullmatch(path.rpartition("/")[2])}
+        return {path for path in paths if _SHARED_OBJECT.fullmatch(path.rpartition("/")[2])}
 
     def _wanted_by(self, directories: Iterable[str]) -> set[str]:
         """The paths of the objects to which directories refer."""
@@ -578,7 +581,6 @@ _SHARED_FORMAT = "statehold.shared"
 _REFERENCES = ".shared.json"
 _SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
 _SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
-_OURS = re.compile(rf"{_SHARED_OBJECT.pattern}(\.[0-9a-f]+{re.escape(NEW)})?")  # also unfinished
 _MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
 
 

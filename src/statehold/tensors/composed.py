@@ -260,11 +260,14 @@ def allow_tensor_class(
         shared: the inner tensors that are equal on all ranks.
 
     Raises:
-        UsageError: the class lacks one of the two methods.
+        UsageError: the class lacks one of the two methods, or names are no list.
     """
     if not isinstance(cls, type) or not says_what_it_is_made_of(cls):
         expected = f"a class with {' and '.join(PROTOCOL)}"
         raise refused("a tensor class cannot be taken apart", expected, repr(cls)[:200])
+    for argument, names in {"rowwise": rowwise, "shared": shared}.items():
+        if isinstance(names, str):
+            raise refused(f"{argument} is a list of names", 'for example ["codes"]', names)
     allowed[name_of(cls)] = cls, InnerRule(frozenset(rowwise), frozenset(shared))
 
 

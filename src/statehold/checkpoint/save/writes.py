@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from statehold import _core
 from statehold._core import Engine, File, WriteJob
 from statehold._version import __version__
-from statehold.encoding.strictjson import CONTAINERS_MAX
 from statehold.format.entries import (
     NOTHING,
     About,
@@ -55,7 +54,6 @@ D = TypeVar("D", Manifest, Record)
 # Of parts of a state, by their keys. Parts of parts count down to this depth: among the values of a
 # framework most are the same at each save.
 Path = tuple[str, ...]
-Texts = dict[Path, Json]
 PARTS_DEPTH = 3
 
 
@@ -267,7 +265,7 @@ class Sealing:
     def __init__(self) -> None:
         self._made_of: tuple[object, ...] | None = None  # None: no document was accepted
         self._form: TensorsForm | None = None
-        self._accepted = Texts()
+        self._accepted = dict[Path, int]()  # hashes of JSON, of which a state may have megabytes
         self._digests = dict[str, str]()
 
     def manifest(
@@ -286,13 +284,12 @@ class Sealing:
         build = partial(build_record, plan, tree, attempt=attempt, contents=contents, taken=taken)
         before, form = self._accepted, self._form
         raw, record = self._encoded(build, plan, tree, sums, taken, contents)
-        are_same = self._form is form
-        known = {
+        self._digests = {
             key: digest
             for key, digest in self._digests.items()
-            if are_same and (key,) in before and before[key,] == self._accepted.get((key,))
+            if self._form is form and before.get((key,)) == self._accepted.get((key,), "")
         }
-        self._digests = record.group_digests(known)
+        self._digests = record.group_digests(self._digests)
         return raw, self._digests
 
     def _encoded(
@@ -300,8 +297,8 @@ class Sealing:
         contents: Mapping[str, str],
     ) -> tuple[bytes, D]:  # fmt: skip
         """What `build` makes of files and tensors, and its bytes."""
-        made_of, texts = (*_made_of(plan, sums, taken), frozenset(contents)), Texts()
-        state, form = self._state(tree, texts), self._form
+        made_of, hashes = (*_made_of(plan, sums, taken), frozenset(contents)), dict[Path, int]()
+        state, form = self._state(tree, hashes), self._form
         if form is None or made_of != self._made_of:
             document = build(*account(plan.save, sums, taken.files))
             raw, form = document.encode(value_of=value_of), document.form()
@@ -312,27 +309,27 @@ class Sealing:
             hexes.append("".join(map(contents.__getitem__, form.with_content)))
             again = Again(form.of(hexes), form.names, *state, form.is_cut)
             raw = document.encode(again, value_of)
-        self._made_of, self._form, self._accepted = made_of, form, texts
+        self._made_of, self._form, self._accepted = made_of, form, hashes
         return raw, document
 
-    def _state(self, tree: Any, texts: Texts) -> tuple[Json, Any]:
-        """The JSON of a state, and what of it was not accepted before; `texts` gets its parts."""
+    def _state(self, tree: Any, hashes: dict[Path, int]) -> tuple[Json, Any]:
+        """The JSON of a state, and what of it was not accepted before; `hashes` gets its parts."""
         if not _has_parts(tree):
             return json_of(tree), tree
-        unread = self._unread(tree, (), texts)
-        state = object_of({key: texts[key,] for key in tree})
-        if state.count("{") + state.count("[") > CONTAINERS_MAX:  # a reader may refuse so many
-            return state, tree
-        return state, unread
+        texts = {key: json_of(each) for key, each in tree.items()}
+        return object_of(texts), self._unread(tree, (), hashes, texts)
 
-    def _unread(self, node: Mapping[str, Any], path: Path, texts: Texts) -> dict[str, Any]:
+    def _unread(
+        self, node: Mapping[str, Any], path: Path, hashes: dict[Path, int],
+        texts: Mapping[str, Json] = {},
+    ) -> dict[str, Any]:  # fmt: skip
         unread = {}
         for key, each in node.items():
             where = (*path, key)
-            texts[where] = text = json_of(each)
-            if self._accepted.get(where) != text:
+            hashes[where] = its = hash(texts.get(key) or json_of(each))
+            if self._accepted.get(where) != its:
                 is_deeper = len(where) < PARTS_DEPTH and _has_parts(each)
-                unread[key] = self._unread(each, where, texts) if is_deeper else each
+                unread[key] = self._unread(each, where, hashes) if is_deeper else each
         return unread
 
 

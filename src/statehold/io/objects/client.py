@@ -66,6 +66,8 @@ AGAIN = 4  # more times for what can be repeated
 GRACE_S = 5.0  # for requests under way after stop()
 READ_BACK_BYTES = 64
 NEW = ".new"  # ends the name of an object until its bytes are durable
+# Such names. obstore adds # and a number until it has all bytes, and does not list these.
+_UNFINISHED = f"*.{'[0-9a-f]' * 8}{NEW}"
 
 
 def no_limit(_: int) -> None:
@@ -210,8 +212,21 @@ class ObjectClient:
             store.delete(paths)
 
         with contextlib.suppress(MissingFileError):  # another process deletes it, too
+            self.tidy(directory)
             paths = self.list_all(directory)
             self._ask("delete", directory, delete)
+
+    def tidy(self, directory: str = "") -> None:
+        """In a store in files: delete what killed uploads have left of objects directly below a
+        directory, or the URL, and an empty directory. Nobody uploads anything there now."""
+        if self.is_local:
+            folder = self._file(directory)
+            with storing("delete", str(folder)):
+                for path in (*folder.glob(_UNFINISHED), *folder.glob(f"{_UNFINISHED}#*")):
+                    path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                if directory:
+                    folder.rmdir()
 
     # -- uploads ---------------------------------------------------------------------------
 
@@ -297,9 +312,13 @@ class ObjectClient:
     def _make_durable(self, name: str, *, content: bool = True, names: bool = True) -> None:
         """In a store in files: sync an object, and its name in the directories above."""
         if self.is_local:
-            path = Path(unquote(urlsplit(self.url).path), name)
+            path = self._file(name)
             with storing("make durable", str(path)):
                 sync_files([path] * content + [*path.parents] * names)
+
+    def _file(self, name: str) -> Path:
+        """An object of a store in files."""
+        return Path(unquote(urlsplit(self.url).path), name)
 
     def _check_waiting(self, waited_s: float) -> None:
         if waited_s > LATE_S:
