@@ -80,8 +80,7 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """A data file. `digest` is the sha256 of the hex sums of all its pieces, in file order."""
 
     name: str

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -128,7 +128,7 @@ class Manifest:
         return {
             **_head(self, self._version(state)),
             "block_bytes": self.block_bytes,
-            "files": [asdict(entry) for entry in self.files],
+            "files": [entry._asdict() for entry in self.files],
             **members,
             "state": state,
             **self.about.document(),

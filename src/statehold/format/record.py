@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -130,7 +130,7 @@ class Record:
             "rank": self.rank,
             "attempt": self.attempt,
             "block_bytes": self.block_bytes,
-            "files": [asdict(entry) for entry in self.files],
+            "files": [entry._asdict() for entry in self.files],
             **members,
             "state": state,
         }

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class Passage:
     ) -> None:
         self.step = step
         self.is_skipped = is_skipped
-        self.stats = SaveStats(step)
+        self._figures = dict[str, Any]()  # of SaveStats
         self.error: StateholdError | None = None
         self.is_raised = False
         self._started = started
@@ -127,9 +127,13 @@ class Passage:
         self._latches: list[threading.Lock] = []  # each is released once, at the next event
         self._pid = os.getpid()
 
+    @property
+    def stats(self) -> SaveStats:
+        return SaveStats(self.step, **self._figures)
+
     def done(self, event: Event) -> bool:
         """Whether the event has happened."""
-        return getattr(self.stats, f"{event}_s") is not None
+        return f"{event}_s" in self._figures
 
     def wait(self, event: Event, timeout: float | None = None) -> None:
         """Save.wait(), also inside a call of the Checkpointer."""
@@ -188,8 +192,7 @@ class Passage:
         return time.perf_counter() - self._started
 
     def record(self, **figures: object) -> None:
-        with self._guard:
-            self.stats = replace(self.stats, **figures)  # type: ignore[arg-type]
+        self._figures.update(figures)
 
     def returned(self) -> None:
         """save() ends now."""
@@ -203,7 +206,7 @@ class Passage:
         A small save commits before save() returns.
         """
         with self._guard:
-            is_known = self.stats.committed_s is not None and self.stats.blocked_s > 0
+            is_known = self.done("committed") and "blocked_s" in self._figures
             is_due = is_known and not self._is_reported
             self._is_reported |= is_known
         if is_due:
@@ -211,7 +214,7 @@ class Passage:
 
     def add_gate(self, seconds: float) -> None:
         with self._guard:
-            self.stats = replace(self.stats, gate_s=self.stats.gate_s + seconds)
+            self._figures["gate_s"] = self._figures.get("gate_s", 0.0) + seconds
         self.watch.gate_waited(seconds)
 
     def reach(self, event: Event) -> None:

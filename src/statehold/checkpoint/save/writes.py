@@ -335,11 +335,9 @@ class Sealing:
 
 def _made_of(plan: RankPlan, sums: bytes, taken: StoredPart) -> tuple[object, ...]:
     """What the files and tensors of a document follow from, except for their checksums."""
-    files = [
-        (each.specs, each.begins, each.data_begin, each.file_bytes, len(each.sums))
-        for each in taken.files
-    ]
-    return plan.save.at_step(0), plan.share, len(sums), files, tuple(taken.held)
+    found: list[SavePlan | StoredFile] = [plan.save, *taken.files]
+    files = [(each.specs, each.begins, each.data_begin, each.file_bytes) for each in found]
+    return plan.share, files, [len(sums), *(len(each.sums) for each in taken.files)], *taken.held
 
 
 def _has_parts(node: Any) -> bool:

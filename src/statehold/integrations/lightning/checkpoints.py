@@ -63,9 +63,9 @@ class Checkpoint:
 
     def announce(self, run: str, step: int, last_of: str | None = None) -> None:
         """The path stands for this step of the run, once it is committed."""
-        self.steps.mkdir(parents=True, exist_ok=True)
-        for removal in self.removals():
+        for removal in self.removals() if self.is_ours else ():
             removal.unlink()
+        self.steps.mkdir(parents=True, exist_ok=True)
         note = {"run": os.path.relpath(run, self.steps), "last_of": last_of}
         _write(self._note(step), json.dumps(note).encode())
         if self.path.is_dir() and not self.path.is_symlink():
@@ -111,7 +111,7 @@ class Checkpoint:
 
     def removed_after(self, step: int) -> None:
         """Note that the path goes once this step is committed, which a kill may prevent."""
-        _write(self.steps / f"{step_name(step)}{REMOVED}", b"")
+        (self.steps / f"{step_name(step)}{REMOVED}").touch()
 
     def removals(self) -> list[Path]:
         return [*self.steps.glob(f"step-*{REMOVED}")]

@@ -92,12 +92,14 @@ def parts(state: Any) -> Iterator[tuple[str, Any]]:
             yield path, value
         elif not is_plain and (optimizer := optimizers.of(value)) is not None:
             yield path, optimizer
-        elif isinstance(value, Mark | Mapping | list | tuple) and id(value) not in seen:
+        elif (is_plain or isinstance(value, Mark | Mapping | list | tuple)) and id(
+            value
+        ) not in seen:
             seen.add(id(value))
             if isinstance(value, Mark):
                 left.append((path, value.value))
                 continue
-            members = value.items() if isinstance(value, Mapping) else enumerate(value)
+            members = value.items() if isinstance(value, dict | Mapping) else enumerate(value)
             left += [
                 (f"{path}.{key}" if path else str(key), item)
                 for key, item in members

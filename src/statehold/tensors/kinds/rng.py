@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import importlib
 import random
+import struct
 import sys
 import threading
 import weakref
@@ -226,7 +227,8 @@ def set_state(generator: Any, name: str, saved: Mapping[str, Any]) -> None:
 def _python_state(generator: Any) -> dict[str, Any]:
     # 625 words as bytes: one value of the manifest instead of 625.
     version, words, gauss = generator.getstate()
-    return {"version": version, "words": _words_to_bytes(words), "gauss": gauss}
+    packed = struct.pack(f"<{len(words)}I", *words)
+    return {"version": version, "words": packed, "gauss": gauss}
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -242,7 +244,8 @@ def _numpy_legacy_state(generator: Any) -> dict[str, Any]:
     state: dict[str, Any] = generator.get_state(legacy=False)
     if state["bit_generator"] == "MT19937":
         inner = state["state"]
-        state = {**state, "state": {"key": _words_to_bytes(inner["key"]), "pos": int(inner["pos"])}}
+        key = inner["key"].astype("<u4").tobytes()
+        state = {**state, "state": {"key": key, "pos": int(inner["pos"])}}
     return state
 
 
@@ -260,13 +263,6 @@ def _set_cuda_states(states: list[bytes]) -> None:
     count = torch.cuda.device_count() if states else 0
     for index, state in enumerate(states[:count]):
         torch.cuda.set_rng_state(_bytes_tensor(state), index)
-
-
-def _words_to_bytes(words: Any) -> bytes:
-    packed = array.array("I", words)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def _tensor_bytes(state: torch.Tensor) -> bytes:
