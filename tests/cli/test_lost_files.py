@@ -13,8 +13,6 @@ import pytest
 import torch
 
 import statehold
-from statehold.checkpoint.levels.forking import fork
-from statehold.errors import MissingFileError
 from statehold.observe import background_log
 from statehold.reading.places import file_system
 from statehold.steps.store import Store
@@ -80,18 +78,6 @@ def test_verify_lists_the_damage_of_the_newest_step(
         assert (code, [each["step"] for each in told["steps"]]) == (1, [4])
         assert told["steps"][0]["damage"] == ask("verify", f"{run_of}@4")[1]["steps"][0]["damage"]
         assert told["steps"][0]["damage"] != []
-
-
-def test_who_takes_a_step_without_its_manifest_is_told_of_damage(run_of: Path) -> None:
-    step, fs = run_of / "step-000000000004", file_system()
-    (step / "manifest.json").unlink()
-    for take in (
-        lambda: statehold.copy_step(f"{run_of}@4", run_of.parent / "copy"),
-        lambda: fork(fs, str(step), str(run_of.parent / "child")),
-        lambda: statehold.load(f"{run_of}@4"),
-    ):
-        with pytest.raises(MissingFileError, match="this step is damaged"):
-            take()
 
 
 def test_who_passes_over_a_newer_step_says_so(

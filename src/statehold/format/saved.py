@@ -114,7 +114,7 @@ def open_step(read: Read, directory: str, step: int, rank: int, world_size: int)
     world needs. Raises ManifestError, MissingFileError or FormatVersionError.
     """
     path = f"{directory}/{MANIFEST_NAME}"
-    manifest = Manifest.decode(read_present(read, path, DOCUMENT_BYTES_MAX), path)
+    manifest = Manifest.decode(_read(read, path, DOCUMENT_BYTES_MAX), path)
     if manifest.step != step:
         facts = {"file": path, "expected": f"step {step}", "got": f"step {manifest.step}"}
         raise ManifestError("a manifest belongs to another step", facts=facts)
@@ -136,7 +136,7 @@ def read_record(read: Read, directory: str, commit: Commit, rank: int) -> Record
 
 def committed_record(read: Read, path: str, entry: RecordEntry) -> bytes:
     """The bytes of a record, if they are the committed ones. Raises as `open_step` does."""
-    raw = read_present(read, path, DOCUMENT_BYTES_MAX)
+    raw = _read(read, path, DOCUMENT_BYTES_MAX)
     if len(raw) != entry.bytes or sha256(raw) != entry.sha256:
         raise _record_error(
             path,
@@ -151,16 +151,13 @@ def _check_same(path: str, name: str, expected: object, got: object) -> None:
         raise _record_error(path, f"{name} {expected}", f"{got}")
 
 
-def read_present(read: Read, path: str, max_bytes: int) -> bytes:
-    """A document of a step. Raises MissingFileError if it is not there."""
+def _read(read: Read, path: str, max_bytes: int) -> bytes:
     try:
         return read(path, max_bytes)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
-        hint = "this step is damaged; an older committed step is not affected"
-        summary, facts = "a file of a step is not there", {"file": path}
-        raise MissingFileError(summary, facts=facts, hint=hint) from error
+        raise MissingFileError("a file of a step is not there", facts={"file": path}) from error
 
 
 class SavedStep:

@@ -26,7 +26,7 @@ from statehold._core import File, Fs
 from statehold.errors import StorageError, no_such_step
 from statehold.format.entries import DOCUMENT_BYTES_MAX
 from statehold.format.manifest import Manifest
-from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step, read_present
+from statehold.format.saved import MANIFEST_NAME, SavedStep, open_step
 from statehold.io.objects.parallel import Extent
 from statehold.observe.background_log import log_once
 from statehold.steps.directories import standing_step_of
@@ -232,9 +232,8 @@ class StepShelf(DirectoryShelf):
     @cached_property
     def step(self) -> int:
         """Its number, by its manifest. Raises as reading that does."""
-        path = f"{self.root}/{MANIFEST_NAME}"
-        raw = read_present(lambda *_: self.manifest(0), path, DOCUMENT_BYTES_MAX)
-        return Manifest.decode(raw, path).step
+        raw = self.manifest(0)
+        return Manifest.decode(raw, f"{self.root}/{MANIFEST_NAME}").step
 
     def steps(self) -> list[int]:
         return [self.step]
