@@ -18,7 +18,7 @@ from statehold.errors import RunBusyError, StorageError
 from statehold.steps.lock import RunLock, is_saved_into
 from support.faults import DEADLINE_S, SMALL, small
 from support.in_memory import SimFs
-from support.inside import end, inside, promoter
+from support.inside import end, promoter
 from support.levels import FAR, LATER, only, opened_on, save, settle
 
 
@@ -155,7 +155,7 @@ def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more()
 
         place.commit = fail  # type: ignore[method-assign]
         save(ckpt, 1, content(1))
-        inside(ckpt).levels.promotions.wait(DEADLINE_S)
+        settle(ckpt)
         halves = [name for name, _ in fs.listdir(FAR) if ".copy-" in name]
         assert len(halves) == 1
         place.commit = commit  # type: ignore[method-assign]

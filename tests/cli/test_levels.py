@@ -17,8 +17,7 @@ from statehold.cli import main
 from statehold.errors import storage_error
 from statehold.steps.objects import ObjectSteps
 from support.faults import SMALL
-from support.inside import inside
-from support.levels import save
+from support.levels import save, settle
 
 pytest.importorskip("obstore")
 
@@ -38,7 +37,7 @@ def many(tmp_path: Path) -> Path:
     with statehold.Checkpointer(tmp_path / "run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1 << 18,), float(step)), "step": step})
-            inside(ckpt).levels.promotions.wait(60.0)
+            settle(ckpt)
     return tmp_path / "run"
 
 

@@ -276,7 +276,8 @@ import torch
 import statehold
 from support import scripts
 from support.faults import SMALL
-from support.inside import inside, promoter
+from support.inside import promoter
+from support.levels import settle
 from levels.test_resuming import content, levels_at
 ckpt = statehold.Checkpointer(sys.argv[1] + "/near", levels=levels_at(Path(sys.argv[1])), **SMALL)
 left = [int(sys.argv[2])]
@@ -286,7 +287,7 @@ def die():
         os.kill(os.getpid(), signal.SIGKILL)
 promoter(ckpt).throttle.give_way = die
 ckpt.save(1, content(1)).wait("committed", 60)
-inside(ckpt).levels.promotions.wait(60)
+settle(ckpt)
 """
 
 

@@ -22,7 +22,7 @@ from statehold.io.objects import client as clients
 from statehold.io.objects.client import ObjectClient
 from statehold.steps.objects import SHARED
 from support.faults import DEADLINE_S, SMALL
-from support.inside import inside
+from support.levels import settle
 from support.sharing import Tuned, same
 
 pytest.importorskip("obstore")
@@ -51,7 +51,7 @@ class Run:
                 self.model.train_once()
                 self.expected[step] = self.model.bits()
                 ckpt.save(step, {"model": self.model}).wait("committed", DEADLINE_S)
-                inside(ckpt).levels.promotions.wait(DEADLINE_S)
+                settle(ckpt)
 
     def lose(self) -> None:
         """Everything of the run is gone, on the disk and in the bucket."""

@@ -18,7 +18,7 @@ from statehold.steps.store import Store
 from support.faults import DEADLINE_S, SMALL
 from support.in_memory import SimFs, checkpointer_on
 from support.inside import inside
-from support.levels import FAR, NEAR, only, opened_on, save, status
+from support.levels import FAR, NEAR, only, opened_on, save, settle, status
 
 
 class Retiring:
@@ -52,7 +52,7 @@ def ckpt(fs: SimFs) -> Iterator[statehold.Checkpointer]:
     with checkpointer_on(fs, "/run", levels=levels, **SMALL) as ckpt:
         for step in (1, 2, 3):
             save(ckpt, step, {"w": torch.full((1000,), step)})
-        inside(ckpt).levels.promotions.wait(None)
+        settle(ckpt)
         yield ckpt
 
 

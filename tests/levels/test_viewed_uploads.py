@@ -17,6 +17,7 @@ from statehold.io.mounts import mount_of
 from support.faults import DEADLINE_S, SMALL, must
 from support.in_memory import SimFs
 from support.inside import inside
+from support.levels import settle
 
 pytest.importorskip("obstore", reason="obstore is not installed: no object stores")
 from statehold.steps.objects import ObjectSteps
@@ -71,7 +72,7 @@ def test_what_is_uploaded_does_not_change_meanwhile(memory, tmp_path, monkeypatc
         for step in (7, 8, 9, 10):
             ckpt.save(step, content(100 + step)).wait("committed", DEADLINE_S)
         held.go_on.set()
-        inside(ckpt).levels.promotions.wait(DEADLINE_S)
+        settle(ckpt)
     assert held.is_unchanged
 
 
