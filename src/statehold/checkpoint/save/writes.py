@@ -265,7 +265,8 @@ class Sealing:
     def __init__(self) -> None:
         self._made_of: tuple[object, ...] | None = None  # None: no document was accepted
         self._form: TensorsForm | None = None
-        self._accepted = dict[Path, int]()  # hashes of JSON, of which a state may have megabytes
+        # The hash of the JSON of each part. The JSON itself may take megabytes.
+        self._accepted = dict[Path, int]()
         self._digests = dict[str, str]()
 
     def manifest(
