@@ -42,7 +42,7 @@ from bench.report import Column, table
 from statehold import lineage
 from statehold._core import xxh3_64
 from statehold.checkpoint.levels.hosts.census import Holding, settled
-from statehold.checkpoint.levels.hosts.discovery import KeyPair, drawn
+from statehold.checkpoint.levels.hosts.discovery import HANDED_ON, KeyPair, drawn
 from statehold.cli import main as command
 from statehold.format.entries import record_file, sha256
 from statehold.format.manifest import Commit, Manifest, RecordEntry, groups_of, record_name
@@ -395,11 +395,25 @@ def save_of(world: int) -> Row:
 
 
 def meeting_of(world: int) -> Row:
-    """The first meeting at a level of each host: rank 0 hides the secret of the job for each."""
-    own, other = KeyPair(), KeyPair()
-    secret = drawn()
+    """The first meeting at a level of each host: each rank hides the secret of the job for a few
+    others, and all read where the hosts are."""
+    own, other, secret = KeyPair(), KeyPair(), drawn()
     each_s = seconds(lambda: own.hidden(secret, other.public), 9)
-    return {"ranks": world, "a key, ms": 1e3 * each_s, "rank_0_s": each_s * world}
+    in_a_row, rank = 0, world - 1
+    while rank:
+        in_a_row, rank = in_a_row + 1, (rank - 1) // HANDED_ON
+    firsts = range(0, world, HOST_RANKS)
+    hosts = [
+        [f"host-{first // HOST_RANKS}", "10.100.100.100:40000", [[first, first + HOST_RANKS - 1]]]
+        for first in firsts
+    ]
+    return {
+        "ranks": world,
+        "a key, ms": 1e3 * each_s,
+        "a rank_s": each_s * HANDED_ON,
+        "in a row": in_a_row,
+        "answer_bytes": len(json.dumps(hosts)),
+    }
 
 
 def losses_of(hosts: int, lost: int, tries: int = 5) -> Row:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from statehold import Directory, Memory
+from statehold.checkpoint.levels.hosts import discovery
 from statehold.checkpoint.levels.hosts.discovery import _PRIME, KeyPair, drawn
 from statehold.errors import (
     PeerFailedError,
@@ -22,6 +24,7 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
+from statehold.ranks.peers import Peers
 from statehold.steps.directories import make_directories
 from statehold.steps.target import Unfinished
 from support.faults import DEADLINE_S, Spy, must
@@ -110,6 +113,67 @@ def test_only_the_rank_that_it_is_for_opens_what_is_hidden() -> None:
     for public in ("0", "1", f"{_PRIME - 1:x}", f"{_PRIME:x}", "-3", "key"):
         with pytest.raises(ValueError):
             other.opened(hidden, public)
+
+
+def test_no_rank_hides_the_secret_for_more_than_a_few_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 did so for all ranks, and no other thread of its process ran meanwhile."""
+    hiding: Counter[int] = Counter()
+    known: list[str] = []
+    hide, kept, notes = KeyPair.hidden, MemoryStore.set, dict[str, bytes]()
+    dropped = MemoryStore.delete_key
+
+    def hidden(keys: KeyPair, secret: str, public: str) -> str:
+        hiding[id(keys)] += 1
+        return hide(keys, secret, public)
+
+    def noted(store: MemoryStore, key: str, value: bytes) -> None:
+        notes[key] = value
+        kept(store, key, value)
+
+    def forgotten(store: MemoryStore, key: str) -> bool:
+        notes.pop(key, None)
+        return dropped(store, key)
+
+    monkeypatch.setattr(discovery, "HANDED_ON", 2)
+    monkeypatch.setattr(KeyPair, "hidden", hidden)
+    monkeypatch.setattr(MemoryStore, "set", noted)
+    monkeypatch.setattr(MemoryStore, "delete_key", forgotten)
+    monkeypatch.setattr(MemoryExchange, "let_in", lambda _, secret: known.append(secret))
+    with HostRanks(disks(7)) as ranks:
+        save(ranks, 1)
+        assert restored(ranks, 7) == 1
+    assert list(hiding.values()) == [2, 2, 2]
+    assert len(known) == 7
+    assert len(set(known)) == 1
+    assert not [key for key in notes if "/hosts-0-" in key]
+
+
+def test_a_rank_that_does_not_hand_the_secret_on_is_named_and_the_next_save_meets_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery, "HANDED_ON", 1)
+    post, lost = Peers.post, list[str]()
+
+    def fail_once(peers: Peers, name: str, note: bytes) -> None:
+        if name == "hosts-0-secret/2" and not lost:
+            lost.append(name)
+            raise PeerLostError("the store does not answer", ranks=(0,))
+        post(peers, name, note)
+
+    monkeypatch.setattr(Peers, "post", fail_once)
+    with HostRanks(disks(3), peer_timeout_s=2.0) as ranks:
+        saves = ranks.begin(1, lambda rank: state(rank, 1))
+        named = {}
+        for rank in (0, 1, 2):
+            with pytest.raises(PeerLostError) as caught:
+                saves[rank].wait("committed", DEADLINE_S)
+            named[rank] = caught.value.ranks
+        assert lost
+        assert named[2] == (1,)
+        save(ranks, 2)
+        assert restored(ranks, 3) == 2
 
 
 @pytest.mark.parametrize("each", [1, 2])

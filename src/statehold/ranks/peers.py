@@ -113,6 +113,22 @@ class Peers:
         """A note, if it is there by now."""
         return self.board.peek(f"{self.open()}/{name}")
 
+    def take(self, name: str, giver: int) -> bytes:
+        """A note that the rank `giver` leaves for this rank alone, once it is there; it is dropped.
+        Raises PeerLostError."""
+        key = f"{self.open()}/{name}"
+        missing = self.board.wait([key], time.monotonic() + self.timeout_s)
+        note = None if missing else self.board.peek(key)
+        if note is None:
+            summary = f"a rank did not leave a note for this one within {self.timeout_s:g} s"
+            raise did_not_come(summary, (giver,), note=name)
+        self.drop(name)
+        return note
+
+    def drop(self, name: str) -> None:
+        """Remove a note, if it is there."""
+        self.board.drop([f"{self.open()}/{name}"])
+
     def close(self) -> None:
         """Release connections. Notes stay, because another rank may not have read them yet."""
         self.board.close()

@@ -17,6 +17,7 @@ Not here: the use of the decision (place), the transfer of files (serving, remot
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import socket
 import threading
@@ -41,6 +42,9 @@ from statehold.steps.near_files import NearFiles
 
 
 _KIND = "hosts"
+# A rank hands the secret on to so many others, in 4 ms each. They do the same: 16,384 ranks have it
+# after four ranks in a row.
+HANDED_ON = 16
 CENSUS = Round("census")
 
 
@@ -125,6 +129,7 @@ class Hosts:
             for place in places:
                 place.met((only,), 0, 0, exchange.near(place))
         self._learned = False
+        self._secret = ""
         self._tries = 0
         if peers is None:
             for place in places:
@@ -181,6 +186,7 @@ class Hosts:
     # -- the meeting -----------------------------------------------------------------------
 
     def _discover(self, peers: Peers) -> None:
+        peers.post(self._named("key", peers.rank), self._keys.public.encode())
         note = self._note()
         try:
             outcome = Round(_KIND, self._tries).hold(peers, note, self._decide)
@@ -190,20 +196,20 @@ class Hosts:
             if peers.has_ended(_KIND, self._tries):
                 self._tries += 1
             raise
-        levels, found, public, hidden = outcome
-        secret = self._keys.opened(hidden[peers.rank], public) if hidden else ""
-        if secret:
-            self._exchange.let_in(secret)
+        levels, found = outcome
+        if any(len(hosts) > 1 for hosts in levels.values()):
+            self._hand_on(peers)
+            self._exchange.let_in(self._secret)
+        peers.drop(self._named("key", peers.rank))
         for place in self._places:
-            self._learn(place, levels[place.name], peers.rank, secret)
+            self._learn(place, levels[place.name], peers.rank)
             _take(place, found[place.name])
         if not any(place.is_apart and place.leads for place in self._places):
             self._exchange.stop()
 
     def _note(self) -> dict[str, Any]:
         """The message of this rank to the others: itself, and the steps on its host."""
-        name, public = socket.gethostname(), self._keys.public
-        note: dict[str, Any] = {"name": name, "public": public, "levels": {}}
+        note: dict[str, Any] = {"name": socket.gethostname(), "levels": {}}
         for place in self._places:
             level = {"identity": place.identity(), "holdings": place.holdings()}
             note["levels"][place.name] = level
@@ -223,13 +229,28 @@ class Hosts:
             },
             {name for name, there in levels.items() if len(there) > 1},
         )
-        secret, apart = drawn(), any(len(there) > 1 for there in levels.values())
-        hidden = [self._keys.hidden(secret, note["public"]) for note in notes] if apart else []
-        return [hosts, found, self._keys.public, hidden]
+        return [hosts, found]
 
-    def _learn(
-        self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int, secret: str
-    ) -> None:
+    def _named(self, what: str, rank: int) -> str:
+        return f"{_KIND}-{self._tries}-{what}/{rank}"
+
+    def _hand_on(self, peers: Peers) -> None:
+        """Get the secret of the servers from the rank that hands it to this one, and hand it on.
+        Raises PeerLostError."""
+        rank, public = peers.rank, self._keys.public
+        if not self._secret and rank == 0:
+            self._secret = drawn()
+        elif not self._secret:
+            note = peers.take(self._named("secret", rank), (rank - 1) // HANDED_ON)
+            of, hidden = json.loads(note)
+            self._secret = self._keys.opened(hidden, of)
+        first = HANDED_ON * rank + 1
+        for each in range(first, min(first + HANDED_ON, peers.world_size)):
+            if (key := peers.peek(self._named("key", each))) is not None:  # else it has the secret
+                hidden = self._keys.hidden(self._secret, key.decode())
+                peers.post(self._named("secret", each), json.dumps([public, hidden]).encode())
+
+    def _learn(self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int) -> None:
         mine, hosts = 0, []
         for index, (name, address, ranges) in enumerate(known):
             ranks = tuple(each for first, last in ranges for each in range(first, last + 1))
@@ -238,7 +259,7 @@ class Hosts:
                 mine = index
             elif len(known) > 1:
                 names = (place.name, place.copies.name)
-                files = {each: self._exchange.reach(address, secret, each) for each in names}
+                files = {each: self._exchange.reach(address, self._secret, each) for each in names}
             hosts.append(KnownHost(name, ranks, files))
         place.met(hosts, mine, rank, self._exchange.near(place))
         if rank == 0:
@@ -361,8 +382,8 @@ class KeyPair:
     """The keys of one rank:
 
         keys = KeyPair()                        each rank, which posts keys.public
-        hidden = keys.hidden(secret, public)    rank 0, for the rank that has posted `public`
-        secret = keys.opened(hidden, public)    that rank, with what rank 0 has posted
+        hidden = keys.hidden(secret, public)    who hands it to the rank that has posted `public`
+        secret = keys.opened(hidden, public)    that rank, with the key of who hands it on
 
     A rank has them for as long as it meets the others.
     """
