@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import statehold
 from statehold.errors import ManifestError, StateMismatchError, UnsupportedValueError, UsageError
+from statehold.tensors import columns
 from statehold.tensors import found as found_module
 from statehold.tensors.kinds import capture
 from statehold.tensors.kinds.rng import Rng
@@ -65,10 +66,10 @@ def test_cycles_through_objects_and_marks_are_refused() -> None:
 
 
 def test_a_mode_that_makes_fake_tensors_is_named() -> None:
-    state = {"x": {"y": torch.ones(2)}}
+    state = {"x": [torch.ones(2)]}
     with FakeTensorMode(allow_non_fake_inputs=True):
         refused = refusal(state)
-    assert refused.facts["path"] == "x.y"
+    assert refused.facts["path"] == "x.0"
     assert "FakeTensorMode" in str(refused)
 
 
@@ -145,6 +146,7 @@ def test_numbers_beside_device_tensors_are_copied_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int
 ) -> None:
     monkeypatch.setattr(found_module, "is_external", lambda tensor: tensor.dim() > 0)
+    monkeypatch.setattr(columns, "devices_of", lambda given: [(t.dim() > 0) - 1 for t in given])
     numbers = torch.tensor([7, 1, 8, bits, 9, 2], dtype=torch.int32).view(dtype)
     found = captured({"device": torch.zeros(4)} | {f"n{i}": n for i, n in enumerate(numbers)})
     copies = [found[f"n{index}"] for index in range(len(numbers))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from statehold.tensors import captured as captures
-from statehold.tensors import found
+from statehold.tensors import columns, found
 from statehold.tensors.kinds import capture
 
 
@@ -27,5 +27,6 @@ def test_host_fingerprints_are_of_the_elements_in_order() -> None:
 
 def test_a_device_tensor_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(found, "is_external", lambda tensor: tensor.numel() == 4)
+    monkeypatch.setattr(columns, "devices_of", lambda given: [(t.numel() == 4) - 1 for t in given])
     captured = capture({"host": torch.ones(3), "device": torch.ones(4)})
     assert captures.begin_fingerprints(captured.tensors, hash_memory).keys() == {"host"}

@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
+from operator import and_, not_
 from typing import Any
 
 import torch
@@ -234,7 +235,7 @@ class Flat:
             del names[index][key]
         nodes = self.with_others(list(map(values.mapping_of, made)), paths)
         found = list(chain.from_iterable(map(dict.values, names)))
-        return found, [eager] * len(found), nodes
+        return found, [eager] * len(found), [False] * len(found), nodes
 
     def with_others(self, nodes: list[Any], paths: Sequence[str]) -> list[Any]:
         """The nodes of these dicts, by those of dicts with other plain values."""
@@ -243,6 +244,17 @@ class Flat:
             node = values.encode(value, values.join(paths[index], key))
             more.setdefault(index, {})[key] = node
         return [{**node, **more[at]} if at in more else node for at, node in enumerate(nodes)]
+
+
+def _new(flat: Flat, paths: list[str], owners: Owners, *, are_alone: bool) -> NewTensors:
+    """What there is to know of tensors that are new, and come without their module or optimizer
+    (found.New). are_alone: they are members of one dict, and in no dict of their own."""
+    names, nodes = paths, [{"$tensor": path} for path in paths]
+    if not are_alone:
+        names, *_, nodes = flat.new(paths, eager=False)
+    are_eager = list(map(not_, owners.gated))
+    are_gated = list(map(and_, owners.state or repeat(False), are_eager))
+    return names, are_eager, are_gated, nodes
 
 
 def are_tensors(members: Sequence[Any]) -> bool:
@@ -412,8 +424,13 @@ class Capturing:
         layouts = self.layouts_of(flat.tensors)
         observed = self._mark, self.rank, paths, flat.shape, layouts, owners
         begin = len(self.tensors)
+        new = None
+        is_own = layouts is None and owners is not MARKED
+        has_depth = self.values.depth + 2 <= values.DEPTH_MAX
+        if is_own and has_depth and all(paths) and set(map(type, flat.keys)) == {str}:
+            new = partial(_new, flat, paths, owners, are_alone=members is flat.tensors)
         nodes: list[Any]
-        nodes, is_known = self.found.batch(key, observed, flat.tensors, one_by_one)
+        nodes, is_known = self.found.batch(key, observed, flat.tensors, one_by_one, new)
         if is_known:
             self._parameters += [self.tensors[begin + index].spec for index in owners.parameters]
             return flat.with_others(nodes, paths) if flat.others else nodes

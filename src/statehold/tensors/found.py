@@ -111,8 +111,8 @@ class SeenBatch:
         return self._sights
 
 
-# Of new tensors: names, whether each is eager, and the nodes.
-NewTensors = tuple[list[str], list[bool], Any]
+# Of new tensors: names, whether each is eager, whether each of those is gated, and the nodes.
+NewTensors = tuple[list[str], list[bool], list[bool], Any]
 New = Callable[[], NewTensors]
 # Where a batch was found: the path, and how many were found there before it.
 Key = tuple[str, int]
@@ -300,7 +300,7 @@ class Found:
 
     def _learned(self, observed: Any, reading: BatchFacts, new: NewTensors) -> SeenBatch | None:
         """What there would be to remember of tensors, had they been added one by one."""
-        (names, are_eager, nodes), before = new, self._seen.before
+        (names, are_eager, are_gated, nodes), before = new, self._seen.before
         forms = forms_of(reading.live.tensors, reading.facts.devices)
         stored: list[Any] = [_stored(form.dtype, form.shape) for form in forms]
         looks = before.sights.keys(), before.in_batches.keys()
@@ -309,7 +309,7 @@ class Found:
         if not (are_new and are_usual and header.are_names(names)) or reading.facts.layouts:
             return None
         specs = map(TensorSpec, names, *zip(*stored, strict=True), are_eager)
-        strided, are_gated = list(map(strides_of, reading.live.tensors)), [False] * len(names)
+        strided = list(map(strides_of, reading.live.tensors))
         return SeenBatch(observed, reading.facts, list(specs), forms, strided, are_gated, nodes)
 
     def _remember(self, key: Key, observed: Any, values: list[Any], begin: int, nodes: Any) -> None:

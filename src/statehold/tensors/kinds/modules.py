@@ -118,7 +118,8 @@ def _new(path: str, names: list[str], are_parameters: list[bool], eager: Eager) 
     """What there is to know of tensors that are new (found.New)."""
     found = {name: f"{path}.{name}" for name in names}
     is_eager = [eager is Eager.ALL or not each for each in are_parameters]
-    return list(found.values()), is_eager, {name: {"$tensor": found[name]} for name in names}
+    nodes = {name: {"$tensor": found[name]} for name in names}
+    return list(found.values()), is_eager, [False] * len(names), nodes
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
