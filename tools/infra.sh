@@ -41,5 +41,5 @@ fi
 [ "${1:-}" != "--prepare" ] || exit 0
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONHASHSEED=0 STATEHOLD_INFRA=1
 # Scripts of the tests run the python that has the package, which is the first one.
-export PATH=$PWD/.venv/bin:$PWD/$venv/bin:$PATH:/usr/sbin
+export PATH=$PWD/.venv/bin:$(realpath "$venv")/bin:$PATH:/usr/sbin
 exec .venv/bin/python -m pytest -q -o time_limit=$limit_s tests/infra "$@"
