@@ -58,12 +58,19 @@ class Connected:
 class Engine(StepWeights):
     def __init__(self, run: Path) -> None:
         self.model, self.connected = Served(), Connected()
+        self.calls: list[str] = []
         load_into(self.model.load_weights, {"run": f"{run}@1", "name": "model"}, 1)
         self.model.taken.clear()
         self.init_transfer_engine(RunInfo(str(run), "model"))
 
     def _connectors(self) -> Iterator[Any]:
         yield self.connected
+
+    def _begin(self) -> None:
+        self.calls.append("begin")
+
+    def _end(self) -> None:
+        self.calls.append("end")
 
     def ahead(self, step: int) -> BaseException | None:
         """Read a step ahead, to the end; what that has raised."""
@@ -123,6 +130,31 @@ def test_a_step_brings_the_layers_that_changed(run: Path, ahead: bool) -> None:
     assert len(engine.take(1, ahead=ahead)) == 5  # back
     assert same(engine.model, values(run, 1))
     assert engine.take(1, ahead=ahead) == []
+
+
+def test_a_step_is_whole_when_its_update_returns(run: Path) -> None:
+    """Requests run between the calls of an update: over HTTP, each call is one of its own."""
+    engine = Engine(run)
+    engine.start_weight_update()
+    engine.receive_weights(StepInfo(2))
+    assert engine.calls == ["begin", "end"]
+    taken = engine.connected.identities[-1]
+    engine.finish_weight_update()
+    assert engine.connected.identities[-1] == taken
+    assert same(engine.model, values(run, 2))
+    assert engine.take(2) == []
+    assert engine.calls == ["begin", "end"]  # nothing differs: the model is not touched
+
+
+def test_an_update_without_a_run_says_what_is_missing() -> None:
+    with pytest.raises(UsageError, match="init_weight_transfer_engine"):
+        StepWeights().start_weight_update()
+
+
+@pytest.mark.parametrize("given", [{"step": "2"}, {"step": True}, {"step": 2, "ahead": "no"}])
+def test_what_is_no_step_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="number of a step"):
+        StepInfo(**given)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

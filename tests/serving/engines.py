@@ -15,6 +15,13 @@ from typing import Any
 HERE = Path(__file__).parent
 VOCABULARY = 512
 LIMIT_S = 600
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 Rounds = list[list[dict[str, Any]]]
 
@@ -76,13 +83,9 @@ def ask(
     out.with_suffix(".job").write_text(json.dumps(job))
     env = {
         **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
+        **ENVIRONMENT,
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes > 2)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of asking.py, for the ranks
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
     }
     with open(out.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(

@@ -13,8 +13,9 @@ one. So a step that a rank finds damaged or retired, or that was saved again bet
 two ranks, changes nothing, and the error says so. What was read ahead is only taken
 by the next update, of the same save of the same step. It is the one read under way, and has room in
 the spare memory of the host. What pages depend on changes in the same call as the weights: nothing
-that was computed with those before is found after it. From the first tensor to the end of an update
-the model has no whole step. If it does not end, the next one reads these tensors again.
+that was computed with those before is found after it. The model has a whole step before the call
+and behind it, because requests run between calls. If the call fails on the way into the model, it
+has none, and the next one reads these tensors again.
 Not here: who decides that a step is taken, and pauses the engine (the caller), the reads (loader),
 what becomes of promises and of vLLM's own prefix cache (connector).
 """
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from statehold.errors import refused
+from statehold.errors import UsageError, refused
 from statehold.io.memory_room import spare_memory
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.loader import StepPart, StepReader
@@ -111,13 +112,13 @@ class StepWeights:
     model: Any
     model_config: Any
     ranks = 1  # that share the memory of the host
-    _next: OtherWeights | None = None
+    _info: Any = None
     _ahead: tuple[int, Task[OtherWeights]] | None = None
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """The run whose steps are taken."""
-        self._info = init_info
         run_of(init_info.run)
+        self._info = init_info
         self._reads = Crew("statehold-kv-weights", begin=yield_processor)
 
     def receive_weights(self, update_info: Any) -> None:
@@ -129,31 +130,28 @@ class StepWeights:
         before, self._ahead, step = self._ahead, None, update_info.step
         read = partial(other_weights, self._info.run, step, self._info.name, dict(served()))
         if update_info.ahead:
-            room = spare_memory().nbytes // self.ranks
-            self._ahead = step, self._reads.submit(read, None, room)
+            self._ahead = step, self._reads.submit(read, None, spare_memory().nbytes // self.ranks)
             return
         ahead = before[1] if before is not None and before[0] == step else None
         found: OtherWeights = self._together(lambda: read(ahead.result() if ahead else None))
         self._together(lambda: self._load(found))
-        self._next = found
+        self._serve(found.content, found.sums)
 
     def _load(self, found: OtherWeights) -> None:
-        if found.tensors:
-            self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
+        if not found.tensors:
+            return
+        self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
         self._begin()
         self.model.load_weights(iter(found.tensors.items()))
+        self._end()
 
     def start_weight_update(self) -> None:
-        """The model is only touched once a step was verified."""
-        self._next = None
+        """Raises UsageError if no run was given. The model is touched when a step was verified."""
+        if self._info is None:
+            raise UsageError("an update needs a run", hint="call init_weight_transfer_engine first")
 
     def finish_weight_update(self) -> None:
-        """From now on the engine serves the step."""
-        if self._next is None:
-            return
-        self._end()
-        self._serve(self._next.content, self._next.sums)
-        self._next = None
+        """An update that has returned has ended: requests may run before this call."""
 
     def _together(self, call: Callable[[], Any]) -> Any:
         """What the call returns, once all ranks have made it."""
@@ -198,6 +196,10 @@ class StepInfo:
 
     step: int
     ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or type(self.ahead) is not bool:
+            raise refused("an update takes the number of a step", '{"step": 1000}', vars(self))
 
 
 @cache
