@@ -55,7 +55,7 @@ def test_a_step_of_one_rank(world_size: int) -> None:
     whole = Box.whole((3, 4))
     assert placed == PlacedChunk(whole, file.name, file.bytes, chunk.begin, chunk.end, chunk.sums)
     assert step.chunks("empty", Box.whole((0, 2))) == []
-    left = step.unread([placed])
+    left = step.unread({"model.weight"})
     assert {name for name, _ in left} == {spec.name for spec in SPECS} - {"model.weight", "empty"}
     assert step.widened() is step
 
@@ -143,13 +143,13 @@ def test_what_is_left_to_verify() -> None:
         record = world.records[rank]
         (box,) = [Box((3 * (rank // 2), 2 * (rank % 2)), (3, 2))]
         asked = step.chunks("sharded", box)
-        left = step.unread(asked)
+        left = step.unread({"sharded"})
         assert "sharded" not in {name for name, _ in left}
         assert len(left) + 1 == sum(map(len, record.chunks.values()))
         verified |= {(chunk.file, chunk.begin) for chunk in asked + [c for _, c in left]}
     files = [path for path in world.files if path.endswith(".safetensors")]
     assert {name for name, _ in verified} == {path.removeprefix(f"{DIRECTORY}/") for path in files}
-    assert world.open(0, 3).unread([]) == []
+    assert world.open(0, 3).unread(()) == []
 
 
 # -- what the committer says ------------------------------------------------------------------

@@ -27,7 +27,7 @@ from statehold.format.manifest import Commit, Manifest, groups_of
 from statehold.format.record import Record
 from statehold.format.saved import MANIFEST_NAME, read_record
 from statehold.io.clients import open_engine
-from statehold.io.segments import Segment, start_read
+from statehold.io.segments import ReadSegments, start_read
 from statehold.layout.layout import Box, ExplicitLayout
 from statehold.layout.ranges import summed_pieces, sums_between
 from statehold.reading.places import StepPlace, load_manifest
@@ -465,10 +465,9 @@ class SpanReader:
         files = {span.path: span.file_bytes for span in batch}
         numbers = {path: number for number, path in enumerate(files)}
         self._drop_caches(files)
-        segments = [
-            Segment(numbers[span.path], span.begin, span.end, span.sums, span.name)
-            for span in batch
-        ]
+        segments = ReadSegments()
+        for span in batch:
+            segments.add(numbers[span.path], span.begin, span.end, span.sums, span.name)
         try:
             return start_read(self._engine, files, segments, batch[0].block_bytes).job
         except StateholdError:

@@ -10,7 +10,7 @@ Not here: the disk (the caller passes `read`), the use of the bytes (read_plan),
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeGuard, TypeVar, overload
 
@@ -197,24 +197,23 @@ class SavedStep:
         """
         raise NotImplementedError
 
-    def unread(self, asked: Iterable[PlacedChunk]) -> list[tuple[str, PlacedChunk]]:
-        """(tensor, chunk) that this rank has to verify in addition, so that all ranks verify
-        everything.
+    def unread(self, asked: Container[str]) -> list[tuple[str, PlacedChunk]]:
+        """(tensor, chunk) that this rank has to verify in addition to the tensors that are asked
+        for, so that all ranks verify everything.
 
-        Of a step of one rank, every other chunk. Of a step of several ranks, the other chunks that
-        this rank wrote, if it is at its place again, otherwise nothing.
+        Of a step of one rank, the chunks of every other tensor. Of a step of several ranks, those
+        that this rank wrote, if it is at its place again, otherwise nothing.
         """
-        seen = {(chunk.file, chunk.begin) for chunk in asked}
         return [
             (name, chunk)
-            for name, chunks in self.own_chunks()
+            for name, chunks in self.own_chunks(asked)
             for chunk in chunks
-            if chunk.begin < chunk.end and (chunk.file, chunk.begin) not in seen
+            if chunk.begin < chunk.end
         ]
 
-    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self, but: Container[str] = ()) -> Iterator[tuple[str, list[PlacedChunk]]]:
         """The chunks that this rank has written, by tensor: none if it is not at its place again,
-        and all of a step of one rank."""
+        and all of a step of one rank. but: tensors that are left out."""
         raise NotImplementedError
 
     def widened(self) -> SavedStep:
@@ -257,9 +256,10 @@ class _WholeStep(SavedStep):
         _check_inside(name, box, entry.shape)
         return _placed(self.files, _met(entry.chunks, box)) if box.numel else []
 
-    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self, but: Container[str] = ()) -> Iterator[tuple[str, list[PlacedChunk]]]:
         for name, entry in self._manifest.tensors.items():
-            yield name, _placed(self.files, entry.chunks)
+            if name not in but:
+                yield name, _placed(self.files, entry.chunks)
 
 
 class _Records:
@@ -506,11 +506,12 @@ class _SharedStep(SavedStep):
             chunks = tuple(chunk for chunk in chunks if chunk.box in boxes)
         return _placed(record.files, chunks)
 
-    def own_chunks(self) -> Iterator[tuple[str, list[PlacedChunk]]]:
+    def own_chunks(self, but: Container[str] = ()) -> Iterator[tuple[str, list[PlacedChunk]]]:
         if self._own is not None:
             record = self._records[self._own]
             for name, chunks in record.chunks.items():
-                yield name, _placed(record.files, chunks)
+                if name not in but:
+                    yield name, _placed(record.files, chunks)
 
 
 def _is_box_of(layout: AnyLayout, shape: tuple[int, ...], rank: int, box: Box) -> TypeGuard[Layout]:
@@ -592,6 +593,8 @@ def _placed(files: tuple[FileEntry, ...], chunks: Iterable[Chunk]) -> list[Place
 
 
 def _check_inside(name: str, box: Box, shape: tuple[int, ...]) -> None:
+    if box == Box.whole(shape):
+        return
     if len(box.shape) != len(shape) or any(a > b for a, b in zip(box.ends, shape, strict=True)):
         facts = {"tensor": name, "expected": f"a box in {list(shape)}", "got": str(box)}
         raise InvariantError("a reader asked for more than a tensor has", facts=facts)

@@ -9,9 +9,10 @@ Not here: which segments, and the destinations of their bytes (read_plan); readi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from statehold import _core
 from statehold.errors import ChecksumError, UsageError
@@ -24,48 +25,77 @@ if TYPE_CHECKING:
     from statehold._core import BoxTarget, Engine, Mismatch, ReadJob
     from statehold.tensors.devices.placing import ChunkPlace
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The destination of bytes: `address`, dense or in the layout of `box`, or `external`, which
-    the engine cannot reach.
 
-    `owner`: what keeps the memory at `address` alive. `shared`: other processes read the
-    bytes, too.
+@dataclass(slots=True)
+class ReadSegments:
+    """Ranges of files, the checksums of their pieces, and their destinations.
+
+    These are columns: Python's collector would look at an object for each of thousands of tensors.
+
+    files: their numbers. begins, ends: in the files. sums: of the pieces in a range. names: of the
+        tensor that has it; "" for the header of a file. addresses: of the memory for it, dense or
+        in the layout that `boxes` has; 0 for what is only verified. owners: what keeps that memory
+        alive. external: the destinations that the engine cannot reach. boxes and external are by
+        the places of the ranges.
     """
 
-    address: int = 0
-    owner: object = None
-    box: BoxTarget | None = None
-    external: ChunkPlace | None = None
-    shared: bool = False
+    files: array[int] = field(default_factory=partial(array, "q"))
+    begins: array[int] = field(default_factory=partial(array, "q"))
+    ends: array[int] = field(default_factory=partial(array, "q"))
+    sums: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    addresses: array[int] = field(default_factory=partial(array, "Q"))
+    owners: list[object] = field(default_factory=list)
+    flags: bytearray = field(default_factory=bytearray)
+    boxes: dict[int, BoxTarget] = field(default_factory=dict)
+    external: dict[int, ChunkPlace] = field(default_factory=dict)
 
-    @property
-    def flags(self) -> int:
-        external = _core.SEGMENT_EXTERNAL if self.external is not None else 0
-        return external | (_core.SEGMENT_SHARED if self.shared else 0)
+    def __len__(self) -> int:
+        return len(self.files)
 
+    def add(
+        self, file: int, begin: int, end: int, sums: str, name: str, *, address: int = 0,
+        owner: object = None, box: BoxTarget | None = None, external: ChunkPlace | None = None,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
+        """One more range. shared: other processes read its bytes, too."""
+        if box is not None:
+            self.boxes[len(self.files)] = box
+        if external is not None:
+            self.external[len(self.files)] = external
+        self.files.append(file)
+        self.begins.append(begin)
+        self.ends.append(end)
+        self.sums.append(sums)
+        self.names.append(name)
+        self.addresses.append(address)
+        self.owners.append(owner)
+        flag = _core.SEGMENT_EXTERNAL if external is not None else 0
+        self.flags.append(flag | _core.SEGMENT_SHARED if shared else flag)
 
-NOWHERE = Where()  # only verified
+    def in_order(self) -> ReadSegments:
+        """The same in the order of files and of what is in them."""
+        order = sorted(range(len(self)), key=self.ends.__getitem__)
+        order.sort(key=self.begins.__getitem__)
+        order.sort(key=self.files.__getitem__)
 
+        def moved(column: Sequence[T]) -> Iterator[T]:
+            return map(column.__getitem__, order)
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The bytes [begin, end) of a file, the checksums of their pieces, and their destination.
-
-    They belong to one tensor (`name`), or to the header ("").
-    """
-
-    file: int
-    begin: int
-    end: int
-    sums: str
-    name: str
-    where: Where = NOWHERE
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.file, self.begin, self.end
+        return ReadSegments(
+            array("q", moved(self.files)),
+            array("q", moved(self.begins)),
+            array("q", moved(self.ends)),
+            list(moved(self.sums)),
+            list(moved(self.names)),
+            array("Q", moved(self.addresses)),
+            list(moved(self.owners)),
+            bytearray(moved(self.flags)),
+            {i: self.boxes[at] for i, at in enumerate(order) if at in self.boxes},
+            {i: self.external[at] for i, at in enumerate(order) if at in self.external},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +103,7 @@ class Reading:
     """A read under way."""
 
     job: ReadJob
-    segments: Sequence[Segment]
+    segments: ReadSegments
     files: Sequence[str]
     hint: str  # for the error about a bad piece
 
@@ -86,7 +116,7 @@ class Reading:
         reach.
         """
         try:
-            if fill is not None and (places := self.external()):
+            if fill is not None and (places := self.segments.external):
                 fill(self.job, places)
             self.job.wait(None)
         except _core.Mismatch as found:
@@ -94,18 +124,13 @@ class Reading:
         finally:
             self.job.cancel()
 
-    def external(self) -> dict[int, ChunkPlace]:
-        """The destinations that the engine cannot reach, by segment."""
-        places = enumerate(each.where.external for each in self.segments)
-        return {index: place for index, place in places if place is not None}
-
     def _mismatch(self, found: Mismatch) -> ChecksumError:
-        segment = self.segments[found.segment]
+        name, file = self.segments.names[found.segment], self.segments.files[found.segment]
         return ChecksumError(
             "bytes on disk do not match their checksum",
             facts={
-                "tensor": segment.name or "none: the header of the file",
-                "file": self.files[segment.file],
+                "tensor": name or "none: the header of the file",
+                "file": self.files[file],
                 "bytes": f"[{found.begin}, {found.end})",
                 "xxh3-64": f"expected {found.expected:016x}, got {found.got:016x}",
             },
@@ -116,7 +141,7 @@ class Reading:
 def start_read(
     engine: Engine,
     files: Mapping[str, int],
-    segments: Sequence[Segment],
+    segments: ReadSegments,
     block_bytes: int,
     *,
     first_segment: int = 0,
@@ -129,39 +154,40 @@ def start_read(
     """
     _check_blocks(block_bytes, engine.buffer_bytes)
     _check_writable(segments)
-    places = [each.where for each in segments]
+    flags = bytes(segments.flags)
+    is_shared = any(map(_core.SEGMENT_SHARED.__and__, set(flags)))
     job = engine.read(
         files=list(files),
         file_bytes=list(files.values()),
         block_bytes=block_bytes,
-        file_index=array("q", [each.file for each in segments]),
-        begins=array("q", [each.begin for each in segments]),
-        sizes=array("q", [each.end - each.begin for each in segments]),
-        addresses=array("Q", [where.address for where in places]),
-        flags=bytes([where.flags for where in places]),
+        file_index=segments.files,
+        begins=segments.begins,
+        sizes=array("q", map(int.__sub__, segments.ends, segments.begins)),
+        addresses=segments.addresses,
+        flags=flags,
         strided={},  # if not dense, it is a box
-        boxes={index: where.box for index, where in enumerate(places) if where.box is not None},
-        sums=sums_to_bytes("".join([each.sums for each in segments])),
-        owner=[where.owner for where in places],
-        first_segment=first_segment if any(where.shared for where in places) else 0,
+        boxes=segments.boxes,
+        sums=sums_to_bytes("".join(segments.sums)),
+        owner=segments.owners,
+        first_segment=first_segment if is_shared else 0,
         client=Client.RESTORE,
     )
     return Reading(job, segments, list(files), hint)
 
 
-def _check_writable(segments: Sequence[Segment]) -> None:
+def _check_writable(segments: ReadSegments) -> None:
     """A native thread that wrote into read-only memory would end the process."""
     read_only = ReadOnly()
-    for each in segments:
-        tensor: Any = each.where.owner  # or memory of our own
-        storage = getattr(tensor, "untyped_storage", None)
-        if each.begin == each.end or storage is None or storage().resizable():
+    owner: Any  # a tensor, or memory of our own
+    for at, owner in enumerate(segments.owners):
+        storage = getattr(owner, "untyped_storage", None)
+        nbytes = segments.ends[at] - segments.begins[at]
+        if not nbytes or storage is None or storage().resizable():
             continue  # what torch has allocated itself can be resized, and written
-        nbytes = each.end - each.begin if each.where.box is None else 1
-        if read_only.holds(each.where.address, nbytes):
+        if read_only.holds(segments.addresses[at], 1 if at in segments.boxes else nbytes):
             raise UsageError(
                 "a tensor lies in memory that may not be written; nothing was read",
-                facts={"tensor": each.name, "expected": "writable memory"},
+                facts={"tensor": segments.names[at], "expected": "writable memory"},
                 hint="leave it out, or load into a copy: tensor.clone()",
             )
 

@@ -18,22 +18,21 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import add, itemgetter
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A hyper-rectangle of a tensor, in elements: [offsets[d], offsets[d] + shape[d]) in dim d."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Box:
         """All of a tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -46,6 +45,8 @@ class Box:
 
     def intersection(self, other: Box) -> Box | None:
         """The elements of both boxes, or None if there are none."""
+        if self == other:
+            return self if self.numel else None
         lows = tuple(map(max, self.offsets, other.offsets))
         shape = tuple(
             min(a, b) - low for low, a, b in zip(lows, self.ends, other.ends, strict=True)
@@ -80,6 +81,11 @@ class Box:
     def __str__(self) -> str:
         ranges = ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.ends, strict=True))
         return f"[{ranges}]"
+
+
+@lru_cache(1 << 12)  # a state has few shapes
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True, slots=True)

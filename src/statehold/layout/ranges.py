@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from statehold.layout.layout import Box
 from statehold.layout.plan import pieces
@@ -21,8 +21,7 @@ from statehold.layout.plan import pieces
 SUM_DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """The bytes [begin, end) of a file, and the checksums of their pieces.
 
     box_begin: where they begin in the dense image of the wanted box, if all of them belong to it.

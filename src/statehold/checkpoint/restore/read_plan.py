@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statehold.encoding import header
 from statehold.errors import ManifestError
 from statehold.io.objects.parallel import apart, side_by_side
-from statehold.io.segments import NOWHERE, Reading, Segment, Where, start_read
+from statehold.io.segments import Reading, ReadSegments, start_read
 from statehold.layout.layout import Box
 from statehold.layout.plan import FROZEN_KEY, file_name, file_of
 from statehold.layout.ranges import Range, ranges
@@ -70,20 +70,18 @@ class ReadPlan:
         self._hint = hint
         self._notes = notes
         self._kept: list[ctypes.Array[ctypes.c_char]] = []
-        self.segments: list[Segment] = []
+        self.segments = ReadSegments()
         self._files: dict[str, tuple[int, int]] = {}  # name -> number, bytes
-        asked: list[PlacedChunk] = []
-        names: set[str] = set()
+        names = {*streamed}
         for destination in destinations:
             names.add(destination.name)
-            asked += self.fill(destination)
+            self.fill(destination)
         if complete:
             # What else the rank has to verify. If this rank holds a tensor in another layout,
             # the other ranks read the rest of it. If this rank verified here what it once wrote,
             # the device would read it twice.
-            for name, chunk in saved.unread(asked):
-                if name not in names and name not in streamed:
-                    self.verify(name, chunk)
+            for name, chunk in saved.unread(names):
+                self.verify(name, chunk)
 
     def place(
         self,
@@ -119,13 +117,14 @@ class ReadPlan:
             begin, end = part.begin - chunk.begin, part.end - chunk.begin
             if place is not None:
                 outside = place._replace(begin=begin) if begin < end else None
-                where = Where(external=outside, shared=also)
-            elif target.is_contiguous() and part.box_begin is not None:
-                where = Where(target.data_ptr() + part.box_begin, target, shared=also)
-            else:
+                self._append(name, chunk, part, external=outside, shared=also)
+                continue
+            address, inside = target.data_ptr(), None
+            if part.box_begin is None or not target.is_contiguous():
                 inside = item_bytes, shape, box.offsets, box.shape, target.stride(), begin
-                where = Where(target.data_ptr(), target, inside, shared=also)
-            self._append(name, chunk, part, where)
+            else:
+                address += part.box_begin
+            self._append(name, chunk, part, address=address, owner=target, box=inside, shared=also)
 
     def start(self, engine: Engine, locate: Locate) -> Reading:
         """Begin to read.
@@ -133,10 +132,12 @@ class ReadPlan:
         `locate` returns the place of a file (name, bytes, read ranges). With several files, several
         threads call it.
         """
-        segments = sorted([*self.segments, *self._headers()], key=lambda each: each.order)
+        self._add_headers()
+        segments = self.segments.in_order()
         read: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in self._files.values()}
-        for each in segments:
-            read[each.file].append((each.begin, each.end))
+        both = zip(segments.begins, segments.ends, strict=True)
+        for file, each in zip(segments.files, both, strict=True):
+            read[file].append(each)
         return start_read(
             engine,
             self._located(locate, read),
@@ -161,35 +162,38 @@ class ReadPlan:
             paths = apart(partial(side_by_side, calls, LOCATED_AT_ONCE))
         return dict(zip(paths, sizes, strict=True))
 
-    def fill(self, destination: Destination, dtype: torch.dtype | None = None) -> list[PlacedChunk]:
-        """Read what is in the box of a destination; returns the chunks that have it.
+    def fill(self, destination: Destination, dtype: torch.dtype | None = None) -> None:
+        """Read what is in the box of a destination.
 
         dtype: the saved one, if external memory has another.
         """
         name, dtype = destination.name, dtype or destination.tensor.dtype
-        chunks = self._saved.chunks(name, destination.box, destination.among)
-        for chunk in chunks:
-            is_same = chunk.box == destination.box  # also if both are empty
-            common = chunk.box if is_same else chunk.box.intersection(destination.box)
-            if common is not None:
-                self.place(
-                    name,
-                    chunk,
-                    torch_box(dtype, common.relative_to(chunk.box)),
-                    destination.part(common),
-                    dtype=dtype,
-                    external=destination.external,
-                    shared=destination.shared,
-                )
-        return chunks
+        for chunk in self._saved.chunks(name, destination.box, destination.among):
+            inside, target = Box.whole(chunk.box.shape), destination.tensor
+            if chunk.box != destination.box:  # equal ones may be empty
+                common = chunk.box.intersection(destination.box)
+                if common is None:
+                    continue
+                inside, target = common.relative_to(chunk.box), destination.part(common)
+            self.place(
+                name,
+                chunk,
+                torch_box(dtype, inside),
+                target,
+                dtype=dtype,
+                external=destination.external,
+                shared=destination.shared,
+            )
 
     def verify(self, name: str, chunk: PlacedChunk) -> None:
         """Read a chunk of tensor `name` only to verify it."""
-        self._append(name, chunk, _all_of(chunk), NOWHERE)
+        self._append(name, chunk, _all_of(chunk))
 
-    def _append(self, name: str, chunk: PlacedChunk, part: Range, where: Where) -> None:
-        number, _ = self._files.setdefault(chunk.file, (len(self._files), chunk.file_bytes))
-        self.segments.append(Segment(number, part.begin, part.end, part.sums, name, where))
+    def _append(self, name: str, chunk: PlacedChunk, part: Range, **where: Any) -> None:
+        known = self._files.get(chunk.file)
+        if known is None:
+            known = self._files[chunk.file] = len(self._files), chunk.file_bytes
+        self.segments.add(known[0], part.begin, part.end, part.sums, name, **where)
 
     def frozen(self) -> set[str] | None:
         """After the read: the parameters that needed no gradient when they were saved, as far as
@@ -198,19 +202,19 @@ class ReadPlan:
         known = [json.loads(note) for note in notes if note is not None]
         return set().union(*known) if known else None
 
-    def _headers(self) -> Iterator[Segment]:
+    def _add_headers(self) -> None:
         """Of the files that are read. A header with notes is kept: that of the own file of a rank
         whose files are read. Its other files may be of an earlier step."""
         own = {file_name(*(file_of(name) or (0, 0))[:2]) for name in self._files if self._notes}
         for entry in self._saved.files:
-            where = NOWHERE
+            where: dict[str, Any] = {}
             if entry.name in own:
                 self._files.setdefault(entry.name, (len(self._files), entry.bytes))
                 self._kept.append(ctypes.create_string_buffer(entry.data_begin))
-                where = Where(ctypes.addressof(self._kept[-1]), self._kept[-1])
+                where = {"address": ctypes.addressof(self._kept[-1]), "owner": self._kept[-1]}
             if entry.name in self._files:
                 number, _ = self._files[entry.name]
-                yield Segment(number, 0, entry.data_begin, entry.header_sums, "", where)
+                self.segments.add(number, 0, entry.data_begin, entry.header_sums, "", **where)
 
 
 def _all_of(chunk: PlacedChunk) -> Range:
