@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,7 +300,7 @@ def test_elements_that_runs_would_cut_are_refused_before_anything_is_read(machin
         disk.save(tensors_of(arrays, {"one": split(1)}), 1)
         saved = disk.saved(0, 1)
         [chunk] = saved.chunks("one", Box.whole((8, 8)))
-        moved = dataclasses.replace(chunk, begin=chunk.begin + 2, end=chunk.end + 2)
+        moved = chunk._replace(begin=chunk.begin + 2, end=chunk.end + 2)
         strided, plain = machine.put(torch.zeros(8, 8).t()), machine.put(torch.zeros(8, 8))
         plan = ReadPlan(saved)
         plan.place("one", moved, Box.whole((8, 8)), plain, external=True)

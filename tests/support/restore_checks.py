@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import statehold
 from statehold.errors import StateMismatchError
-from statehold.format.saved import SavedTensor
+from statehold.format.entries import TensorEntry
 from statehold.format.selection import Selection
 from statehold.format.trees import merge
 from statehold.layout.layout import Box, Ranks
@@ -50,9 +50,7 @@ class SharedStep:
         self.saved = types.SimpleNamespace(
             step=7,
             world_size=world_size,
-            tensors={
-                n: SavedTensor(n, self.dtypes[n], tuple(w.shape)) for n, w in self.whole.items()
-            },
+            tensors={n: TensorEntry(self.dtypes[n], tuple(w.shape)) for n, w in self.whole.items()},
             state=merge(trees, job.rank, world_size == job.size),
             chunks=lambda *_: [],
         )
@@ -314,7 +312,7 @@ class OwnStep(SharedStep):
             self.whole[spec.name] = torch.zeros(shape, dtype=each.tensor.dtype)
             box = Box(spec.offsets or (0,) * len(shape), spec.shape)
             piece(self.whole[spec.name], box).copy_(each.tensor)
-            dtypes[spec.name] = SavedTensor(spec.name, spec.dtype, shape)
+            dtypes[spec.name] = TensorEntry(spec.dtype, shape)
         self.saved = types.SimpleNamespace(step=7, world_size=4, tensors=dtypes, state=found.tree)
 
 

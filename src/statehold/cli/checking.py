@@ -296,7 +296,7 @@ class _Cover:
             if isinstance(held.layout, ExplicitLayout):
                 key = held.name, held.dtype, held.shape  # a rank may know only its own boxes
                 chunks = tuple(chunk for chunk in chunks if self._is_new(key, chunk))
-            numel = sum(math.prod(chunk.shape) for chunk in chunks)
+            numel = sum(chunk.box.numel for chunk in chunks)
             self._wrote[key] = self._wrote.get(key, 0) + numel
             self._shapes[key] = held.name, held.shape
 

@@ -21,6 +21,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
+from operator import methodcaller
 from typing import Any, NoReturn
 
 from statehold.encoding.strictjson import CONTAINERS_MAX, Checker, show
@@ -45,6 +46,7 @@ _INT_MAX = 10**_INT_DIGITS_MAX - 1
 MAXLEN_MAX = _INT_PLAIN_MAX  # of a deque
 _FLOAT_NAMES = ("nan", "inf", "-inf")
 _ROOT = object()
+_is_tag = methodcaller("startswith", "$")
 _TENSOR_TAGS = ("$tensor", "$ndarray", "$complex128", "$subclass")
 # What has an equal and a hash that come back: all other nodes of hooks may stand for objects.
 _IN_KEYS = frozenset({"$int", "$float", "$bytes", "$complex", "$npscalar", "$torch"})
@@ -418,7 +420,7 @@ class _Decoder:
         return text
 
     def _object(self, node: dict[str, Any], depth: int) -> Any:
-        tag = next((key for key in node if key.startswith("$")), None)
+        tag = next(filter(_is_tag, node), None)
         if tag is None:
             return {self._text(key): self.at(key, item, depth) for key, item in node.items()}
         read = _TAGS.get(tag)

@@ -52,32 +52,25 @@ _CHANGING = re.compile(r'(?:(?<="sums":")|(?<="content":"))[0-9a-f]*(?=")')
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor (`offsets`, `shape`, in elements) at the bytes [begin, end) of a file.
+class Chunk(NamedTuple):
+    """A box of a tensor, in elements, at the bytes [begin, end) of a file.
 
     `file` is an index into the document's files. `sums` has 16 hex digits for each piece, in order.
     """
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     file: int
     begin: int
     end: int
     sums: str
 
-    @property
-    def box(self) -> Box:
-        return Box(self.offsets, self.shape)
 
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor: its dtype (safetensors code), global shape and chunks."""
+class TensorEntry(NamedTuple):
+    """A tensor: its dtype (safetensors code), global shape and chunks, if they are known."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] = ()
 
 
 class FileEntry(NamedTuple):
@@ -106,8 +99,8 @@ def record_file(
     tensors = {}
     for spec, begin, (at, to) in zip(plan.specs, plan.begins, pairwise(places), strict=True):
         end, shape = begin + spec.nbytes, spec.shape
-        offsets = (0,) * len(shape) if spec.offsets is None else spec.offsets
-        chunk = Chunk(offsets, shape, index, begin, end, text[at:to])
+        box = Box.whole(shape) if spec.offsets is None else Box(spec.offsets, shape)
+        chunk = Chunk(box, index, begin, end, text[at:to])
         whole = shape if spec.global_shape is None else spec.global_shape
         tensors[spec.name] = TensorEntry(spec.dtype, whole, (chunk,))
     if places[-1] != len(text):
@@ -139,7 +132,7 @@ def sums_to_bytes(sums: str) -> bytes:
 
 def chunk_document(chunk: Chunk) -> dict[str, Any]:
     return {  # of each tensor of each save, so no loop over names
-        "offsets": chunk.offsets, "shape": chunk.shape, "file": chunk.file,
+        "offsets": chunk.box.offsets, "shape": chunk.box.shape, "file": chunk.file,
         "begin": chunk.begin, "end": chunk.end, "sums": chunk.sums,
     }  # fmt: skip
 
@@ -425,21 +418,21 @@ class EntryReader:
             expected = f"begin + {nbytes}, the size of the tensor"
             check.fail(f"{where}.end", expected, f"begin + {end - begin}")
         sums = self._sums(found["sums"], f"{where}.sums", begin, nbytes)
-        return Chunk(box.offsets, box.shape, file, begin, end, sums)
+        return Chunk(box, file, begin, end, sums)
 
     def check_tiling(self, tensors: Iterable[tuple[str, Sequence[Chunk]]]) -> None:
         """Check that in each file the chunks cover [data_begin, bytes) once, and that the digest
         matches."""
-        held: list[list[tuple[int, int, str, str]]] = [[] for _ in self.files]
+        held: list[list[tuple[int, int, str, int, str]]] = [[] for _ in self.files]
         for name, chunks in tensors:
             for i, chunk in enumerate(chunks):
-                where = f"tensors.{name}.chunks[{i}].begin"
-                held[chunk.file].append((chunk.begin, chunk.end, where, chunk.sums))
+                held[chunk.file].append((chunk.begin, chunk.end, name, i, chunk.sums))
         for i, (file, ranges) in enumerate(zip(self.files, held, strict=True)):
             ranges.sort()
             at = file.data_begin
-            for begin, end, where, _ in ranges:
+            for begin, end, name, number, _ in ranges:
                 if begin != at:
+                    where = f"tensors.{name}.chunks[{number}].begin"
                     problem = "a hole" if begin > at else "an overlap"
                     self.check.fail(where, str(at), f"{begin}: {problem} in {file.name}")
                 at = end

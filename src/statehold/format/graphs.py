@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, get_args
 
-from statehold.format.saved import SavedStep, SavedTensor
+from statehold.format.entries import TensorEntry
+from statehold.format.saved import SavedStep
 from statehold.format.trees import members_of
 
 Kind = Literal["traced", "modules", "tensors"]
@@ -174,7 +175,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _described(
-    entries: Mapping[str, Any], tensors: Mapping[str, SavedTensor]
+    entries: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, str, Sequence[int]]]:
     for name, node in entries.items():
         if not _is_tensor(node):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeGuard, TypeVar, overload
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, overload
 
 from statehold.encoding.strictjson import show
 from statehold.errors import (
@@ -23,7 +23,7 @@ from statehold.errors import (
     StateMismatchError,
     StorageError,
 )
-from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, sha256
+from statehold.format.entries import DOCUMENT_BYTES_MAX, Chunk, FileEntry, TensorEntry, sha256
 from statehold.format.manifest import Commit, Manifest, RecordEntry
 from statehold.format.record import Record
 from statehold.format.trees import Differs, members_of, merge, tensors_of
@@ -86,17 +86,7 @@ _HasBox = TypeVar("_HasBox", Chunk, "PlacedChunk")
 Read = Callable[[str, int], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor of a step; `shape` is global, and that of the box for one rank's own tensor."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedChunk:
+class PlacedChunk(NamedTuple):
     """A box of a tensor (global coordinates) at the bytes [begin, end) of a file of the step."""
 
     box: Box
@@ -170,8 +160,9 @@ class SavedStep:
     is_narrow = False  # only this rank's record is read: entries of other ranks are missing here
 
     @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
-        """The tensors that `state` refers to."""
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors that `state` refers to: their dtypes, and their global shapes, or those of
+        the boxes of one rank's own."""
         raise NotImplementedError
 
     @property
@@ -231,13 +222,9 @@ class _WholeStep(SavedStep):
         self.block_bytes = manifest.block_bytes
 
     @cached
-    def tensors(self) -> Mapping[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, TensorEntry]:
         entries, used = self._manifest.tensors.items(), set(tensors_of(self._manifest.state))
-        return {
-            name: SavedTensor(name, entry.dtype, entry.shape)
-            for name, entry in entries
-            if name in used
-        }
+        return {name: entry for name, entry in entries if name in used}
 
     @property
     def state(self) -> Any:
@@ -252,9 +239,11 @@ class _WholeStep(SavedStep):
         return [(Ranks.of([0]), HeldTensor(name, entry.dtype, entry.shape, None))]
 
     def chunks(self, name: str, box: Box, among: Sequence[int] | None = None) -> list[PlacedChunk]:
-        entry = self._manifest.tensors[name]
-        _check_inside(name, box, entry.shape)
-        return _placed(self.files, _met(entry.chunks, box)) if box.numel else []
+        _, shape, chunks = self._manifest.tensors[name]
+        if [each.box for each in chunks] != [box]:
+            _check_inside(name, box, shape)
+            chunks = _met(chunks, box)
+        return _placed(self.files, chunks) if box.numel else []
 
     def own_chunks(self, but: Container[str] = ()) -> Iterator[tuple[str, list[PlacedChunk]]]:
         for name, entry in self._manifest.tensors.items():
@@ -400,12 +389,12 @@ class _SharedStep(SavedStep):
         }
 
     @cached
-    def tensors(self) -> Mapping[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, TensorEntry]:
         """For a name under which ranks saved different tensors, this rank's, else the first."""
         found = {}
         for name, versions in self._versions.items():
             held = (self._own_version(versions) or versions[0]).held
-            found[name] = SavedTensor(name, held.dtype, held.shape)
+            found[name] = TensorEntry(held.dtype, held.shape)
         return found
 
     def _own_version(self, versions: list[_Version]) -> _Version | None:
@@ -424,7 +413,7 @@ class _SharedStep(SavedStep):
     def _chunks_of(self, version: _Version, box: Box) -> list[PlacedChunk]:
         held = version.held
         if held.layout is None:
-            return _met(self._written_by(version.rank, held), box)
+            return [*_met(self._written_by(version.rank, held), box)]
         chunks = [
             chunk
             for rank in self._writers(held, held.layout, box)
@@ -574,8 +563,8 @@ def _ambiguous(name: str, versions: list[_Version]) -> StateMismatchError:
     )
 
 
-def _met(chunks: Sequence[_HasBox], box: Box) -> list[_HasBox]:
-    return [chunk for chunk in chunks if chunk.box.intersection(box)]
+def _met(chunks: Iterable[_HasBox], box: Box) -> tuple[_HasBox, ...]:
+    return tuple([chunk for chunk in chunks if chunk.box.intersection(box)])
 
 
 def _placed(files: tuple[FileEntry, ...], chunks: Iterable[Chunk]) -> list[PlacedChunk]:
@@ -593,8 +582,6 @@ def _placed(files: tuple[FileEntry, ...], chunks: Iterable[Chunk]) -> list[Place
 
 
 def _check_inside(name: str, box: Box, shape: tuple[int, ...]) -> None:
-    if box == Box.whole(shape):
-        return
     if len(box.shape) != len(shape) or any(a > b for a, b in zip(box.ends, shape, strict=True)):
         facts = {"tensor": name, "expected": f"a box in {list(shape)}", "got": str(box)}
         raise InvariantError("a reader asked for more than a tensor has", facts=facts)

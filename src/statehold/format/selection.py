@@ -154,7 +154,7 @@ class Selection:
 
     def takes(self, name: str) -> bool:
         """Whether `name` is to be restored."""
-        if any(pattern.matches(name) for pattern in self._skip):
+        if self._skip and any(pattern.matches(name) for pattern in self._skip):
             return False
         return self._only is None or any(pattern.matches(name) for pattern in self._only)
 

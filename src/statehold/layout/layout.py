@@ -32,7 +32,7 @@ class Box(NamedTuple):
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
         """All of a tensor of this shape."""
-        return _whole(tuple(shape))
+        return _whole(tuple(shape)) if len(shape) < 100 else Box((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -83,7 +83,7 @@ class Box(NamedTuple):
         return f"[{ranges}]"
 
 
-@lru_cache(1 << 12)  # a state has few shapes
+@lru_cache(1 << 12)  # a state has few shapes, and no long ones
 def _whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 

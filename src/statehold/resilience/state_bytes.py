@@ -24,8 +24,8 @@ from torch import Tensor
 
 from statehold.encoding import strictjson
 from statehold.errors import UsageError
-from statehold.format.entries import STATE_DEPTH_MAX
-from statehold.format.saved import PlacedChunk, SavedStep, SavedTensor
+from statehold.format.entries import STATE_DEPTH_MAX, TensorEntry
+from statehold.format.saved import PlacedChunk, SavedStep
 from statehold.layout.layout import Box
 from statehold.tensors.captured import Capture
 from statehold.tensors.devices.backends import Stream, StreamBackend
@@ -207,12 +207,11 @@ class _Described(SavedStep):
         self.step, self.world_size, self.block_bytes = 0, 1, 1
         self._state = described["state"]
         self._tensors = {
-            name: SavedTensor(name, dtype, tuple(shape))
-            for name, dtype, shape in described["tensors"]
+            name: TensorEntry(dtype, tuple(shape)) for name, dtype, shape in described["tensors"]
         }
 
     @property
-    def tensors(self) -> Mapping[str, SavedTensor]:
+    def tensors(self) -> Mapping[str, TensorEntry]:
         return self._tensors
 
     @property

@@ -14,14 +14,13 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from statehold.errors import StateMismatchError
-from statehold.format.saved import SavedStep, SavedTensor
+from statehold.format.saved import SavedStep
 from statehold.layout.flat import parts_of
 from statehold.layout.layout import Box, Layout
 from statehold.layout.plan import pieces
@@ -107,10 +106,10 @@ class Casts:
         self, parameter: torch.Tensor, dtype: torch.dtype, saved: SavedStep
     ) -> torch.dtype:
         """The dtype of a new state tensor that was saved as `dtype`, beside its parameter."""
-        own = saved.tensors.get(self._names.get(id(parameter), ""))
+        own = saved.tensors.get(name := self._names.get(id(parameter), ""))
         if own is None or not can_cast(dtype, parameter.dtype):
             return dtype
-        is_cast = dtypes.dtype_of(own.dtype, own.name) != parameter.dtype
+        is_cast = dtypes.dtype_of(own.dtype, name) != parameter.dtype
         return parameter.dtype if is_cast else dtype
 
     def fill(self, fill: Fill) -> None:
@@ -139,8 +138,7 @@ def _convert(batch: list[tuple[torch.Tensor, Wanted]], fill: Fill) -> None:
 # -- destinations ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(NamedTuple):
     """Memory that takes the elements `box` (global coordinates) of the saved tensor `name`.
 
     `shared`: other ranks of this job may want the same bytes. `among`: the ranks that hold the
@@ -201,10 +199,12 @@ class Destinations:
         `casts`, one that can be converted."""
         saved = self._saved.tensors[name]
         dtype = dtypes.dtype_of(saved.dtype, name)
+        if live.dtype != dtype:
+            casts = casts or self._casts is not None
+            if not casts or not can_cast(live.dtype, dtype):
+                return False
         shape = tuple(local_of(live).shape) if place.shape is None else place.shape
-        casts = casts or self._casts is not None
-        is_same = live.dtype == dtype or (casts and can_cast(live.dtype, dtype))
-        return is_same and shape == dtypes.torch_shape(dtype, saved.shape)
+        return shape == dtypes.torch_shape(dtype, saved.shape)
 
     def fill(self, live: torch.Tensor, name: str, place: Placed) -> str | None:
         """Make `live` a destination; the name of another tensor that already goes there. Raises
@@ -320,16 +320,16 @@ class Destinations:
         one, two = self._saved.tensors[name], self._saved.tensors[other]
         if (one.dtype, one.shape) != (two.dtype, two.shape):
             return False
-        ours, theirs = self._sums(one), self._sums(two)
+        ours, theirs = self._sums(name, one.shape), self._sums(other, two.shape)
         if ours == theirs:
             return True
         places = ([(box, sizes) for box, sizes, _ in each] for each in (ours, theirs))
         return None if operator.ne(*places) else False
 
-    def _sums(self, saved: SavedTensor) -> list[tuple[Box, list[int], str]]:
+    def _sums(self, name: str, shape: tuple[int, ...]) -> list[tuple[Box, list[int], str]]:
         """(box, the sizes of the pieces with a checksum, checksums) of each chunk."""
         block, found = self._saved.block_bytes, list[tuple[Box, list[int], str]]()
-        for each in self._saved.chunks(saved.name, Box.whole(saved.shape)):
+        for each in self._saved.chunks(name, Box.whole(shape)):
             sizes = [b - a for a, b in pieces(each.begin, each.end - each.begin, block)]
             found.append((each.box, sizes, each.sums))
         return sorted(found, key=lambda each: str(each[0]))
@@ -353,7 +353,7 @@ def apart(found: list[Destination]) -> Iterator[Callable[[], None]]:
         for at, shared in _sharing(*cluster):
             live = found[at]
             staged = torch.empty(live.tensor.shape, dtype=live.tensor.dtype, device="cpu")
-            found[at] = replace(live, tensor=staged, external=False)
+            found[at] = live._replace(tensor=staged, external=False)
             yield partial(_put_beside, live, staged, shared)
 
 
@@ -370,7 +370,7 @@ def check_shared(
             begin -= begin % _ALIGNED
             memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
             twins += [
-                replace(found[at], tensor=_twin(tensor, memory, begin), external=False)
+                found[at]._replace(tensor=_twin(tensor, memory, begin), external=False)
                 for tensor, at in tensors
             ]
     acts = list(apart(twins))
@@ -397,13 +397,15 @@ def _clusters(found: Sequence[Destination]) -> Iterator[Cluster]:
     """Those whose memory may be the same in part, or does not have the values that they show."""
     spans, beside = [], set[int]()
     for at, each in enumerate(found):
-        if (begin := each.tensor.data_ptr()) and each.tensor.numel():
+        if (begin := each.tensor.data_ptr()) and (nbytes := each.tensor.nbytes):
             if is_view_of_other_values(each.tensor) and not each.external:
                 beside.add(at)
-            last = 1 + sum(
-                map(operator.mul, each.tensor.stride(), map((-1).__add__, each.tensor.shape))
-            )
-            spans.append((begin, begin + last * each.tensor.element_size(), at))
+            if not each.tensor.is_contiguous():
+                reach = map(
+                    operator.mul, each.tensor.stride(), map((-1).__add__, each.tensor.shape)
+                )
+                nbytes = (1 + sum(reach)) * each.tensor.element_size()
+            spans.append((begin, begin + nbytes, at))
     cluster: list[int] = []
     begin = end = 0
     for first, last, next_at in (*sorted(spans), (sys.maxsize, sys.maxsize, -1)):

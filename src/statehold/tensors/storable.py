@@ -46,7 +46,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     It may still be under way from a collective (AsyncCollectiveTensor); to_local() without grad
     waits for it.
     """
-    if not is_dtensor(tensor):
+    if type(tensor) in _PLAIN_TYPES or not is_dtensor(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     if type(local) is torch.Tensor:
@@ -184,9 +184,9 @@ def strides_of(tensor: torch.Tensor) -> Strided | None:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether an element of memory stands for several of the tensor (expanded dimensions)."""
-    return any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    if 0 not in (strides := tensor.stride()):
+        return False
+    return any(not stride and size > 1 for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from itertools import compress, count, repeat
@@ -192,8 +192,8 @@ def account(
         for name, entry in found.items():
             if name in tensors:
                 chunks = (*tensors[name].chunks, *entry.chunks)
-                ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
-                entry = replace(entry, chunks=ordered)
+                ordered = tuple(sorted(chunks, key=lambda chunk: chunk.box.offsets))
+                entry = entry._replace(chunks=ordered)
             tensors[name] = entry
     return tuple(files), tensors
 

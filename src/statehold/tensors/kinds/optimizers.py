@@ -570,6 +570,7 @@ class _ByName:
     ) -> dict[torch.Tensor, dict[str, Any]]:
         """The entries for each parameter that is restored; `current` are those that it has."""
         to, content = self._to, dict[torch.Tensor, dict[str, Any]]()
+        groups = [{**a, **b} for a, b in zip(self._live.param_groups, options, strict=True)]
         for index, name, parameter in self._found:
             where, has = f"{self._states_at}.{name}", current.get(parameter, {})
             if not to.selection.reaches(where):
@@ -581,8 +582,7 @@ class _ByName:
                     to.restoration.kept.append(where)
             elif not to.differs(self._states.get(name), where):
                 known = nodes.members(self._states.get(name)) or {}
-                merged = {**self._live.param_groups[index], **options[index]}
-                content[parameter] = self._state(has, merged, parameter, known, where)
+                content[parameter] = self._state(has, groups[index], parameter, known, where)
         to.later.append(self._check_shapes)
         for name in missing_of(self._owners, {name for _, name, _ in self._found}):
             to.unexpected(f"{self._states_at}.{name}", "a parameter of the step's optimizer")
