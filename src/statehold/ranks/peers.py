@@ -29,7 +29,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from statehold.errors import (
     PUBLISHED,
@@ -113,16 +113,15 @@ class Peers:
         """A note, if it is there by now."""
         return self.board.peek(f"{self.open()}/{name}")
 
-    def take(self, name: str, giver: int) -> bytes:
-        """A note that the rank `giver` leaves for this rank alone, once it is there; it is dropped.
-        Raises PeerLostError."""
-        key = f"{self.open()}/{name}"
-        missing = self.board.wait([key], time.monotonic() + self.timeout_s)
-        note = None if missing else self.board.peek(key)
+    def awaited(self, name: str, givers: Iterable[int]) -> bytes:
+        """A note, once it is there. Raises PeerLostError. givers: the ranks that may not have done
+        what it takes."""
+        missing = self.board.wait([f"{self.open()}/{name}"], time.monotonic() + self.timeout_s)
+        note = None if missing else self.peek(name)
         if note is None:
-            summary = f"a rank did not leave a note for this one within {self.timeout_s:g} s"
-            raise did_not_come(summary, (giver,), note=name)
-        self.drop(name)
+            summary = f"a note of other ranks did not come within {self.timeout_s:g} s"
+            hint = "look at what these ranks printed last. The next save waits for it again"
+            raise PeerLostError(summary, ranks=givers, facts={"note": name}, hint=hint)
         return note
 
     def drop(self, name: str) -> None:

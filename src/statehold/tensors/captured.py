@@ -425,10 +425,10 @@ class Capturing:
         observed = self._mark, self.rank, paths, flat.shape, layouts, owners
         begin = len(self.tensors)
         new = None
-        is_own = layouts is None and owners is not MARKED
-        has_depth = self.values.depth + 2 <= values.DEPTH_MAX
-        if is_own and has_depth and all(paths) and set(map(type, flat.keys)) == {str}:
-            new = partial(_new, flat, paths, owners, are_alone=members is flat.tensors)
+        if key not in self.seen.before.batches and layouts is None and owners is not MARKED:
+            has_depth = self.values.depth + 2 <= values.DEPTH_MAX
+            if has_depth and all(paths) and all(map(values.is_plain_key, flat.keys)):
+                new = partial(_new, flat, paths, owners, are_alone=members is flat.tensors)
         nodes: list[Any]
         nodes, is_known = self.found.batch(key, observed, flat.tensors, one_by_one, new)
         if is_known:

@@ -42,8 +42,8 @@ from statehold.steps.near_files import NearFiles
 
 
 _KIND = "hosts"
-# A rank hands the secret on to so many others, in 4 ms each. They do the same: 16,384 ranks have it
-# after four ranks in a row.
+# A rank hands the secret on to so many others, in 5 ms each, and each of them does the same. So the
+# secret passes four ranks on its way to the last of 16,384.
 HANDED_ON = 16
 CENSUS = Round("census")
 
@@ -129,7 +129,8 @@ class Hosts:
             for place in places:
                 place.met((only,), 0, 0, exchange.near(place))
         self._learned = False
-        self._secret = ""
+        self._outcome: Any = None  # of the meeting, once it is known
+        self._secret, self._handed = "", 0  # to so many others
         self._tries = 0
         if peers is None:
             for place in places:
@@ -140,8 +141,8 @@ class Hosts:
         return KeyPair()
 
     def discover(self) -> None:
-        """Meet the other ranks, unless that has happened; raises on all of them if it fails on
-        one."""
+        """Meet the other ranks, unless that has happened. Raises on all of them if the meeting
+        fails on one. A rank that fails behind it goes on there at the next call."""
         with self._guard:
             if not self._is_known and self._peers is not None:
                 self._discover(self._peers)
@@ -150,7 +151,7 @@ class Hosts:
     def give_up(self, error: StateholdError) -> None:
         """This rank will not come to the meeting now: end it for all, if others may wait."""
         with self._guard:
-            if self._peers is not None and not self._learned:
+            if self._peers is not None and self._outcome is None and not self._learned:
                 self._peers.fail(self._tries, error, _KIND)
                 self._tries += 1
 
@@ -186,26 +187,29 @@ class Hosts:
     # -- the meeting -----------------------------------------------------------------------
 
     def _discover(self, peers: Peers) -> None:
-        peers.post(self._named("key", peers.rank), self._keys.public.encode())
-        note = self._note()
+        if self._outcome is None:
+            self._outcome = self._meet(peers)
+        levels, found = self._outcome
+        if any(len(hosts) > 1 for hosts in levels.values()):
+            self._hand_on(peers)
+            self._exchange.let_in(self._secret)
+        peers.drop(_key_of(peers.rank))
+        for place in self._places:
+            self._learn(place, levels[place.name], peers.rank)
+            _take(place, found[place.name])
+        if not any(place.is_apart and place.leads for place in self._places):
+            self._exchange.stop()
+
+    def _meet(self, peers: Peers) -> Any:
+        peers.post(_key_of(peers.rank), self._keys.public.encode())
         try:
-            outcome = Round(_KIND, self._tries).hold(peers, note, self._decide)
+            return Round(_KIND, self._tries).hold(peers, self._note(), self._decide)
         except StateholdError:
             # A meeting that has ended is not repeated. A rank that missed its end still gets the
             # outcome.
             if peers.has_ended(_KIND, self._tries):
                 self._tries += 1
             raise
-        levels, found = outcome
-        if any(len(hosts) > 1 for hosts in levels.values()):
-            self._hand_on(peers)
-            self._exchange.let_in(self._secret)
-        peers.drop(self._named("key", peers.rank))
-        for place in self._places:
-            self._learn(place, levels[place.name], peers.rank)
-            _take(place, found[place.name])
-        if not any(place.is_apart and place.leads for place in self._places):
-            self._exchange.stop()
 
     def _note(self) -> dict[str, Any]:
         """The message of this rank to the others: itself, and the steps on its host."""
@@ -231,24 +235,22 @@ class Hosts:
         )
         return [hosts, found]
 
-    def _named(self, what: str, rank: int) -> str:
-        return f"{_KIND}-{self._tries}-{what}/{rank}"
-
     def _hand_on(self, peers: Peers) -> None:
         """Get the secret of the servers from the rank that hands it to this one, and hand it on.
         Raises PeerLostError."""
-        rank, public = peers.rank, self._keys.public
+        rank = peers.rank
         if not self._secret and rank == 0:
             self._secret = drawn()
         elif not self._secret:
-            note = peers.take(self._named("secret", rank), (rank - 1) // HANDED_ON)
-            of, hidden = json.loads(note)
-            self._secret = self._keys.opened(hidden, of)
+            public, hidden = json.loads(peers.awaited(_secret_of(rank), _before(rank)))
+            self._secret = self._keys.opened(hidden, public)
+            peers.drop(_secret_of(rank))
         first = HANDED_ON * rank + 1
-        for each in range(first, min(first + HANDED_ON, peers.world_size)):
-            if (key := peers.peek(self._named("key", each))) is not None:  # else it has the secret
-                hidden = self._keys.hidden(self._secret, key.decode())
-                peers.post(self._named("secret", each), json.dumps([public, hidden]).encode())
+        for each in range(first + self._handed, min(first + HANDED_ON, peers.world_size)):
+            if (key := peers.peek(_key_of(each))) is not None:
+                note = self._keys.public, self._keys.hidden(self._secret, key.decode())
+                peers.post(_secret_of(each), json.dumps(note).encode())
+            self._handed += 1
 
     def _learn(self, place: HostPlace, known: Sequence[Sequence[Any]], rank: int) -> None:
         mine, hosts = 0, []
@@ -264,6 +266,23 @@ class Hosts:
         place.met(hosts, mine, rank, self._exchange.near(place))
         if rank == 0:
             _warn_of_missing_copies(place, len(hosts))
+
+
+def _key_of(rank: int) -> str:
+    return f"{_KIND}-key-{rank}"
+
+
+def _secret_of(rank: int) -> str:
+    return f"{_KIND}-secret-{rank}"
+
+
+def _before(rank: int) -> list[int]:
+    """The ranks through which the secret comes to this one."""
+    found = list[int]()
+    while rank:
+        rank = (rank - 1) // HANDED_ON
+        found.append(rank)
+    return found
 
 
 def _warn_of_missing_copies(place: HostPlace, hosts: int) -> None:
