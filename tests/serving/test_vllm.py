@@ -1,7 +1,11 @@
-"""A real engine over pages: the tokens of a cold run, whatever the pages have become."""
+"""A real engine over pages: the tokens of a cold run, whatever the pages have become.
+
+STATEHOLD_SERVING_PROMPTS, STATEHOLD_SERVING_UPDATES: how many.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,8 @@ import statehold
 from serving.engines import Rounds, ask, pages, prompts, tiny
 from support.faults import must
 
-COUNT, TOKENS = 20, 200
+COUNT, TOKENS = int(os.environ.get("STATEHOLD_SERVING_PROMPTS", "20")), 200
+UPDATES = int(os.environ.get("STATEHOLD_SERVING_UPDATES", "24"))
 BLOCK = 32
 ALL = TOKENS // BLOCK * BLOCK
 FP32 = {"dtype": "float32"}
@@ -155,7 +160,7 @@ def test_an_engine_starts_from_a_run_and_takes_its_steps(
 def test_steps_that_come_while_requests_run_leave_nothing_stale(
     model: Path, cold: Rounds, fresh: Rounds, run: Path, tmp_path: Path
 ) -> None:
-    steps, right = [2, 1] * 12, {1: tokens(cold), 2: tokens(fresh)}
+    steps, right = [2, 1] * (UPDATES // 2), {1: tokens(cold), 2: tokens(fresh)}
     must(all(one != two for one, two in zip(*right.values(), strict=True)))
     rounds = ask(
         model, prompts(1, COUNT, TOKENS), tmp_path / "live.json", rounds=steps, run=run, first=1,
