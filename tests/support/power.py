@@ -26,7 +26,9 @@ class SyncedDisk:
 
     def _sync(self, sync: Callable[[int], None], fd: int) -> None:
         sync(fd)
-        self._note(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_relative_to(self._root.resolve()):  # above it, names of other programs go
+            self._note(path)
 
     def trust(self, directory: Path) -> None:
         """What is there now is durable, such as what the core has synced."""
