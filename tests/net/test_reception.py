@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -168,3 +170,43 @@ def test_closing_ends_what_a_thread_does_with_a_wire() -> None:
     with pytest.raises(ConnectionResetError):
         wire.receive(soon())
     wire.close()
+
+
+def test_a_child_has_no_copy_of_a_connection_at_whichever_moment_it_is_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection would outlive a killed parent. The selector is where other threads run."""
+    connections: set[socket.socket] = set()
+    kept: list[tuple[str, int]] = []
+
+    class Forking(selectors.DefaultSelector):
+        def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+            if isinstance(data, Guest):
+                connections.add(data.wire.socket)
+                fork("register")
+            return super().register(fileobj, events, data)
+
+        def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+            fork("unregister")
+            return super().unregister(fileobj)
+
+    def fork(call: str) -> None:
+        child = os.fork()
+        if not child:
+            os._exit(sum(each.fileno() >= 0 for each in connections))
+        kept.append((call, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+
+    def hear(guest: Guest, frame: bytes) -> None:
+        host.lend(guest)
+        guest.wire.send(frame, soon())
+        host.returned(guest)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Forking)
+    with serving(hear) as host:
+        wire = guest_of(host)
+        for _ in range(2):
+            wire.send(b"back", soon())
+            assert wire.receive(soon()) == b"back"
+        wire.close()
+    assert {"register", "unregister"} == {call for call, _ in kept}
+    assert [call for call, count in kept if count] == []

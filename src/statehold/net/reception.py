@@ -143,19 +143,17 @@ class Reception:
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # a forked process may have a copy
+        self._bell.close()
         self._close_own()
 
     def forget(self) -> None:
-        """In a forked child: it has the sockets, but not the thread."""
+        """In a forked child: it has the sockets, but not the thread. Wires forget by themselves."""
         self._is_over = True
-        for each in (*self._guests, *self._lent, *self._back):
-            each.wire.close()
         self._close_own()
 
     def _close_own(self) -> None:
         for each in self._listeners:
             each.close()
-        self._bell.close()
         self._selector.close()
 
     # -- guests ----------------------------------------------------------------------------

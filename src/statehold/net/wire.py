@@ -10,6 +10,7 @@ Invariants: whatever the other end sends or does not send, a call ends by its mo
 time.monotonic(), with TimeoutError or another OSError, and within moments when `revoked` is set.
 A frame comes out once, whole, in order. One of more than `frame_max` bytes ends the connection
 before it takes memory, and so does a peer that reads nothing while UNSENT_MAX bytes wait for it.
+A forked child closes its copies: a connection ends with the process that made it.
 Not here: who is let in (reception), what a frame means.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Iterator
 
 from statehold.net import addresses
 from statehold.net.secret import ENVIRONMENT, GREETING_BYTES, PROOF_BYTES, Secret, is_same
+from statehold.process.forks import forget_in_children
 from statehold.process.worker import Flag
 
 FRAME_MAX = 64 << 20
@@ -52,6 +54,7 @@ class Wire:
         self._revoked = revoked
         self._in = bytearray()
         self._out = bytearray()
+        forget_in_children(self)
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it has ended already
@@ -117,7 +120,9 @@ class Wire:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the other end has neither hung up nor sent anything unasked."""
+        """Whether it is open here and there, and nothing has come unasked."""
+        if self.socket.fileno() < 0:  # in a forked child
+            return False
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return not self._in and not poll.poll(0)
@@ -203,6 +208,9 @@ class Wire:
     def close(self) -> None:
         self.socket.close()
 
+    def forget(self) -> None:
+        self.close()
+
 
 def connect(
     address: tuple[str, int], door: str, secret: Secret, until: float, revoked: Flag | None = None
@@ -266,6 +274,7 @@ class Bell:
 
     def __init__(self) -> None:
         self.ear, self._rope = socket.socketpair()
+        forget_in_children(self)
         for each in (self.ear, self._rope):
             each.setblocking(False)
 
@@ -282,3 +291,6 @@ class Bell:
     def close(self) -> None:
         self.ear.close()
         self._rope.close()
+
+    def forget(self) -> None:
+        self.close()

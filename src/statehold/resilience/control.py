@@ -33,7 +33,6 @@ from statehold.net import addresses
 from statehold.net.reception import Guest, Reception
 from statehold.net.secret import of_job
 from statehold.net.wire import FRAME_MAX, Bell, SecretError, Wire, connect
-from statehold.process import forks
 from statehold.process.worker import Thread
 from statehold.resilience.protocol.coordinator import RETURN_S, Coordinator
 from statehold.resilience.protocol.member import Member
@@ -230,7 +229,6 @@ class Link:
         self._outbox: collections.deque[Message] = collections.deque()
         self._bell = Bell()
         self._ends = False
-        forks.forget_in_children(self)
         self._thread = Thread(self._run, "statehold-link")
         self._thread.start()
 
@@ -250,12 +248,6 @@ class Link:
         self._ends = True
         self._bell.ring()
         self._thread.join(_LEAVE_S + _CONNECT_S)
-
-    def forget(self) -> None:
-        """In a forked child: the connection must end with the rank, and not with its children."""
-        for each in (self.wire, self._bell):
-            if each is not None:
-                each.close()
 
     # The thread
 

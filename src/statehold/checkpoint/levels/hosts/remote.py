@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +65,6 @@ class RemoteFiles:
         self._secret = of_job(secret)
         self._deadline_s = deadline_s
         self._guard = threading.Lock()
-        self._pid = os.getpid()
         self.idle: list[Wire] = []
 
     def __repr__(self) -> str:
@@ -183,8 +181,6 @@ class RemoteFiles:
     def _take(self) -> Wire | None:
         """A connection that is open already, if it still is."""
         with self._guard:
-            if self._pid != os.getpid():  # they are the parent's
-                self._pid, self.idle = os.getpid(), []
             while self.idle:
                 wire = self.idle.pop()
                 if wire.is_quiet:
