@@ -84,6 +84,16 @@ def _draws_are_those_of_the_seed() -> None:
         sys.modules["numpy"].random.seed(SEED % 2**32)
 
 
+@pytest.fixture(autouse=True)
+def _notes_are_logged_once_a_test() -> Iterator[None]:
+    """Not once a process: which tests ran before in it is never the same."""
+    from statehold.observe import background_log
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(background_log, "_logged", set())
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _copies_do_not_starve() -> Iterator[None]:
     """Copies give way to all programs of the machine, and so for minutes where others are busy."""

@@ -14,7 +14,6 @@ from torch._dynamo.utils import counters
 
 import statehold
 from checkpointer.test_torn import releasing
-from statehold.observe import background_log
 from statehold.tensors import updates
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage
@@ -77,7 +76,6 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(updates.hook, "has_blind_steps", False)
-    monkeypatch.setattr(background_log, "_logged", set())
     yield
     torch._dynamo.reset()
 

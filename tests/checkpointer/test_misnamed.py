@@ -17,7 +17,6 @@ from statehold import Checkpointer
 from statehold.cli import main
 from statehold.dcp import StorageWriter
 from statehold.errors import StepNotFoundError
-from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -42,9 +41,7 @@ def test_it_is_named_with_the_way(
     has_others: bool,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background_log, "_logged", set())
     make(tmp_path)
     state = {"w": torch.zeros(3)}
     if has_others:
@@ -93,9 +90,7 @@ def test_so_it_is_for_whoever_else_finds_no_step(
     tmp_path: Path,
     reader: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background_log, "_logged", set())
     by_a_person(tmp_path)
     reader(tmp_path)
     assert caplog.text.count("rename step-100 to step-000000000100") == 1
@@ -103,9 +98,8 @@ def test_so_it_is_for_whoever_else_finds_no_step(
 
 @pytest.mark.filterwarnings("ignore:step 8 is damaged")
 def test_what_is_no_step_or_is_no_longer_one_is_not_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background_log, "_logged", set())
     state = {"w": torch.zeros(3)}
     with Checkpointer(tmp_path, **SMALL) as ckpt:
         for step in (7, 8):

@@ -20,7 +20,6 @@ from statehold.errors import StorageError, UsageError
 from statehold.integrations.formats.convert import export_step, import_step
 from statehold.io.objects.client import check_url
 from statehold.lineage.catalog import Catalog
-from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
 
 
@@ -189,7 +188,6 @@ def test_memory_on_a_disk_logs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statehold.checkpoint.levels.opening.is_memory", lambda path: False)
-    monkeypatch.setattr(background_log, "_logged", set())
     for _ in range(2):
         levels = [Memory(path=tmp_path / "m", agent=False), Directory()]
         Checkpointer(tmp_path / "run", levels=levels, **SMALL).steps()

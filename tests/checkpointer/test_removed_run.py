@@ -171,10 +171,7 @@ def test_copies_that_were_interrupted_go_when_nothing_is_copied_there_any_more()
 
 
 @pytest.mark.parametrize("backend", ["threads", None])
-def test_threads_that_were_chosen_are_no_news(
-    tmp_path: Path, monkeypatch, caplog, backend: str | None
-) -> None:
-    monkeypatch.setattr("statehold.observe.background_log._logged", set())
+def test_threads_that_were_chosen_are_no_news(tmp_path: Path, caplog, backend: str | None) -> None:
     with (
         caplog.at_level(logging.INFO, "statehold"),
         statehold.Checkpointer(tmp_path / "run", **small(backend=backend, profile=None)) as ckpt,

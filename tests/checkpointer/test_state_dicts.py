@@ -12,7 +12,6 @@ from torch import nn
 
 import statehold
 from statehold.errors import TornSnapshot
-from statehold.observe import background_log
 from support.faults import DEADLINE_S, SMALL
 
 WIDE = 1024
@@ -113,7 +112,6 @@ def test_a_moment_that_changes_past_the_gate_fails_the_save(
 def test_handing_over_parameters_by_their_state_dict_is_told_once(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_log, "_logged", set())
     monkeypatch.setattr("statehold.tensors.captured.TOLD_BYTES_MIN", MATRIX_BYTES)
     training = Run()
     with caplog.at_level(logging.INFO, "statehold"), statehold.Checkpointer(run, **SMALL) as ckpt:

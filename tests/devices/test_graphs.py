@@ -16,7 +16,6 @@ import statehold
 from checkpointer.test_torn import releasing
 from devices.conftest import bits_on, restored_on, trained_on
 from statehold.errors import UsageError
-from statehold.observe import background_log
 from support.cuda import Machine, copies_of
 from support.faults import DEADLINE_S, SMALL, Holdup, must
 from support.inside import passage, trainer
@@ -110,9 +109,7 @@ def test_a_save_waits_where_a_graph_of_another_library_holds_an_update(
     ckpt: statehold.Checkpointer,
     graphed: Graphed,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background_log, "_logged", set())
     foreign = graphed.machine.cuda.ForeignGraph
     graphed.capture(graphed.make_noise, foreign())
     graphed.check_passes(ckpt, graphed.other)
