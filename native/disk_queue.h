@@ -1,11 +1,13 @@
 // disk_queue: transfers of an engine that wait until they may start.
 //
-// At most `depth` transfers are under way. Of those that wait, the next one is of the client whose
-// turn it is (shares.h). A client's transfers start in the order in which they came, on each path
+// At most `depth` transfers are under way, and at most three quarters of the buffers of a client: a
+// disk that serves many requests at once ends them at once, too, and then has nothing to do until
+// their buffers are copied. Of those that wait, the next one is of the client whose turn it is
+// (shares.h). A client's transfers start in the order in which they came, on each path
 // for itself: one that its path's limit holds back (path_limits.h) does not hold back the others.
 //
 // Invariants: a transfer that was pushed leaves the queue once, by start() or by drop(). While
-// fewer than `depth` are under way, only limits make a transfer wait.
+// fewer than `depth` are under way, only limits and buffers make a transfer wait.
 // Not synchronised: the engine's mutex guards it.
 #pragma once
 
@@ -34,8 +36,11 @@ struct Transfer {
   uint64_t block = 0;  // of the job
   uint32_t client = 0;
   uint32_t path = 0;
+  bool buffered = false;  // from a buffer, or into one
   IoRequest request;
 };
+
+constexpr uint64_t buffers_under_way_max(uint64_t buffers) { return buffers - buffers / 4; }
 
 class DiskQueue {
  public:
@@ -48,9 +53,16 @@ class DiskQueue {
   using Lane = std::list<Waiting>;  // of one client on one path; never empty
 
   explicit DiskQueue(const std::vector<ClientOptions>& clients)
-      : shares_(clients), waiting_(clients.size()) {}
+      : shares_(clients),
+        waiting_(clients.size()),
+        buffers_max_(clients.size(), kNever),
+        buffers_under_way_(clients.size()) {}
 
   void set_depth(uint64_t depth) { depth_ = depth; }
+  // How many buffers the client may have.
+  void set_buffers(uint32_t client, uint64_t buffers) {
+    buffers_max_[client] = buffers_under_way_max(buffers);
+  }
   PathLimits& limits() { return limits_; }
 
   // If it throws (bad_alloc), the transfer is not in the queue.
@@ -78,6 +90,7 @@ class DiskQueue {
       shares_.charge(client, std::max(started->request.bytes, Shares::kLeastCharge));
       limits_.charge(started->path, client, started->request.bytes, now_ns);
       ++under_way_;
+      buffers_under_way_[client] += started->buffered ? 1 : 0;
       return true;
     });
     return started;
@@ -87,9 +100,10 @@ class DiskQueue {
   // would have made it say no.
   uint64_t due_ns() const { return due_ns_; }
 
-  void ended() {
+  void ended(uint32_t client, bool buffered) {
     CHECK(under_way_ > 0);
     --under_way_;
+    buffers_under_way_[client] -= buffered ? 1 : 0;
   }
 
   // Takes the transfers of a job out; returns them. Needs no memory: a job is cancelled when there
@@ -122,7 +136,9 @@ class DiskQueue {
   Lanes::iterator first_allowed(uint32_t client, uint64_t now_ns) {
     Lanes& lanes = waiting_[client];
     auto first = lanes.end();
+    const bool takes_buffers = buffers_under_way_[client] < buffers_max_[client];
     for (auto at = lanes.begin(); at != lanes.end(); ++at) {
+      if (at->second.front().transfer.buffered && !takes_buffers) continue;
       const uint64_t allowed_ns = limits_.allowed_at_ns(at->first, client);
       if (allowed_ns > now_ns) {
         due_ns_ = std::min(due_ns_, allowed_ns);
@@ -135,7 +151,9 @@ class DiskQueue {
 
   Shares shares_;
   PathLimits limits_;
-  std::vector<Lanes> waiting_;  // by client
+  std::vector<Lanes> waiting_;               // by client
+  std::vector<uint64_t> buffers_max_;        // by client
+  std::vector<uint64_t> buffers_under_way_;  // by client
   uint64_t depth_ = 1;
   uint64_t under_way_ = 0;
   uint64_t next_number_ = 0;

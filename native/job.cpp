@@ -15,7 +15,11 @@ Shared::Shared(uint64_t buffer_count, uint64_t buffer_bytes,
       workers(clients),
       disk(clients),
       moved(clients.size()),
-      holdings_(clients.size()) {}
+      holdings_(clients.size()) {
+  for (uint32_t client = 0; client < clients.size(); ++client) {
+    disk.set_buffers(client, buffers_max(client));
+  }
+}
 
 uint64_t Shared::buffers_max(uint32_t client) const {
   uint64_t max = pool.count() + clients[client].reserved_buffers;
@@ -79,10 +83,10 @@ std::optional<Transfer> Shared::next_transfer() noexcept {
   return next;
 }
 
-void Shared::transfer_ended() noexcept {
-  const Status internal = guarded([this] {
+void Shared::transfer_ended(uint32_t client, bool buffered) noexcept {
+  const Status internal = guarded([&] {
     mutex().assert_held();
-    disk.ended();
+    disk.ended(client, buffered);
   });
   if (!internal.ok()) poison_with(internal);
 }
@@ -97,7 +101,7 @@ void Shared::start_transfers(Lock& lock) noexcept {
     if (status.ok()) job.reset();  // may be the last owner, of files too
     lock.lock();
     if (status.ok()) continue;
-    transfer_ended();
+    transfer_ended(next->client, next->buffered);
     job->ended(next->block, copy_of(status));  // not accepted, so nobody else will say it
   }
   starting_ = false;
@@ -203,7 +207,8 @@ void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
   Lock lock(shared_->mutex());
   BlockState& state = block_state(block);
   if (failed()) return drop(state);
-  shared_->disk.push({shared_from_this(), block, client_, path, std::move(request)});
+  shared_->disk.push(
+      {shared_from_this(), block, client_, path, state.buffered(), std::move(request)});
   move(state, Stage::moving);
   ++in_flight_;
   shared_->start_transfers(lock);
@@ -212,7 +217,7 @@ void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
 void Job::end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes,
                        Status status) noexcept {
   Lock lock(shared_->mutex());
-  shared_->transfer_ended();
+  shared_->transfer_ended(client_, block_state(block).buffered());
   ClientStats& moved = shared_->moved[client_];
   if (status.ok())
     (kind == IoRequest::Kind::read ? moved.read_bytes : moved.written_bytes) += bytes;

@@ -80,7 +80,7 @@ struct Shared {
   void release(Lease lease) REQUIRES(engine_mutex);
   // Hands over the transfers that may start now, without the mutex.
   void start_transfers(Lock& lock REQUIRES(engine_mutex)) noexcept;
-  void transfer_ended() noexcept REQUIRES(engine_mutex);
+  void transfer_ended(uint32_t client, bool buffered) noexcept REQUIRES(engine_mutex);
   void fail_all(const Status& status) noexcept REQUIRES(engine_mutex);
   void poison_with(const Status& status) noexcept REQUIRES(engine_mutex);
   // Jobs that are over leave the engine, without the mutex while they close their files.
