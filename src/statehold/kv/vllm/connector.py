@@ -34,6 +34,7 @@ from statehold.errors import refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, whole_blocks
 from statehold.kv.store import PageStore
+from statehold.kv.tiers import touch
 from statehold.kv.vllm.opening import PagesOptions, made_when_asked
 from statehold.process.worker import Worker
 from statehold.tensors.devices.elements import host_memory
@@ -94,7 +95,9 @@ class SharedWords:
     """Memory that other processes of the host map, and that lives as long as one has it open."""
 
     def __init__(self, fd: int) -> None:
-        self.view = memoryview(mmap.mmap(fd, 0))
+        memory = mmap.mmap(fd, 0)
+        touch(memory)
+        self.view = memoryview(memory)
         self.words = self.view[:HEADER_BYTES].cast("Q")
 
     @classmethod
