@@ -79,7 +79,7 @@ class Pages:
     def load(self, path: Path) -> float:
         """Seconds until all pages are in memory of the caller."""
         with self.open(path, 2 * BATCH_BYTES) as pages:
-            into = [bytearray(self.nbytes) for _ in range(2 * self.batch)]
+            into = [bytearray(b"1" * self.nbytes) for _ in range(2 * self.batch)]
             begin, before = time.perf_counter(), None
             for turn, batch in enumerate(self.batches()):
                 half = into[turn % 2 * self.batch :][: len(batch)]

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -491,12 +492,67 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     return made_so_far
 
 
+NOWHERE = 1000  # a page that no test puts
+
+
 def get_late(store: PageStore, held: list[Held], *numbers: int) -> None:
     """Have a load of these pages under way whose call was given up."""
     into = [bytearray(PAGE) for _ in numbers]
     while not held:  # a call that finds the table taken for a moment begins no load
         late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
         must(late.wait() == [PageVerdict.LATE] * len(numbers))
+        must(get(store, NOWHERE) == [PageVerdict.MISS])  # the thread that reads has come so far
+
+
+@pytest.mark.parametrize("kind", ["get", "put"])
+def test_a_call_begins_while_pages_of_the_one_before_are_under_way(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    with made(tmp_path) as store:
+        put(store, 1, 2)
+    held, both = request.getfixturevalue("held"), threading.Event()
+    job = OpenStore.job
+
+    def later(*arguments: Any, **options: Any) -> Any:
+        must(both.wait(60))
+        return job(*arguments, **options)
+
+    monkeypatch.setattr(OpenStore, "job", later)
+    with made(tmp_path) as store:
+        if kind == "get":
+            calls = [store.get([key(n)], [bytearray(PAGE)]) for n in (1, 2)]
+        else:
+            calls = [store.put([key(n)], [page(n)]) for n in (3, 4)]
+            assert [call.wait() for call in calls] == [[PageVerdict.STORED]] * 2
+        both.set()
+        until = time.monotonic() + 60
+        while len(held) < 2 and time.monotonic() < until:
+            store.contains([key(1)])
+        assert len(held) == 2
+        for each in held:
+            each.may_end.set()
+        store.flush()
+        assert kind == "put" or [call.wait() for call in calls] == [[PageVerdict.HIT]] * 2
+
+
+def mapped_bytes(name: str) -> tuple[int, int]:
+    """Of the memory of this name: its bytes, and how many of them have an entry in the table of
+    pages."""
+    found, words = dict[str, int](), Path("/proc/self/smaps").read_text().split(name, 1)[1]
+    for line in words.splitlines()[1:]:
+        word, _, value = line.partition(":")
+        found[word] = int(value.split()[0]) * KiB
+        if word == "Rss":
+            return found["Size"], found["Rss"]
+    raise AssertionError(name)
+
+
+def test_the_memory_is_mapped_when_the_store_is_open(tmp_path: Path) -> None:
+    """Otherwise the first copies into it take several times as long."""
+    with made(tmp_path, memory=4 * MiB):
+        size, present = mapped_bytes("/kv-")
+    assert size > 4 * MiB
+    assert present == size
 
 
 def test_no_call_under_way_gives_pages_of_the_identity_before(

@@ -67,7 +67,8 @@ class OpenStore:
             opened.callback(self._lock.close)
             fs = _core.open_fs()
             opened.callback(fs.close)
-            self._engine = open_engine(fs, BUFFERS * BUFFER_BYTES, BUFFER_BYTES, 2)
+            buffer = round(BUFFER_BYTES / size) * size or BUFFER_BYTES  # a request has whole slots
+            self._engine = open_engine(fs, BUFFERS * buffer, buffer, 2)
             opened.callback(self._engine.close)
             self._tiers = opened.enter_context(contextlib.ExitStack())
             with held(self._lock, LOCK_S, self._guard):

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 from statehold import _core
 from statehold._core import PageTable, RangesJob
@@ -43,7 +43,7 @@ from statehold.process.warn import logger
 from statehold.process.worker import Task, Worker
 from statehold.units import MiB, check_timeout, parse_bytes
 
-# Pages that move as one: so many, or so many bytes. As many such groups are read at a time.
+# Pages that move as one: so many, or so many bytes. As many such groups move at a time.
 GROUP_PAGES = 64
 GROUP_BYTES = 4 * MiB
 GROUPS = 6
@@ -72,13 +72,53 @@ class LoadGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup:
-    """Pages that are written as one. headers: by slot in memory. below: the slots that had storage
-    when it began. job: None if there is no room, or the storage refuses."""
+    """Pages that are written as one. used: the pages that one call has put, once they are all in
+    files. headers: by slot in memory. below: the slots that had storage when it began. job: None if
+    there is no room, or the storage refuses."""
 
+    used: list[int]
     headers: dict[int, Header | None]
     moves: list[Move]
     below: int
     job: RangesJob | None
+
+
+G = TypeVar("G", LoadGroup, StoreGroup)
+
+
+class UnderWay(deque[G]):
+    """Groups of pages that a thread moves, and leaves under way while it begins the next call: a
+    storage that has nothing to do between two calls is slower by a third."""
+
+    def __init__(self, worker: Worker, finish: Callable[[G], None]) -> None:
+        super().__init__()
+        self._worker, self._has_turn = worker, False
+        self._finish: Callable[[G], None] = finish
+
+    def finish_oldest(self) -> None:
+        """Wait for one of them, if there are any."""
+        if self:
+            try:
+                self._finish(self[0])
+            finally:
+                self.popleft()  # not before: who counts the groups waits for their memory
+
+    def finish_all(self) -> None:
+        """Wait for all of them."""
+        while self:
+            self.finish_oldest()
+
+    def finish_later(self) -> None:
+        """Wait for one after the other, in turns with the calls that have come."""
+        if self and not self._has_turn:
+            self._has_turn = True
+            with contextlib.suppress(RuntimeError):  # it was closed while the storage hung
+                self._worker.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._has_turn = False
+        self.finish_oldest()
+        self.finish_later()
 
 
 class PageStore:
@@ -125,7 +165,7 @@ class PageStore:
         self._is_flush_due, self._refused = False, 0
         # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
         self._pid = os.getpid()
-        self._leftover: deque[LoadGroup] = deque()
+        self._leftover = deque[LoadGroup]()
         self._open = OpenStore(
             os.path.abspath(os.fspath(path)), page_bytes=self.page_bytes, identity=self._identity,
             capacity=parse_bytes(capacity), memory=parse_bytes(memory),
@@ -136,13 +176,17 @@ class PageStore:
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
         )
+        self._reading = UnderWay[LoadGroup](
+            self._read, lambda group: self._guarded(group.batch, lambda: self._finish(group))
+        )
+        self._writing = UnderWay[StoreGroup](self._write, self._stored)
         self._behind: Behind | None = None
         if client is not None:
             self._behind = Behind(
                 client, self._open, self._identity,
                 count=lambda name, count: self._add({name: count}), deliver=self._came,
             )  # fmt: skip
-        self._write.submit(partial(self._store, self._open.unwritten))
+        self._write.submit(partial(self._store, self._open.unwritten, []))
 
     @property
     def path(self) -> str:
@@ -202,6 +246,7 @@ class PageStore:
         self._check_open()
         until, flushed = _until(timeout_s), Task(self._open.flush)
         is_taken = self._take_in.passed(until)
+        self._write.submit(self._writing.finish_all)
         self._write.submit(flushed.make)
         if not (is_taken and self._write.passed(until)):
             facts = {"path": self.path, "still safe": "all pages: they are in memory"}
@@ -246,7 +291,10 @@ class PageStore:
             return
         self._pid = 0
         workers, until = (self._take_in, self._write, self._read), time.monotonic() + CLOSE_S
-        has_ended = all(worker.passed(until) for worker in workers)
+        has_ended = self._take_in.passed(until)
+        self._write.submit(self._writing.finish_all)
+        self._read.submit(self._reading.finish_all)
+        has_ended = all(worker.passed(until) for worker in workers) and has_ended
         if self._behind is not None:
             has_ended = self._behind.close(until) and has_ended
         jobs = [group.job for group in self._leftover if group.job is not None]
@@ -277,23 +325,21 @@ class PageStore:
 
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
         self._reap()
-        waiting, under_way, may_wait = deque(self._absent(batch, pages)), deque[LoadGroup](), True
+        waiting, may_wait = deque(self._absent(batch, pages)), True
         try:
-            while waiting or under_way:
-                while waiting and len(under_way) < GROUPS:
-                    chosen = self._next(batch, waiting)
-                    if chosen:
-                        under_way.append(self._group(batch, chosen))
-                    elif waiting:
-                        break
-                if under_way:
-                    self._finish(under_way.popleft())
-                elif may_wait and self._write.passed(batch.until):
-                    may_wait = False  # memory was full of pages that were to be written
+            while waiting:
+                if len(self._reading) < GROUPS and (chosen := self._next(batch, waiting)):
+                    self._reading.append(self._group(batch, chosen))
+                elif waiting and self._reading:
+                    self._reading.finish_oldest()
+                elif waiting and may_wait:  # memory is full of pages that are to be written
+                    self._write.submit(self._writing.finish_all)
+                    self._write.passed(batch.until)
+                    may_wait = False
                 else:
                     break
         finally:
-            self._leftover += under_way  # the tables were held for too long
+            self._reading.finish_later()
         # Loads that are late have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.LATE)
 
@@ -429,28 +475,34 @@ class PageStore:
     # -- writing ---------------------------------------------------------------------------
 
     def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
+        left, used = 1, [page.index for page in reversed(waiting)]
         while waiting:
             taken = self._take(batch, waiting)
-            if waiting and not taken:  # memory is full of pages that are read, or to be written
+            if taken or not waiting:
+                self._publish(batch, taken, [] if waiting else used)
+                left = 1
+            elif left:  # memory is full of pages that are read, or to be written
+                self._read.submit(self._reading.finish_oldest)
                 self._read.submit(self._reap)
+                self._write.submit(self._writing.finish_oldest)
                 if not (self._read.passed(batch.until) and self._write.passed(batch.until)):
                     return  # they are late
-                taken = self._take(batch, waiting)
-                if waiting and not taken:
-                    break
-            self._publish(batch, taken)
+                left = len(self._reading) + len(self._writing)
+            else:
+                break
         # Other processes have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.DROPPED)
 
     def _take(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
-        """The next pages that need a slot, each with one, as far as there are slots."""
+        """The next pages that need a slot, each with one, as far as there are slots: so many that
+        the storage can begin while others are copied."""
         memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
         there, used = list[MovingPage](), [page.index for page in reversed(waiting)]
         with self._open.changing(batch.seconds_left):
             # First, or what is there and what the first page follows could go for the new ones.
             for table in (memory, files):
                 table.touch(table.find_all([*used, waiting[0].before]))
-            while waiting:
+            while waiting and len(taken) < self._group_pages:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
                     there.append(page)
@@ -463,7 +515,7 @@ class PageStore:
         batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
-    def _publish(self, batch: PageBatch, taken: list[MovingPage]) -> None:
+    def _publish(self, batch: PageBatch, taken: list[MovingPage], used: list[int]) -> None:
         """Fill slots in memory, let everybody find them, and have them written."""
         for page in taken:
             fill = partial(_core.fill_page, self._memory.address(page.slot), page.view)
@@ -479,36 +531,18 @@ class PageStore:
                     stored.append(page.slot)
                 else:
                     memory.free(page.slot)
-        self._write.submit(lambda: self._store(stored))
+        self._write.submit(partial(self._store, stored, used))
         verdict = PageVerdict.DROPPED if space < 0 else PageVerdict.STORED
         batch.settle([page.place for page in taken if page.is_filled], verdict)
 
-    def _store(self, slots: list[int]) -> None:
-        """Write pages from memory to files. What cannot be written stays in memory."""
-        starts = deque(range(0, len(slots), self._group_pages))
-        under_way, tables = deque[StoreGroup](), (self._memory.table, self._files.table)
-        used = [self._memory.table.index(slot) for slot in reversed(slots)]
-        while starts or under_way:
-            if starts and len(under_way) < GROUPS:
-                first = starts.popleft()
-                under_way.append(self._begin_storing(slots[first : first + self._group_pages]))
-            else:
-                self._stored(under_way.popleft())
-        with self._open.changing(None):
-            # What was put last follows the others, so they were used after it. Once for all groups:
-            # using a page walks over those before it.
-            for table in tables:
-                table.touch(table.find_all(used))
-        self._figures.set("pages_evicted", self._files.table.evicted)
-        self._figures.set("pages_in_files", self._files.table.pages())
-        self._figures.set("pages_in_memory", self._memory.table.pages())
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            timer = threading.Timer(FLUSH_S, self._flush_later)
-            timer.daemon = True
-            timer.start()
+    def _store(self, slots: list[int], used: list[int]) -> None:
+        """Write pages from memory to files as one. What cannot be written stays in memory."""
+        if len(self._writing) == GROUPS:
+            self._writing.finish_oldest()
+        self._writing.append(self._begin_storing(slots, used))
+        self._writing.finish_later()
 
-    def _begin_storing(self, slots: list[int]) -> StoreGroup:
+    def _begin_storing(self, slots: list[int], used: list[int]) -> StoreGroup:
         """Begin to write pages as one, as far as there are slots in files."""
         headers, moves = {slot: self._header(slot) for slot in slots}, list[Move]()
         take, below = self._files.table.take, self._files.grow()
@@ -517,7 +551,8 @@ class PageStore:
                 if header is not None and (there := take(self._open.seat, below)) >= 0:
                     moves.append((slot, there, header.nbytes))
         self._files.note(there for _, there, _ in moves)  # that they hold nothing now
-        return StoreGroup(headers, moves, below, self._begin_job(moves, is_write=True))
+        job = self._begin_job(moves, is_write=True) if moves else None
+        return StoreGroup(used, headers, moves, below, job)
 
     def _stored(self, group: StoreGroup) -> None:
         """Wait until pages are in files, and let everybody find them there."""
@@ -534,12 +569,24 @@ class PageStore:
                 memory.release(slot)
             if self._files.below < group.below:  # a write has found the disk full
                 files.cut(self._files.below)
+            # What was put last follows the others, so they were used after it. Once for all groups:
+            # using a page walks over those before it.
+            for table in (memory, files):
+                table.touch(table.find_all(group.used))
         self._files.note(there for _, there, _ in group.moves)
         if self._behind is not None:
             slots = {slot: there for slot, there, _ in group.moves if slot in done}
             self._behind.send((there, memory.index(slot)) for slot, there in slots.items())
         self._counts["unwritten"] += len(group.headers) - len(done)
         self._figures.add("pages_unwritten_total", len(group.headers) - len(done))
+        self._figures.set("pages_evicted", self._files.table.evicted)
+        self._figures.set("pages_in_files", self._files.table.pages())
+        self._figures.set("pages_in_memory", self._memory.table.pages())
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            timer = threading.Timer(FLUSH_S, self._flush_later)
+            timer.daemon = True
+            timer.start()
 
     def _written(self, moves: list[Move], job: RangesJob | None) -> set[int]:
         """The slots in memory of those pages that were written. If one was not, each is tried."""
@@ -633,17 +680,16 @@ class PageStore:
 
     def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
         """Queue the work of a call. What stops it is logged, and its pages are a miss."""
+        worker.submit(partial(self._guarded, batch, action))
 
-        def guarded() -> None:
-            try:
-                action()
-            except WaitTimeout:
-                pass  # another process holds the tables; the pages are late
-            except Exception:
-                logger.exception("the store of pages %s has failed", self.path)
-                batch.settle(range(batch.count), PageVerdict.MISS)
-
-        worker.submit(guarded)
+    def _guarded(self, batch: PageBatch, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except WaitTimeout:
+            pass  # another process holds the tables; the pages are late
+        except Exception:
+            logger.exception("the store of pages %s has failed", self.path)
+            batch.settle(range(batch.count), PageVerdict.MISS)
 
 
 def _publish(table: PageTable, slot: int, header: Header | None) -> bool:
