@@ -14,6 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 VOCABULARY = 512
+PROMPTS = int(os.environ.get("STATEHOLD_SERVING_PROMPTS", "20"))
 LIMIT_S = 600
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -39,6 +40,12 @@ def tiny(folder: Path, seed: int = 0, **changes: object) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
+
+
+def model_in(folder: Path) -> Path:
+    """The model of STATEHOLD_SERVING_MODEL, or a tiny one."""
+    given = os.environ.get("STATEHOLD_SERVING_MODEL")
+    return Path(given) if given else tiny(folder)
 
 
 def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
@@ -97,7 +104,10 @@ def ask(
 
 def pages(path: Path, **options: object) -> dict[str, Any]:
     """The line of configuration that switches the connector on."""
-    extra = {"path": str(path), "capacity": "64MiB", "memory": "16MiB", "deadline_s": 60, **options}
+    room = {"capacity": "64MiB", "memory": "16MiB"}
+    if "STATEHOLD_SERVING_MODEL" in os.environ:
+        room = {"capacity": "4GiB", "memory": "256MiB"}
+    extra = {"path": str(path), **room, "deadline_s": 60, **options}
     return {
         "kv_transfer_config": {
             "kv_connector": "StateholdConnector",

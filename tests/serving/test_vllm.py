@@ -1,6 +1,7 @@
 """A real engine over pages: the tokens of a cold run, whatever the pages have become.
 
-STATEHOLD_SERVING_PROMPTS, STATEHOLD_SERVING_UPDATES: how many.
+STATEHOLD_SERVING_PROMPTS, STATEHOLD_SERVING_UPDATES: how many. STATEHOLD_SERVING_MODEL: a folder
+with another model than a tiny one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 
 import statehold
-from serving.engines import Rounds, ask, pages, prompts, tiny
+from serving.engines import PROMPTS, Rounds, ask, model_in, pages, prompts, tiny
 from support.faults import must
 
-COUNT, TOKENS = int(os.environ.get("STATEHOLD_SERVING_PROMPTS", "20")), 200
+COUNT, TOKENS = PROMPTS, 200
 UPDATES = int(os.environ.get("STATEHOLD_SERVING_UPDATES", "24"))
 BLOCK = 32
 ALL = TOKENS // BLOCK * BLOCK
@@ -25,7 +26,7 @@ FP32 = {"dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("model"))
+    return model_in(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
