@@ -475,7 +475,12 @@ class PageStore:
     # -- writing ---------------------------------------------------------------------------
 
     def _accept(self, batch: PageBatch, waiting: deque[MovingPage]) -> None:
-        left, used = 1, [page.index for page in reversed(waiting)]
+        left = 1
+        used = [index for page in reversed(waiting) for index in (page.index, page.before)]
+        with self._open.changing(batch.seconds_left):
+            # First, or what is there and what the first page follows could go for the new ones.
+            for table in (self._memory.table, self._files.table):
+                table.touch(table.find_all(used))
         while waiting:
             taken = self._take(batch, waiting)
             if taken or not waiting:
@@ -497,11 +502,8 @@ class PageStore:
         """The next pages that need a slot, each with one, as far as there are slots: so many that
         the storage can begin while others are copied."""
         memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
-        there, used = list[MovingPage](), [page.index for page in reversed(waiting)]
+        there = list[MovingPage]()
         with self._open.changing(batch.seconds_left):
-            # First, or what is there and what the first page follows could go for the new ones.
-            for table in (memory, files):
-                table.touch(table.find_all([*used, waiting[0].before]))
             while waiting and len(taken) < self._group_pages:
                 page = waiting[0]
                 if memory.find(page.index) >= 0 or files.find(page.index) >= 0:
