@@ -141,10 +141,10 @@ class EvictingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         added = key_states.shape[2]
-        keys, values = (
-            torch.cat([*old, new], dim=2)
-            for old, new in zip(self._kept(), (key_states, value_states), strict=True)
-        )
+        tokens = self._in_newest
+        newest = [(keys[:, :, :tokens], values[:, :, :tokens]) for keys, values in self.pages[-1:]]
+        seen = *self.pages[:-1], *newest, (key_states, value_states)
+        keys, values = (torch.cat(each, dim=2) for each in zip(*seen, strict=True))
         self._seen += added
         if added > self._page_tokens or not self.pages:
             self._cut(keys, values)
@@ -152,15 +152,6 @@ class EvictingLayer(DynamicLayer):
             self._append(key_states, value_states)
             self._evict()
         return keys, values
-
-    def _kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        kept: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for number, page in enumerate(self.pages, 1):
-            is_newest = number == len(self.pages)
-            tokens = self._in_newest if is_newest else self._page_tokens
-            for each, tensor in zip(kept, page, strict=True):
-                each.append(tensor[:, :, :tokens])
-        return kept
 
     def _cut(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the tokens of a prompt that the limit has room for, in new pages."""
