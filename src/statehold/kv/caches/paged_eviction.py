@@ -180,15 +180,13 @@ class EvictingLayer(DynamicLayer):
     def _evict(self) -> None:
         """Drop pages until those that are full have no more tokens than the limit."""
         page = self._page_tokens
-        full = len(self.pages) - (self._in_newest < page)
-        while full * page > self._limit:
+        while (full := len(self.pages) - (self._in_newest < page)) * page > self._limit:
             keys, values = (
                 torch.stack([tensors[0] for tensors in each], 1)
                 for each in zip(*self.pages[:full], strict=True)
             )
             scores = scored(self._score, keys, values)[1 : len(self.pages) - 1]
             del self.pages[1 + int(scores.argmin())]
-            full -= 1
 
     # -- what transformers asks ------------------------------------------------------------
 
@@ -278,5 +276,4 @@ class PagedEvictionCache(Cache):
 
 
 def _empty(like: torch.Tensor, tokens: int) -> torch.Tensor:
-    shape = (*like.shape[:2], tokens, like.shape[3])
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return like.new_empty((*like.shape[:2], tokens, like.shape[3]))
