@@ -83,10 +83,11 @@ class TieredLayer(DynamicLayer):
         if not self._away:
             return self.keys, self.values
         self.prefetch()
-        pages = self._arrived()
+        pages, both = self._arrived(), (self.keys, self.values)
+        sizes = [self._page_tokens * _token_bytes(each) for each in both]
         keys, values = (
-            torch.cat([*(self._part(page, part) for page in pages), here], dim=2)
-            for part, here in enumerate((self.keys, self.values))
+            torch.cat([*(self._tokens_in(raw, here) for raw in part), here], dim=2)
+            for part, here in zip(pages.split_with_sizes(sizes, dim=1), both, strict=True)
         )
         return keys, values
 
@@ -107,7 +108,8 @@ class TieredLayer(DynamicLayer):
             return self._stay("it has no room for all pages of the cache")
         parts = [as_pages(each[:, :, : count * tokens], count) for each in (self.keys, self.values)]
         pages = torch.cat(parts, dim=1).cpu()
-        keys = [self._name + n.to_bytes(8, "little") for n in self._numbers(count)]
+        first, self._page_count = self._page_count, self._page_count + count
+        keys = [self._name + n.to_bytes(8, "little") for n in range(first, self._page_count)]
         batch = self._store.put(keys, views(pages), deadline_s=DEADLINE_S)
         self._going = PagesUnderWay(batch, keys, pages)
         return None
@@ -135,10 +137,6 @@ class TieredLayer(DynamicLayer):
             least, got = format_bytes(nbytes), format_bytes(self._store.page_bytes)
             summary = "a page of the store holds no token of a layer"
             raise refused(summary, f"page_bytes of at least {least}", got)
-
-    def _numbers(self, count: int) -> range:
-        self._page_count += count
-        return range(self._page_count - count, self._page_count)
 
     def _stay(self, why: str) -> None:
         if not self._must_stay:
@@ -177,12 +175,8 @@ class TieredLayer(DynamicLayer):
             # Pages that are to be written have all the memory of the store.
             self._store.flush(max(0.0, until - time.monotonic()))
 
-    def _part(self, page: torch.Tensor, part: int) -> torch.Tensor:
-        """The keys (0) or the values (1) of a page."""
-        both = self.keys, self.values
-        of_keys, of_values = (self._page_tokens * _token_bytes(each) for each in both)
-        raw = page[of_keys : of_keys + of_values] if part else page[:of_keys]
-        like = both[part]
+    def _tokens_in(self, raw: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The keys or the values of a page, from their bytes."""
         shape = (*like.shape[:2], self._page_tokens, like.shape[3])
         return raw.view(like.dtype).view(shape).to(like.device)
 
@@ -192,7 +186,8 @@ class TieredLayer(DynamicLayer):
         """All of the layer is here again, until it goes the next time."""
         if self.is_initialized:
             self.keys, self.values = self.whole()
-            self._away, self._coming = [], None
+            # Measured again before it goes: in another batch, a token has another size.
+            self._away, self._coming, self._page_tokens = [], None, 0
 
     def get_seq_length(self) -> int:
         """All tokens."""
@@ -217,13 +212,11 @@ class TieredLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Take each sequence of the batch several times."""
         self._come_back()
-        self._page_tokens = 0  # a token has another size now
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Take some sequences of the batch."""
         self._come_back()
-        self._page_tokens = 0
         super().batch_select_indices(indices)
 
 
@@ -293,10 +286,9 @@ class TieredCache(Cache):
 
     def _make_room(self) -> None:
         over = self.nbytes - self._budget
-        for number in self._order if over > 0 else ():
-            over -= self._move(self.layers[number])
-            if over <= 0:
-                break
+        for number in self._order:
+            if over > 0:
+                over -= self._move(self.layers[number])
 
     def _move(self, layer: TieredLayer) -> int:
         """Begin to move a layer to the store. Returns how many bytes go."""
