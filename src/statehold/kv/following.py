@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from statehold.errors import refused
 from statehold.options.paths import check_run
-from statehold.subscription.subscribe import Subscription, Update
+from statehold.subscription.subscribe import Subscription
 from statehold.units import check_timeout
 
 HISTORY = 8  # steps from which the fall of a metric is known
@@ -86,23 +86,19 @@ def _followed(
     updates: Subscription, every: int, worth: WorthThePause | None, timeout_s: float | None
 ) -> Iterator[int]:
     seen = deque[tuple[float, float]](maxlen=HISTORY)
-    last: Update | None = None
+    last_step = last_s = -math.inf
     with updates:
         while (update := updates.wait(timeout_s)) is not None:
             update.apply()
-            if last is not None and update.step <= last.step:  # rewound, or saved again
+            if update.step <= last_step:  # rewound, or saved again
                 seen.clear()
-                last = None
+                last_step = last_s = -math.inf
             interval_s = 0.0
             if worth is not None:
                 if worth.metric not in update.metrics:
                     continue
                 seen.append((update.committed_s, update.metrics[worth.metric]))
                 interval_s = worth.interval_s(seen)
-            is_due = last is None or (
-                update.step - last.step >= every
-                and update.committed_s - last.committed_s >= interval_s
-            )
-            if is_due:
-                last = update
+            if update.step - last_step >= every and update.committed_s - last_s >= interval_s:
+                last_step, last_s = update.step, update.committed_s
                 yield update.step
