@@ -119,18 +119,16 @@ def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify:
         if (generation := _findable(table, slot)) is None:
             continue
         first = raw[at : at + HEADER_BYTES]
-        if (header := Header.decode(first)) is None:
-            is_bad = table is not None or bool(first.strip(b"\0"))
-        else:
-            is_bad = table is not None and header.index != table.index(slot)
-            is_bad = is_bad or (verify and Header.proven(raw[at : at + size]) is None)
+        header = Header.proven(raw[at : at + size]) if verify else Header.decode(first)
+        if header is not None and table is not None and header.index != table.index(slot):
+            header = None  # it proves another page
         if generation != _findable(table, slot):
             continue  # it was evicted or pruned meanwhile
-        if is_bad:
-            seen.bad.append(f"{segment.name} at {at}")
-        elif header is not None:
+        if header is not None:
             seen.pages[header.identity.hex()] += 1
             seen.payload_bytes += header.nbytes
+        elif table is not None or first.strip(b"\0"):
+            seen.bad.append(f"{segment.name} at {at}")
 
 
 # -- pages that go ---------------------------------------------------------------------------------
