@@ -75,9 +75,9 @@ class PageShape:
         return raw.ljust(_ROOT_BYTES)
 
     @classmethod
-    def decode(cls, raw: bytes) -> PageShape:
+    def decode(cls, raw: torch.Tensor) -> PageShape:
         """What encode() has written: the store has verified it."""
-        found = json.loads(raw)
+        found = json.loads(bytes(raw.tolist()))
         layers = [tuple(layer) for *layer, count in found["layers"] for _ in range(count)]
         return cls(found["tokens"], tuple(layers))
 
@@ -222,7 +222,7 @@ def _filled(
     roots = _read(store, [root], _ROOT_BYTES, deadline_s)
     if not len(roots):
         return cache
-    layout = PageShape.decode(bytes(roots[0].tolist()))
+    layout = PageShape.decode(roots[0])
     if cache.layers and len(cache.layers) != len(layout.layers):
         expected, got = (f"{len(each.layers)} layers" for each in (layout, cache))
         raise refused("the cache is of another model than the pages", expected, got)
@@ -232,11 +232,10 @@ def _filled(
     pages = [*_read(store, keys, layout.nbytes(size), deadline_s)]
     before = [root, *keys][len(pages)]
     rest = _after(before, ids[len(pages) * size :][: size - 1])
-    for count, is_there in reversed([*enumerate(store.contains(rest), 1)]):
-        wanted = [rest[count - 1]] if is_there else []
-        tail = _read(store, wanted, layout.nbytes(count), deadline_s)
-        if len(tail):
-            pages.append(tail[0])
+    there = itertools.compress(enumerate(rest, 1), store.contains(rest))
+    for count, key in reversed([*there]):
+        if tail := [*_read(store, [key], layout.nbytes(count), deadline_s)]:
+            pages += tail
             break
     for number, pair in enumerate(layout.pairs(pages) if pages else ()):
         keys_of, values_of = (each[:, :, : len(ids) - 1].to(device) for each in pair)
@@ -284,23 +283,21 @@ def _root(identity: bytes) -> bytes:
 
 def _chain(root: bytes, ids: Sequence[int], size: int) -> list[bytes]:
     """The keys of the pages of a sequence, the last of which may hold fewer tokens."""
-    keys = [root]
-    for begin in range(0, len(ids), size):
-        keys.append(_after(keys[-1], ids[begin : begin + size])[-1])
-    return keys[1:]
+    pages = (ids[begin : begin + size] for begin in range(0, len(ids), size))
+    keys = itertools.accumulate(pages, lambda before, page: _after(before, page)[-1], initial=root)
+    return [*keys][1:]
 
 
 def _has_root(store: PageStore, root: bytes, layout: PageShape, deadline_s: float) -> bool:
     """Whether the store has the root page of a layout. Raises UsageError for that of another."""
-    raw = layout.encode()
-    if store.put([root], [raw], deadline_s=deadline_s).wait() == [PageVerdict.STORED]:
+    if store.put([root], [layout.encode()], deadline_s=deadline_s).wait() == [PageVerdict.STORED]:
         return True
-    found = _read(store, [root], _ROOT_BYTES, deadline_s)
-    if len(found) and bytes(found[0].tolist()) != raw:
-        summary, there = "the store has pages of this identity with another layout", found[0]
+    found = [PageShape.decode(raw) for raw in _read(store, [root], _ROOT_BYTES, deadline_s)]
+    if found and found != [layout]:
+        summary = "the store has pages of this identity with another layout"
         hint = "name the dtype and all else that differs in identity()"
-        raise refused(summary, layout, PageShape.decode(bytes(there.tolist())), hint)
-    return bool(len(found))
+        raise refused(summary, layout, found[0], hint)
+    return bool(found)
 
 
 def _read(store: PageStore, keys: list[bytes], nbytes: int, deadline_s: float) -> torch.Tensor:
