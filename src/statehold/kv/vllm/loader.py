@@ -25,7 +25,6 @@ import torch
 from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
 from statehold.errors import UsageError, refused
-from statehold.format.saved import PlacedChunk
 from statehold.io.clients import engine_alone
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.opening import Sums, agree, all_ranks, serve, served
@@ -90,24 +89,23 @@ class StepReader:
 
     def _parts(self, node: Any, where: str) -> dict[str, StepPart]:
         """All tensors below the node, by their names there."""
-        made: dict[int, str] = {}
-        kept = []  # an id stays whose it is
+        made = dict[torch.Tensor, str]()  # a tensor is the same key as itself alone
 
         def tensor(name: str) -> torch.Tensor:
             entry = self._saved.tensors[name]
             dtype = dtypes.dtype_of(entry.dtype, name)
             shape = dtypes.torch_shape(dtype, entry.shape)
-            kept.append(torch.empty(shape, dtype=dtype, device="meta"))
-            made[id(kept[-1])] = name
-            return kept[-1]
+            found = torch.empty(shape, dtype=dtype, device="meta")
+            made[found] = name
+            return found
 
         tree = values.decode(node, lambda tag, payload: value_of(tag, payload, tensor))
         found = {}
         for name, value in _tensors(tree, ""):
-            if id(value) not in made:
+            if value not in made:
                 got, of = type(value).__name__, {"step": where, "tensor": name}
                 raise refused("vLLM takes plain tensors", "a tensor", got, **of)
-            found[name] = StepPart(made[id(value)], value.dtype, Box.whole(value.shape))
+            found[name] = StepPart(made[value], value.dtype, Box.whole(value.shape))
         if not found:
             hint = 'say which part of the state is the model: {"name": "model"}'
             summary, got = "this part of the step has no tensors", type(tree).__name__
@@ -116,13 +114,11 @@ class StepReader:
 
     def sums(self) -> Sums:
         """The checksums of all tensors, by name: equal ones mean equal tensors."""
-        return {
-            name: [part.dtype, *((each.box, each.sums) for each in self._chunks(part))]
-            for name, part in self.parts.items()
-        }
-
-    def _chunks(self, part: StepPart) -> list[PlacedChunk]:
-        return self._saved.chunks(part.name, part.box) if part.nbytes else []
+        found: Sums = {}
+        for name, part in self.parts.items():
+            chunks = self._saved.chunks(part.name, part.box) if part.nbytes else []
+            found[name] = [part.dtype, *((each.box, each.sums) for each in chunks)]
+        return found
 
     def read(self, parts: Mapping[str, StepPart]) -> dict[str, torch.Tensor]:
         """The elements, by the same names. Raises CorruptionError."""
@@ -133,8 +129,7 @@ class StepReader:
             stored = dtypes.stored_box(part.dtype, part.box, part.name)
             plan.fill(Destination(part.name, target, False, stored, shared=False))
             self.read_bytes += part.nbytes
-        reading = plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}")
-        reading.finish()
+        plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}").finish()
         return made
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,17 +202,15 @@ def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
         hint = 'give model_loader_extra_config={"run": "runs/llama"}'
         raise UsageError("the loader needs a run", hint=hint)
     run = check_path(options["run"], "the run")
+
+    def read(place: StepPlace) -> tuple[list[Any], Sums]:
+        with contextlib.closing(StepReader(place, options.get("name", ""))) as reader:
+            take(reader.later() if ranks > 1 else reader.whole())
+            return content_of(place.directory), reader.sums()
+
     with contextlib.closing(file_system()) as fs:
-        content, sums = at_rest(
-            fs, run, lambda place: _take(take, place, options.get("name", ""), ranks)
-        )
+        content, sums = at_rest(fs, run, read)
     serve(content, sums)
-
-
-def _take(take: Any, place: StepPlace, name: str, ranks: int) -> tuple[list[Any], Sums]:
-    with contextlib.closing(StepReader(place, name)) as reader:
-        take(reader.later() if ranks > 1 else reader.whole())
-        return content_of(place.directory), reader.sums()
 
 
 @functools.cache
