@@ -34,7 +34,7 @@ import torch
 from statehold.errors import UsageError, refused
 from statehold.io.memory_room import spare_memory
 from statehold.kv.identity import content_of
-from statehold.kv.vllm.loader import StepPart, StepReader
+from statehold.kv.vllm.loader import StepReader
 from statehold.kv.vllm.opening import Sums, agree, all_ranks, made_when_asked, serve, served
 from statehold.options.paths import NamedStep
 from statehold.process.warn import logger
@@ -69,7 +69,8 @@ def other_weights(
             return ahead
         with contextlib.closing(StepReader(place, name)) as reader:
             sums = reader.sums()
-            parts = _differing(reader.parts, sums, known, place.label)
+            other = _other_layers(sums, known, place.label)
+            parts = {name: part for name, part in reader.parts.items() if layer_of(name) in other}
             if (nbytes := sum(each.nbytes for each in parts.values())) > room:
                 logger.warning("%s: no memory to read %d bytes ahead", place.label, nbytes)
                 save, parts = None, {}
@@ -79,15 +80,12 @@ def other_weights(
         return at_rest(fs, NamedStep(run_of(run), step), read)
 
 
-def _differing(
-    parts: dict[str, StepPart], sums: Sums, known: Sums, step: str
-) -> dict[str, StepPart]:
+def _other_layers(sums: Sums, known: Sums, step: str) -> set[str]:
     if known and known.keys() != sums.keys():
         summary = "the step has other tensors than the one that is served"
         got = min(known.keys() ^ sums.keys())
         raise refused(summary, f"{len(known)} tensors", got, step=step)
-    changed = {layer_of(each) for each in sums if sums[each] != known.get(each)}
-    return {name: part for name, part in parts.items() if layer_of(name) in changed}
+    return {layer_of(each) for each in sums if sums[each] != known.get(each)}
 
 
 def check_tiers(kv_transfer: Any) -> None:
