@@ -110,9 +110,7 @@ def simulate(
     share = LoadTimes(load.bandwidth / dp, load.lookup_s) if load else None
     total = ServingOutcome()
     for first in range(min(dp, len(requests))):
-        replica = _ServingReplica(costs, requests[first::dp], -(-concurrency // dp), share)
-        replica.run()
-        out = replica.out
+        out = _ServingReplica(costs, requests[first::dp], -(-concurrency // dp), share).run()
         total.end_s = max(total.end_s, out.end_s)
         total.latency_s += out.latency_s / len(requests)
         for name in ("answered", "preemptions", "recomputed", "loaded"):
@@ -147,7 +145,7 @@ class _ServingReplica:
         self._step = self._held = self._number = 0
         self.out = ServingOutcome()
 
-    def run(self) -> None:
+    def run(self) -> ServingOutcome:
         while self._coming or self._waiting or self._loading or self._running:
             self._arrive()
             self._admit()
@@ -161,6 +159,7 @@ class _ServingReplica:
                 if self._running:
                     self._decode(1)
         self.out.end_s = self._now_s
+        return self.out
 
     def _arrive(self) -> None:
         while self._coming and self._coming[0].arrival_s <= self._now_s:

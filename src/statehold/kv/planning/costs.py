@@ -162,7 +162,8 @@ class ServingCosts:
         attention = (attended / self._flops, self._read_s(kept))
         passes, both = pp * self._stage, (linear, attention)
         counts = (passes, self._stage * context)
-        link = 2 * math.ceil(shape.layers / pp) * self._hop_s(each) if tp > 1 else 0.0
+        hop_s = HOP_S * (1 + math.log2(tp)) + self._all_reduce_s(each)
+        link = 2 * math.ceil(shape.layers / pp) * hop_s if tp > 1 else 0.0
         link += HOP_S + self._sent_s(each) if pp > 1 else 0.0
         return {
             "arithmetic": sum(n * c for n, (c, r) in zip(counts, both, strict=True) if c > r),
@@ -176,9 +177,6 @@ class ServingCosts:
 
     def _read_s(self, nbytes: float) -> float:
         return nbytes / (self.layout.tp * self.gpu.bandwidth * BANDWIDTH_SHARE)
-
-    def _hop_s(self, tokens: float) -> float:
-        return HOP_S * (1 + math.log2(self.layout.tp)) + self._all_reduce_s(tokens)
 
     def _all_reduce_s(self, tokens: float) -> float:
         tp = self.layout.tp
