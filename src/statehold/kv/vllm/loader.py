@@ -170,10 +170,6 @@ class Later(torch.Tensor):
         made.reader, made.part = reader, part
         return made
 
-    def elements(self) -> torch.Tensor:
-        """What is in the step."""
-        return self.reader.read({"": self.part})[""]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Of narrow(), a part; of shape and dtype, what the step says; else, of the elements."""
@@ -188,7 +184,8 @@ class Later(torch.Tensor):
 
 
 def _read(value: Any) -> Any:
-    return value.elements() if isinstance(value, Later) else value
+    """What is in the step for a Later; anything else as it is."""
+    return value.reader.read({"": value.part})[""] if isinstance(value, Later) else value
 
 
 def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
