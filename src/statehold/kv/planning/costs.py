@@ -160,8 +160,7 @@ class ServingCosts:
         attended = 2 * shape.attended * shape.heads * shape.layers
         kept = shape.kv_of_rank(tp) * tp  # every rank reads its own
         attention = (attended / self._flops, self._read_s(kept))
-        passes, both = pp * self._stage, (linear, attention)
-        counts = (passes, self._stage * context)
+        counts, both = (pp * self._stage, self._stage * context), (linear, attention)
         hop_s = HOP_S * (1 + math.log2(tp)) + self._all_reduce_s(each)
         link = 2 * math.ceil(shape.layers / pp) * hop_s if tp > 1 else 0.0
         link += HOP_S + self._sent_s(each) if pp > 1 else 0.0
@@ -179,8 +178,7 @@ class ServingCosts:
         return nbytes / (self.layout.tp * self.gpu.bandwidth * BANDWIDTH_SHARE)
 
     def _all_reduce_s(self, tokens: float) -> float:
-        tp = self.layout.tp
-        return 2 * (tp - 1) / tp * self._sent_s(tokens)
+        return 2 * (self.layout.tp - 1) / self.layout.tp * self._sent_s(tokens)
 
     def _sent_s(self, tokens: float) -> float:
         return tokens * self.shape.width * _ACTIVATION_BYTES / (self.gpu.link * LINK_SHARE)
