@@ -148,9 +148,8 @@ def _derived() -> type[Any]:
 
 def _layout(config: Any) -> list[Any]:
     """What of vLLM's OffloadingConfig changes the bytes of a chunk."""
-    parallel = asdict(config.parallel)
-    for name in ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"):
-        parallel.pop(name, None)
+    no_matter = "rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"
+    parallel = {n: value for n, value in asdict(config.parallel).items() if n not in no_matter}
     groups = [[each.tokens_per_block, list(each.layer_names)] for each in config.groups]
     return [
         groups, parallel, asdict(config.cache), config.model.dtype, config.kv_cache_layout,
