@@ -83,8 +83,7 @@ def _table(path: str, slots: int, access: int) -> PageTable | None:
     """A table that others change; None if it is lost, or of another build."""
     try:
         with open(path, "rb" if access == mmap.ACCESS_COPY else "r+b") as file:
-            raw = mmap.mmap(file.fileno(), 0, access=access)
-            table = PageTable(memoryview(raw), slots)
+            table = PageTable(memoryview(mmap.mmap(file.fileno(), 0, access=access)), slots)
     except (FileNotFoundError, TypeError, ValueError):
         return None
     return None if table.is_new else table
