@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from statehold.kv.tiers import SLOTS_MIN
 from statehold.units import KiB, MiB
 from support import scripts
 from support.faults import must
-from support.pages import NEW, OLD, PAGE, SLOT, get, key, made, page, put
+from support.pages import NEW, OLD, PAGE, SLOT, Held, get, key, made, page, put
 
 
 @pytest.fixture
@@ -458,40 +457,6 @@ def test_an_index_of_another_build_is_made_again_and_stays_as_it_is_for_those_wh
         assert len(old) == os.fstat(file.fileno()).st_size
 
 
-class Held:
-    """A job that ends once `may_end` is set."""
-
-    def __init__(self, job: Any) -> None:
-        self.begun, self.may_end, self._job = threading.Event(), threading.Event(), job
-
-    def wait(self, timeout: float | None) -> bool:
-        self.begun.set()
-        return self.may_end.wait(timeout) and bool(self._job.wait(None))
-
-    def is_moved(self) -> bool:
-        """Wait until its bytes are moved; it has not ended yet."""
-        return bool(self._job.wait(None))
-
-    def checksums(self) -> bytes:
-        return bytes(self._job.checksums())
-
-    def cancel(self) -> None:
-        self._job.cancel()
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
-    """Jobs of stores, from now on."""
-    made_so_far, begin = list[Held](), OpenStore.job
-
-    def job(self: OpenStore, *arguments: Any, **options: Any) -> Held:
-        made_so_far.append(Held(begin(self, *arguments, **options)))
-        return made_so_far[-1]
-
-    monkeypatch.setattr(OpenStore, "job", job)
-    return made_so_far
-
-
 NOWHERE = 1000  # a page that no test puts
 
 
@@ -502,57 +467,6 @@ def get_late(store: PageStore, held: list[Held], *numbers: int) -> None:
         late = store.get([key(n) for n in numbers], into, deadline_s=0.0)
         must(late.wait() == [PageVerdict.LATE] * len(numbers))
         must(get(store, NOWHERE) == [PageVerdict.MISS])  # the thread that reads has come so far
-
-
-@pytest.mark.parametrize("kind", ["get", "put"])
-def test_a_call_begins_while_pages_of_the_one_before_are_under_way(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    with made(tmp_path) as store:
-        put(store, 1, 2)
-    held, both = request.getfixturevalue("held"), threading.Event()
-    job = OpenStore.job
-
-    def later(*arguments: Any, **options: Any) -> Any:
-        must(both.wait(60))
-        return job(*arguments, **options)
-
-    monkeypatch.setattr(OpenStore, "job", later)
-    with made(tmp_path) as store:
-        if kind == "get":
-            calls = [store.get([key(n)], [bytearray(PAGE)]) for n in (1, 2)]
-        else:
-            calls = [store.put([key(n)], [page(n)]) for n in (3, 4)]
-            assert [call.wait() for call in calls] == [[PageVerdict.STORED]] * 2
-        both.set()
-        until = time.monotonic() + 60
-        while len(held) < 2 and time.monotonic() < until:
-            store.contains([key(1)])
-        assert len(held) == 2
-        for each in held:
-            each.may_end.set()
-        store.flush()
-        assert kind == "put" or [call.wait() for call in calls] == [[PageVerdict.HIT]] * 2
-
-
-def mapped_bytes(name: str) -> tuple[int, int]:
-    """Of the memory of this name: its bytes, and how many of them have an entry in the table of
-    pages."""
-    found, words = dict[str, int](), Path("/proc/self/smaps").read_text().split(name, 1)[1]
-    for line in words.splitlines()[1:]:
-        word, _, value = line.partition(":")
-        found[word] = int(value.split()[0]) * KiB
-        if word == "Rss":
-            return found["Size"], found["Rss"]
-    raise AssertionError(name)
-
-
-def test_the_memory_is_mapped_when_the_store_is_open(tmp_path: Path) -> None:
-    """Otherwise the first copies into it take several times as long."""
-    with made(tmp_path, memory=4 * MiB):
-        size, present = mapped_bytes("/kv-")
-    assert size > 4 * MiB
-    assert present == size
 
 
 def test_no_call_under_way_gives_pages_of_the_identity_before(

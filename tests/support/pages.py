@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,3 +61,24 @@ def file_systems(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], FsT]) ->
 
     monkeypatch.setattr(opened, "FileTier", Tier)
     return found
+
+
+class Held:
+    """A job that ends once `may_end` is set."""
+
+    def __init__(self, job: Any) -> None:
+        self.begun, self.may_end, self._job = threading.Event(), threading.Event(), job
+
+    def wait(self, timeout: float | None) -> bool:
+        self.begun.set()
+        return self.may_end.wait(timeout) and bool(self._job.wait(None))
+
+    def is_moved(self) -> bool:
+        """Wait until its bytes are moved; it has not ended yet."""
+        return bool(self._job.wait(None))
+
+    def checksums(self) -> bytes:
+        return bytes(self._job.checksums())
+
+    def cancel(self) -> None:
+        self._job.cancel()
