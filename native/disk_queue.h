@@ -1,10 +1,11 @@
 // disk_queue: transfers of an engine that wait until they may start.
 //
-// At most `depth` transfers are under way, and at most three quarters of the buffers of a client: a
-// disk that serves many requests at once ends them at once, too, and then has nothing to do until
-// their buffers are copied. Of those that wait, the next one is of the client whose turn it is
-// (shares.h). A client's transfers start in the order in which they came, on each path
-// for itself: one that its path's limit holds back (path_limits.h) does not hold back the others.
+// At most `depth` transfers are under way, and on each path at most three quarters of the buffers
+// that a client may have: a disk that serves many requests at once ends them at once, too, and then
+// has nothing to do until their buffers are copied. Of those that wait, the next one is of the
+// client whose turn it is (shares.h). A client's transfers start in the order in which they came,
+// on each path for itself: one that its path's limit (path_limits.h) or those three quarters hold
+// back does not hold back the others.
 //
 // Invariants: a transfer that was pushed leaves the queue once, by start() or by drop(). While
 // fewer than `depth` are under way, only limits and buffers make a transfer wait.
@@ -90,7 +91,7 @@ class DiskQueue {
       shares_.charge(client, std::max(started->request.bytes, Shares::kLeastCharge));
       limits_.charge(started->path, client, started->request.bytes, now_ns);
       ++under_way_;
-      buffers_under_way_[client] += started->buffered ? 1 : 0;
+      if (started->buffered) ++buffers_under_way_[client][started->path];
       return true;
     });
     return started;
@@ -100,10 +101,12 @@ class DiskQueue {
   // would have made it say no.
   uint64_t due_ns() const { return due_ns_; }
 
-  void ended(uint32_t client, bool buffered) {
+  void ended(uint32_t client, uint32_t path, bool buffered) {
     CHECK(under_way_ > 0);
     --under_way_;
-    buffers_under_way_[client] -= buffered ? 1 : 0;
+    if (!buffered) return;
+    CHECK(buffers_under_way_[client][path] > 0);
+    --buffers_under_way_[client][path];
   }
 
   // Takes the transfers of a job out; returns them. Needs no memory: a job is cancelled when there
@@ -136,9 +139,9 @@ class DiskQueue {
   Lanes::iterator first_allowed(uint32_t client, uint64_t now_ns) {
     Lanes& lanes = waiting_[client];
     auto first = lanes.end();
-    const bool takes_buffers = buffers_under_way_[client] < buffers_max_[client];
     for (auto at = lanes.begin(); at != lanes.end(); ++at) {
-      if (at->second.front().transfer.buffered && !takes_buffers) continue;
+      const uint64_t buffers = buffers_under_way_[client][at->first];
+      if (at->second.front().transfer.buffered && buffers >= buffers_max_[client]) continue;
       const uint64_t allowed_ns = limits_.allowed_at_ns(at->first, client);
       if (allowed_ns > now_ns) {
         due_ns_ = std::min(due_ns_, allowed_ns);
@@ -151,9 +154,9 @@ class DiskQueue {
 
   Shares shares_;
   PathLimits limits_;
-  std::vector<Lanes> waiting_;               // by client
-  std::vector<uint64_t> buffers_max_;        // by client
-  std::vector<uint64_t> buffers_under_way_;  // by client
+  std::vector<Lanes> waiting_;                                   // by client
+  std::vector<uint64_t> buffers_max_;                            // by client, on one path
+  std::vector<std::map<uint32_t, uint64_t>> buffers_under_way_;  // by client and path
   uint64_t depth_ = 1;
   uint64_t under_way_ = 0;
   uint64_t next_number_ = 0;

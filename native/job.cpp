@@ -83,10 +83,10 @@ std::optional<Transfer> Shared::next_transfer() noexcept {
   return next;
 }
 
-void Shared::transfer_ended(uint32_t client, bool buffered) noexcept {
+void Shared::transfer_ended(uint32_t client, uint32_t path, bool buffered) noexcept {
   const Status internal = guarded([&] {
     mutex().assert_held();
-    disk.ended(client, buffered);
+    disk.ended(client, path, buffered);
   });
   if (!internal.ok()) poison_with(internal);
 }
@@ -101,7 +101,7 @@ void Shared::start_transfers(Lock& lock) noexcept {
     if (status.ok()) job.reset();  // may be the last owner, of files too
     lock.lock();
     if (status.ok()) continue;
-    transfer_ended(next->client, next->buffered);
+    transfer_ended(next->client, next->path, next->buffered);
     job->ended(next->block, copy_of(status));  // not accepted, so nobody else will say it
   }
   starting_ = false;
@@ -202,8 +202,10 @@ bool Job::borrow(BlockState& block) {
 }
 
 void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
-  request.done = [self = shared_from_this(), block, kind = request.kind, bytes = request.bytes](
-                     Status status) { self->end_transfer(block, kind, bytes, std::move(status)); };
+  request.done = [self = shared_from_this(), block, path, kind = request.kind,
+                  bytes = request.bytes](Status status) {
+    self->end_transfer(block, path, kind, bytes, std::move(status));
+  };
   Lock lock(shared_->mutex());
   BlockState& state = block_state(block);
   if (failed()) return drop(state);
@@ -214,10 +216,10 @@ void Job::transfer(IoRequest request, uint64_t block, uint32_t path) {
   shared_->start_transfers(lock);
 }
 
-void Job::end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes,
+void Job::end_transfer(uint64_t block, uint32_t path, IoRequest::Kind kind, uint64_t bytes,
                        Status status) noexcept {
   Lock lock(shared_->mutex());
-  shared_->transfer_ended(client_, block_state(block).buffered());
+  shared_->transfer_ended(client_, path, block_state(block).buffered());
   ClientStats& moved = shared_->moved[client_];
   if (status.ok())
     (kind == IoRequest::Kind::read ? moved.read_bytes : moved.written_bytes) += bytes;

@@ -80,7 +80,8 @@ struct Shared {
   void release(Lease lease) REQUIRES(engine_mutex);
   // Hands over the transfers that may start now, without the mutex.
   void start_transfers(Lock& lock REQUIRES(engine_mutex)) noexcept;
-  void transfer_ended(uint32_t client, bool buffered) noexcept REQUIRES(engine_mutex);
+  void transfer_ended(uint32_t client, uint32_t path, bool buffered) noexcept
+      REQUIRES(engine_mutex);
   void fail_all(const Status& status) noexcept REQUIRES(engine_mutex);
   void poison_with(const Status& status) noexcept REQUIRES(engine_mutex);
   // Jobs that are over leave the engine, without the mutex while they close their files.
@@ -171,7 +172,8 @@ class Job : public std::enable_shared_from_this<Job> {
  private:
   friend struct Shared;
 
-  void end_transfer(uint64_t block, IoRequest::Kind kind, uint64_t bytes, Status status) noexcept;
+  void end_transfer(uint64_t block, uint32_t path, IoRequest::Kind kind, uint64_t bytes,
+                    Status status) noexcept;
   void ended(uint64_t block, Status status) noexcept REQUIRES(engine_mutex);
   void drop_transfers() REQUIRES(engine_mutex);
 

@@ -20,7 +20,9 @@
 // waits until Python asks for it (next_fill, next_ready). What callers promise: each of the three
 // comes for a job at the latest when all jobs of its client that were started before it have
 // ended, whatever other jobs do; and who holds buffers (Fill, Ready) gives them back without
-// waiting for another one. A limit (path_limits.h) delays a transfer, and does not stop it.
+// waiting for another one. A limit (path_limits.h) delays a transfer, and does not stop it. Nor
+// does a path that has three quarters of a client's buffers under way (disk_queue.h): one of these
+// ends, and then the next one starts.
 //
 // Why every job of every client then ends, whatever the other clients do. The claims are at most
 // `count` at any time: only taking a buffer raises a claim, and rule 2 checks it there. A new job

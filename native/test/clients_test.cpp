@@ -42,7 +42,7 @@ std::vector<uint32_t> served(DiskQueue& queue, int count, uint64_t now_ns = kNow
     const std::optional<Transfer> next = queue.start(now_ns);
     if (!next) break;
     clients.push_back(next->client);
-    queue.ended(next->client, next->buffered);
+    queue.ended(next->client, next->path, next->buffered);
   }
   return clients;
 }
@@ -200,7 +200,7 @@ TEST(transfers_of_a_client_start_in_order) {
   for (uint64_t i = 0; i < 10; ++i) queue.push(transfer(0, 100, i % 3, i));
   for (uint64_t i = 0; i < 10; ++i) {
     EXPECT(queue.start(kNow)->block == i);
-    queue.ended(0, false);
+    queue.ended(0, 0, false);
   }
 }
 
@@ -211,14 +211,14 @@ TEST(no_more_than_the_depth_are_under_way) {
   EXPECT(queue.start(kNow) && queue.start(kNow));
   EXPECT(!queue.start(kNow));
   EXPECT(queue.due_ns() == DiskQueue::kNever);  // the end of one is what it waits for
-  queue.ended(0, false);
+  queue.ended(0, 0, false);
   EXPECT(queue.start(kNow));
 }
 
 // The others are being copied meanwhile. What has no buffer does not wait for one.
-TEST(a_quarter_of_the_buffers_of_a_client_is_not_under_way) {
+TEST(a_quarter_of_the_buffers_of_a_client_is_not_under_way_on_a_path) {
   DiskQueue queue(weights({1, 1}));
-  queue.set_depth(32);
+  queue.set_depth(64);
   queue.set_buffers(0, 8);
   const auto push = [&](uint32_t client, uint32_t path, bool buffered) {
     Transfer made = transfer(client, 100, path);
@@ -233,12 +233,14 @@ TEST(a_quarter_of_the_buffers_of_a_client_is_not_under_way) {
   for (int i = 0; i < 8; ++i) push(0, 0, true);
   EXPECT(started() == 6);
   for (int i = 0; i < 8; ++i) push(0, 1, false);
-  EXPECT(started() == 8);  // they wait behind no buffer on their path
+  EXPECT(started() == 8);
+  for (int i = 0; i < 8; ++i) push(0, 2, true);
+  EXPECT(started() == 6);  // the path before holds back no other
   for (int i = 0; i < 8; ++i) push(1, 0, true);
   EXPECT(started() == 8);  // of another client
-  queue.ended(0, false);
+  queue.ended(0, 1, false);
   EXPECT(started() == 0);
-  queue.ended(0, true);
+  queue.ended(0, 2, true);
   EXPECT(started() == 1);
   EXPECT(queue.due_ns() == DiskQueue::kNever);
 }
@@ -249,14 +251,14 @@ TEST(a_limited_path_holds_back_no_other) {
   for (uint64_t i = 0; i < 3; ++i) queue.push(transfer(0, 100, 7, i));
   queue.push(transfer(0, 100, 8, 3));
   EXPECT(queue.start(kNow)->block == 0);
-  queue.ended(0, false);
+  queue.ended(0, 0, false);
   EXPECT(queue.start(kNow)->block == 3);
-  queue.ended(0, false);
+  queue.ended(0, 0, false);
   EXPECT(!queue.start(kNow));
   EXPECT(queue.due_ns() == kNow + kSecondNs);
   EXPECT(!queue.start(kNow + kSecondNs - 1));
   EXPECT(queue.start(kNow + kSecondNs)->block == 1);
-  queue.ended(0, false);
+  queue.ended(0, 0, false);
   EXPECT(!queue.start(kNow + kSecondNs));
   EXPECT(queue.due_ns() == kNow + 2 * kSecondNs);
 }
