@@ -5,6 +5,7 @@ STATEHOLD_PAGE_KILLS=1000 kills more often; STATEHOLD_SEED draws other moments.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from statehold.kv import PageVerdict
 from statehold.kv.looking import look
 from statehold.kv.tiers import memory_path
+from statehold.process.file_locks import LockFile
 from support import scripts
 from support.faults import must
 from support.pages import SLOT, get, made, put
@@ -120,8 +122,11 @@ def test_the_next_store_gives_back_the_memory_of_a_killed_one_whose_directory_is
 def test_a_killed_store_that_was_moved_has_the_pages_of_its_memory(
     tmp_path: Path, killed: Path
 ) -> None:
-    (tmp_path / "killed").rename(tmp_path / "moved")
-    with made(tmp_path / "moved") as store:
+    with contextlib.closing(LockFile(os.fspath(killed), is_made=False)) as lock:
+        lock.share(0)  # or a store of another test gives it back meanwhile
+        (tmp_path / "killed").rename(tmp_path / "moved")
+        store = made(tmp_path / "moved")
+    with store:
         store.flush()
         must(killed.exists())
         assert get(store, *range(6)) == [PageVerdict.HIT] * 6

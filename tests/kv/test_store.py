@@ -309,10 +309,32 @@ store, later = made(Path({path!r})), Worker("later")
 atexit.register(store.close)  # by then, the threads have ended
 later.submit(lambda: put(store, *range(10)))
 """
+# The thread that writes is told to end before it has begun.
+UNDER_WAY = """
+import atexit, threading
+from pathlib import Path
+from statehold.process import worker
+from support.pages import key, made, page
+store, may_begin, end = made(Path({path!r})), threading.Event(), worker._end
+atexit.register(store.close)
+
+def ended(thread, actions):
+    if thread.name.startswith("statehold-kv-write"):
+        actions.put(None)
+        may_begin.set()
+    end(thread, actions)
+
+worker._end = ended
+store._write.submit(may_begin.wait)
+store.put([key(n) for n in range(10)], [page(n) for n in range(10)]).wait()
+"""
 
 
-def test_a_store_that_is_closed_at_the_very_end_has_what_threads_have_put(tmp_path: Path) -> None:
-    done = scripts.run(["-c", LATE_CLOSE.format(path=str(tmp_path / "pages"))])
+@pytest.mark.parametrize("script", [LATE_CLOSE, UNDER_WAY])
+def test_a_store_that_is_closed_at_the_very_end_has_what_threads_have_put(
+    tmp_path: Path, script: str
+) -> None:
+    done = scripts.run(["-c", script.format(path=str(tmp_path / "pages"))])
     assert (done.returncode, done.stderr) == (0, "")
     with made(tmp_path / "pages") as store:
         assert get(store, *range(10)) == [PageVerdict.HIT] * 10

@@ -172,7 +172,7 @@ def test_closing_ends_what_a_thread_does_with_a_wire() -> None:
     wire.close()
 
 
-def test_a_child_has_no_copy_of_a_connection_at_whichever_moment_it_is_forked(
+def test_a_child_has_no_copy_of_a_connection_that_threads_hand_on_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The connection would outlive a killed parent. The selector is where other threads run."""

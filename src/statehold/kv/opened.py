@@ -30,7 +30,7 @@ from statehold._core import SEATS_MAX, SPACES_MAX, File, PageTable, RangesJob
 from statehold.errors import RunBusyError, StateholdError, WaitTimeout, refused, storing
 from statehold.io.clients import Client, open_engine
 from statehold.kv.page import HEADER_BYTES, Header, slot_bytes, whole_blocks
-from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_store
+from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_store, touch
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.process.warn import logger
@@ -67,7 +67,8 @@ class OpenStore:
             opened.callback(self._lock.close)
             fs = _core.open_fs()
             opened.callback(fs.close)
-            buffer = round(BUFFER_BYTES / size) * size or BUFFER_BYTES  # a request has whole slots
+            # Whole slots, unless they are large.
+            buffer = round(BUFFER_BYTES / size) * size or BUFFER_BYTES
             self._engine = open_engine(fs, BUFFERS * buffer, buffer, 2)
             opened.callback(self._engine.close)
             self._tiers = opened.enter_context(contextlib.ExitStack())
@@ -78,6 +79,7 @@ class OpenStore:
                 self.memory = MemoryTier(path, memory, size)
                 self._tiers.callback(lambda: self.memory.leave(is_last=is_unused(self._lock)))
                 self._recover()
+            touch(self.memory.map)  # without the lock: it takes a second for 13 GB
             self.use(identity)
             self._opened = opened.pop_all()
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any
 
 from statehold import _core
 from statehold._core import PageTable, RangesJob
@@ -43,7 +43,8 @@ from statehold.process.warn import logger
 from statehold.process.worker import Task, Worker
 from statehold.units import MiB, check_timeout, parse_bytes
 
-# Pages that move as one: so many, or so many bytes. As many such groups move at a time.
+# Pages that move as one: so many, or so many bytes. As many such groups are read at a time, and
+# as many written.
 GROUP_PAGES = 64
 GROUP_BYTES = 4 * MiB
 GROUPS = 6
@@ -72,9 +73,9 @@ class LoadGroup:
 
 @dataclass(frozen=True, slots=True)
 class StoreGroup:
-    """Pages that are written as one. used: the pages that one call has put, once they are all in
-    files. headers: by slot in memory. below: the slots that had storage when it began. job: None if
-    there is no room, or the storage refuses."""
+    """Pages that are written as one. used: all that a call has put, behind its last group.
+    headers: by slot in memory. below: the slots that had storage when it began. job: None if there
+    is no room, or the storage refuses."""
 
     used: list[int]
     headers: dict[int, Header | None]
@@ -83,25 +84,19 @@ class StoreGroup:
     job: RangesJob | None
 
 
-G = TypeVar("G", LoadGroup, StoreGroup)
-
-
-class UnderWay(deque[G]):
+class UnderWay(deque[Any]):
     """Groups of pages that a thread moves, and leaves under way while it begins the next call: a
-    storage that has nothing to do between two calls is slower by a third."""
+    storage that has nothing to do between two calls is slower by a third. finish: never raises."""
 
-    def __init__(self, worker: Worker, finish: Callable[[G], None]) -> None:
+    def __init__(self, worker: Worker, finish: Callable[[Any], None]) -> None:
         super().__init__()
-        self._worker, self._has_turn = worker, False
-        self._finish: Callable[[G], None] = finish
+        self._worker, self._finish, self._has_turn = worker, finish, False
 
     def finish_oldest(self) -> None:
         """Wait for one of them, if there are any."""
         if self:
-            try:
-                self._finish(self[0])
-            finally:
-                self.popleft()  # not before: who counts the groups waits for their memory
+            self._finish(self[0])
+            self.popleft()  # not before: who counts the groups waits for their memory
 
     def finish_all(self) -> None:
         """Wait for all of them."""
@@ -112,7 +107,7 @@ class UnderWay(deque[G]):
         """Wait for one after the other, in turns with the calls that have come."""
         if self and not self._has_turn:
             self._has_turn = True
-            with contextlib.suppress(RuntimeError):  # it was closed while the storage hung
+            with contextlib.suppress(RuntimeError):  # it is being closed
                 self._worker.submit(self._take_turn)
 
     def _take_turn(self) -> None:
@@ -176,17 +171,18 @@ class PageStore:
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
         )
-        self._reading = UnderWay[LoadGroup](
-            self._read, lambda group: self._guarded(group.batch, lambda: self._finish(group))
-        )
-        self._writing = UnderWay[StoreGroup](self._write, self._stored)
+        self._reading = UnderWay(self._read, lambda g: self._guarded(g.batch, self._finish, g))
+        self._writing = UnderWay(self._write, partial(self._guarded, None, self._stored))
         self._behind: Behind | None = None
         if client is not None:
             self._behind = Behind(
                 client, self._open, self._identity,
                 count=lambda name, count: self._add({name: count}), deliver=self._came,
             )  # fmt: skip
-        self._write.submit(partial(self._store, self._open.unwritten, []))
+        for begin in range(0, len(unwritten := self._open.unwritten), self._group_pages):
+            part = unwritten[begin : begin + self._group_pages]
+            used = [self._memory.table.index(slot) for slot in reversed(part)]
+            self._write.submit(partial(self._store, part, used))
 
     @property
     def path(self) -> str:
@@ -213,7 +209,7 @@ class PageStore:
         Keys are in the order of the prefix: each follows the one before.
         """
         batch, pages = self._begin(keys, into, deadline_s, is_written=True)
-        self._submit(self._read, batch, lambda: self._load(batch, pages))
+        self._read.submit(partial(self._guarded, batch, self._load, batch, pages))
         return batch
 
     def put(
@@ -235,7 +231,7 @@ class PageStore:
         before = 0 if after is None else indices_of(batch.identity, [after])[0]
         for page, score in zip(moving, worth, strict=True):
             page.before, page.score, before = before, score, page.index
-        self._submit(self._take_in, batch, lambda: self._accept(batch, deque(moving)))
+        self._take_in.submit(partial(self._guarded, batch, self._accept, batch, deque(moving)))
         return batch
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -251,8 +247,10 @@ class PageStore:
         if not (is_taken and self._write.passed(until)):
             facts = {"path": self.path, "still safe": "all pages: they are in memory"}
             raise WaitTimeout("pages are not in files yet", facts=facts)
-        if flushed.has_ended:  # not if the thread has ended with the program
-            flushed.result()
+        if not flushed.has_ended:  # the thread has ended with the program
+            self._writing.finish_all()
+            flushed.make()
+        flushed.result()
 
     @property
     def identity(self) -> bytes:
@@ -297,12 +295,16 @@ class PageStore:
         has_ended = all(worker.passed(until) for worker in workers) and has_ended
         if self._behind is not None:
             has_ended = self._behind.close(until) and has_ended
+        if has_ended:
+            for worker in workers:
+                worker.close()
+            # What was begun meanwhile, or left by threads that have ended with the program.
+            self._writing.finish_all()
+            self._reading.finish_all()
         jobs = [group.job for group in self._leftover if group.job is not None]
         for job in jobs:
             job.cancel()
         if has_ended and all(self._is_done(job, CLOSE_S) is not None for job in jobs):
-            for worker in workers:
-                worker.close()
             with self._counting:
                 self._counted = None
             self._open.close([each.slot for group in self._leftover for each in group.pages])
@@ -326,6 +328,8 @@ class PageStore:
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
         self._reap()
         waiting, may_wait = deque(self._absent(batch, pages)), True
+        if not waiting:  # calls that need no storage do not keep those before from their end
+            self._reading.finish_oldest()
         try:
             while waiting:
                 if len(self._reading) < GROUPS and (chosen := self._next(batch, waiting)):
@@ -381,10 +385,8 @@ class PageStore:
 
     def _copy_out(self, page: MovingPage, source: int) -> bool:
         """Copy a page to the caller's memory, unless it is late."""
-        to = page.view
-        return page.batch.move(
-            page.place, partial(ctypes.memmove, address_of(to), source, to.nbytes)
-        )
+        copy = partial(ctypes.memmove, address_of(page.view), source, page.view.nbytes)
+        return page.batch.move(page.place, copy)
 
     def _hit(self, batch: PageBatch) -> PageVerdict:
         """The caller has a page; a miss if the identity has changed since the call."""
@@ -467,7 +469,7 @@ class PageStore:
                 batch.settle([page.place], self._hit(batch))
         self._add({"behind_hit": len(right), "behind_bad": len(pages) - len(right)})
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-            self._submit(self._take_in, kept, lambda: self._accept(kept, right))
+            self._take_in.submit(partial(self._guarded, kept, self._accept, kept, right))
         if len(right) < len(pages):
             self._open.warn("use", "its bytes are wrong", "an object behind it")
         return len(right) == len(pages)
@@ -481,20 +483,22 @@ class PageStore:
             # First, or what is there and what the first page follows could go for the new ones.
             for table in (self._memory.table, self._files.table):
                 table.touch(table.find_all(used))
-        while waiting:
-            taken = self._take(batch, waiting)
-            if taken or not waiting:
-                self._publish(batch, taken, [] if waiting else used)
-                left = 1
-            elif left:  # memory is full of pages that are read, or to be written
-                self._read.submit(self._reading.finish_oldest)
-                self._read.submit(self._reap)
-                self._write.submit(self._writing.finish_oldest)
-                if not (self._read.passed(batch.until) and self._write.passed(batch.until)):
-                    return  # they are late
-                left = len(self._reading) + len(self._writing)
-            else:
-                break
+        try:
+            while waiting:
+                if taken := self._take(batch, waiting):
+                    self._publish(batch, taken)
+                    left = 1
+                elif waiting and left:  # memory is full of pages that are read, or to be written
+                    self._read.submit(self._reading.finish_oldest)
+                    self._read.submit(self._reap)
+                    self._write.submit(self._writing.finish_oldest)
+                    if not (self._read.passed(batch.until) and self._write.passed(batch.until)):
+                        return  # they are late
+                    left = len(self._reading) + len(self._writing)
+                else:
+                    break
+        finally:
+            self._write.submit(partial(self._store, [], used))
         # Other processes have all the memory.
         batch.settle([page.place for page in waiting], PageVerdict.DROPPED)
 
@@ -517,7 +521,7 @@ class PageStore:
         batch.settle([page.place for page in there], PageVerdict.THERE)
         return taken
 
-    def _publish(self, batch: PageBatch, taken: list[MovingPage], used: list[int]) -> None:
+    def _publish(self, batch: PageBatch, taken: list[MovingPage]) -> None:
         """Fill slots in memory, let everybody find them, and have them written."""
         for page in taken:
             fill = partial(_core.fill_page, self._memory.address(page.slot), page.view)
@@ -533,7 +537,7 @@ class PageStore:
                     stored.append(page.slot)
                 else:
                     memory.free(page.slot)
-        self._write.submit(partial(self._store, stored, used))
+        self._write.submit(partial(self._store, stored, []))
         verdict = PageVerdict.DROPPED if space < 0 else PageVerdict.STORED
         batch.settle([page.place for page in taken if page.is_filled], verdict)
 
@@ -547,7 +551,7 @@ class PageStore:
     def _begin_storing(self, slots: list[int], used: list[int]) -> StoreGroup:
         """Begin to write pages as one, as far as there are slots in files."""
         headers, moves = {slot: self._header(slot) for slot in slots}, list[Move]()
-        take, below = self._files.table.take, self._files.grow()
+        take, below = self._files.table.take, self._files.grow() if slots else self._files.below
         with self._open.changing(None):
             for slot, header in headers.items():
                 if header is not None and (there := take(self._open.seat, below)) >= 0:
@@ -571,14 +575,14 @@ class PageStore:
                 memory.release(slot)
             if self._files.below < group.below:  # a write has found the disk full
                 files.cut(self._files.below)
-            # What was put last follows the others, so they were used after it. Once for all groups:
+            # What was put last follows the others, so they were used after it. Once for a call:
             # using a page walks over those before it.
             for table in (memory, files):
                 table.touch(table.find_all(group.used))
         self._files.note(there for _, there, _ in group.moves)
         if self._behind is not None:
-            slots = {slot: there for slot, there, _ in group.moves if slot in done}
-            self._behind.send((there, memory.index(slot)) for slot, there in slots.items())
+            sent = [(there, memory.index(slot)) for slot, there, _ in group.moves if slot in done]
+            self._behind.send(sent)
         self._counts["unwritten"] += len(group.headers) - len(done)
         self._figures.add("pages_unwritten_total", len(group.headers) - len(done))
         self._figures.set("pages_evicted", self._files.table.evicted)
@@ -680,18 +684,15 @@ class PageStore:
         for name, count in counts.items():
             self._figures.add(f"pages_{name}_total", count)
 
-    def _submit(self, worker: Worker, batch: PageBatch, action: Callable[[], None]) -> None:
-        """Queue the work of a call. What stops it is logged, and its pages are a miss."""
-        worker.submit(partial(self._guarded, batch, action))
-
-    def _guarded(self, batch: PageBatch, action: Callable[[], None]) -> None:
+    def _guarded(self, batch: PageBatch | None, action: Callable[..., None], *args: Any) -> None:
+        """Do a part of a call. What stops it is logged, and its pages are a miss."""
         try:
-            action()
-        except WaitTimeout:
-            pass  # another process holds the tables; the pages are late
+            with contextlib.suppress(WaitTimeout):  # others hold the tables; the pages are late
+                action(*args)
         except Exception:
             logger.exception("the store of pages %s has failed", self.path)
-            batch.settle(range(batch.count), PageVerdict.MISS)
+            if batch is not None:
+                batch.settle(range(batch.count), PageVerdict.MISS)
 
 
 def _publish(table: PageTable, slot: int, header: Header | None) -> bool:

@@ -85,8 +85,8 @@ class MappedTable:
 
 
 def touch(memory: mmap.mmap) -> None:
-    """Map all pages of shared memory: a copy that finds them not mapped takes five times as long.
-    By reading, the kernel maps them by the dozen. In parts, so that other threads may run."""
+    """Map all pages of shared memory: a copy that finds them not mapped takes five times
+    as long. By reading, the kernel maps them by the dozen. In parts, so that other threads run."""
     with contextlib.suppress(OSError):  # before Linux 5.14
         for begin in range(0, len(memory), TOUCH_BYTES):
             memory.madvise(_POPULATE_READ, begin, min(TOUCH_BYTES, len(memory) - begin))
@@ -125,7 +125,6 @@ class MemoryTier(MappedTable):
         self.view[-_ROOT_BYTES:] = (_ROOT + os.fsencode(root)).ljust(_ROOT_BYTES, b"\0")
         if self.table.is_new:
             self.table.create()
-        touch(self.map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + self.begin
 
     def address(self, slot: int) -> int:

@@ -95,9 +95,7 @@ class SharedWords:
     """Memory that other processes of the host map, and that lives as long as one has it open."""
 
     def __init__(self, fd: int) -> None:
-        memory = mmap.mmap(fd, 0)
-        touch(memory)
-        self.view = memoryview(memory)
+        self.view = memoryview(mmap.mmap(fd, 0))
         self.words = self.view[:HEADER_BYTES].cast("Q")
 
     @classmethod
@@ -493,6 +491,7 @@ class Connector:
         slot = whole_blocks(told.page_bytes)
         nbytes = max(1, parse_bytes(self._options.staging) // slot) * slot
         staging, self._keeps = StagedPages.made(nbytes, told.page_bytes)
+        touch(staging.view.obj)  # type: ignore[arg-type]
         self._promises = Promises(
             store, staging, f"/proc/{os.getpid()}/fd/{self._keeps}", ranks=self._ranks,
             tokens=self._block_tokens, hashes_a_page=self._block_tokens // self._hash_tokens,
