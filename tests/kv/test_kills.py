@@ -69,7 +69,8 @@ def test_pages_that_are_back_once_stay_the_files_keep_their_budget_and_a_hang_de
     tmp_path: Path,
 ) -> None:
     tests = str(Path(__file__).parents[1])
-    done = scripts.run(["-c", CAMPAIGNS.format(tests=tests, path=str(tmp_path), kills=KILLS)])
+    code = CAMPAIGNS.format(tests=tests, path=str(tmp_path), kills=KILLS)
+    done = scripts.run(["-c", code], timeout=120.0 + KILLS)
     must(done.returncode == 0, done.stderr)
 
 
