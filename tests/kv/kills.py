@@ -91,7 +91,8 @@ def _gets(path: Path, numbers: list[int], capacity: int, to: int) -> None:
 def kills(folder: Path, count: int) -> Counter[str]:
     """What became of the pages of processes that were killed. A few kills may take less than
     OLDER_S, so they go on until there are older pages."""
-    dice, path, capacity = random.Random(count), folder / "killed", 256 * MiB
+    dice, path = random.Random(count), folder / "killed"
+    capacity = max(256, 2 * count) * MiB  # no page has to go
     stored, counts, first = dict[int, float](), Counter[str](), 0
     for kill in range(max(count, 1000)):
         if kill >= count and any(name.startswith("older") for name in counts):
