@@ -106,7 +106,8 @@ def pages(path: Path, **options: object) -> dict[str, Any]:
     """The line of configuration that switches the connector on."""
     room = {"capacity": "64MiB", "memory": "16MiB"}
     if "STATEHOLD_SERVING_MODEL" in os.environ:
-        room = {"capacity": "4GiB", "memory": "256MiB"}
+        # All prompts come at once, and each has its pages in staging.
+        room = {"capacity": "4GiB", "memory": "256MiB", "staging": "1GiB"}
     extra = {"path": str(path), **room, "deadline_s": 60, **options}
     return {
         "kv_transfer_config": {
