@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from statehold.errors import UsageError
-from statehold.kv import PageStore, PageVerdict, planning
+from statehold.kv import PageStore, PageVerdict, opened, planning
+from statehold.kv.page import slot_bytes
 from statehold.kv.planning.costs import (
     GPUS,
     DeviceLayout,
@@ -215,6 +216,8 @@ class _Prefix:
         self.page_bytes = self.token_bytes * _PAGE_TOKENS
         pages = _TOKENS_MAX // _PAGE_TOKENS + _OTHERS
         self.keys = [n.to_bytes(32, "big") for n in range(pages)]
+        # A limit acts between two requests of the disk, so each has one page.
+        opened.BUFFER_BYTES = slot_bytes(self.page_bytes)
         # Memory for few pages: what is asked for in order is always read from files.
         self.store = PageStore(folder, page_bytes=self.page_bytes, capacity="256MiB",
                                memory=16 * self.page_bytes, deadline_s=60.0)  # fmt: skip
