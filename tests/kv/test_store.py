@@ -309,7 +309,7 @@ store, later = made(Path({path!r})), Worker("later")
 atexit.register(store.close)  # by then, the threads have ended
 later.submit(lambda: put(store, *range(10)))
 """
-# The thread that writes is told to end before it has begun.
+# The writing thread gets the order to end before it begins to write.
 UNDER_WAY = """
 import atexit, threading
 from pathlib import Path

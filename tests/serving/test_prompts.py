@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_of(folder: Path) -> Any:
     """In float32: where one token is computed after others, bfloat16 rounds otherwise."""
-    torch.manual_seed(0)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -65,14 +64,15 @@ def cold(model: Any, asked: list[torch.Tensor]) -> Answers:
     return [answer(model, ids, DynamicCache()) for ids in asked]
 
 
-def page_bytes(cache: Cache) -> int:
+def token_bytes(cache: Cache) -> int:
+    """Of a token, in all layers."""
     return sum(each.keys.nbytes + each.values.nbytes for each in cache.layers) // TOKENS
 
 
 @pytest.fixture
 def opened(tmp_path: Path, caches: list[Cache]) -> Callable[[], PageStore]:
     """Opens the store, whose memory is gone when it is closed."""
-    nbytes = PAGE_TOKENS * page_bytes(caches[0])
+    nbytes = PAGE_TOKENS * token_bytes(caches[0])
     options = {"capacity": 2 * PROMPTS * 8 * nbytes, "memory": 16 * nbytes}
     return lambda: PageStore(tmp_path / "kv", page_bytes=nbytes, deadline_s=60.0, **options)
 
@@ -107,7 +107,7 @@ def test_layers_on_tiers_have_the_tokens_of_layers_in_memory(
     model: Any, asked: list[torch.Tensor], caches: list[Cache], cold: Answers, tmp_path: Path
 ) -> None:
     layers = len(caches[0].layers)
-    nbytes = PAGE_TOKENS * page_bytes(caches[0]) // layers
+    nbytes = PAGE_TOKENS * token_bytes(caches[0]) // layers
     options = {"capacity": 1024 * layers * nbytes, "memory": 4 * layers * nbytes}
     with PageStore(tmp_path, page_bytes=nbytes, deadline_s=60.0, **options) as store:
         found = [answer(model, ids, TieredCache(model.config, store, 0)) for ids in asked]
@@ -141,7 +141,7 @@ def unflat(raw: torch.Tensor, like: Cache) -> DynamicCache:
 def test_a_prompt_through_the_tier_has_the_tokens_of_a_cold_one(
     model: Any, asked: list[torch.Tensor], caches: list[Cache], cold: Answers, tmp_path: Path
 ) -> None:
-    nbytes = TOKENS * page_bytes(caches[0])
+    nbytes = TOKENS * token_bytes(caches[0])
     memory = torch.zeros(1, nbytes, dtype=torch.uint8)
     keys = [str(number).encode() for number in range(PROMPTS)]
 

@@ -4,7 +4,8 @@
     get   slot in memory -> caller's memory; before that, slot in a file -> slot in memory, verified
 
 Three threads: one takes pages in, one writes them, one reads. A call only queues its work, and its
-batch ends in time, whatever the storage does. contains() asks the tables alone.
+batch ends in time, whatever the storage does. The threads that write and read begin the next call
+while groups of pages of the one before are under way. contains() asks the tables alone.
 
 Invariants: a page is right, or it is a miss. What comes from a file is taken only if its header has
 the asked key under this identity, and its payload the header's checksum. What comes from memory is
@@ -328,7 +329,7 @@ class PageStore:
     def _load(self, batch: PageBatch, pages: list[MovingPage]) -> None:
         self._reap()
         waiting, may_wait = deque(self._absent(batch, pages)), True
-        if not waiting:  # calls that need no storage do not keep those before from their end
+        if not waiting:  # or many such calls would keep one that came before them from its end
             self._reading.finish_oldest()
         try:
             while waiting:
@@ -503,8 +504,8 @@ class PageStore:
         batch.settle([page.place for page in waiting], PageVerdict.DROPPED)
 
     def _take(self, batch: PageBatch, waiting: deque[MovingPage]) -> list[MovingPage]:
-        """The next pages that need a slot, each with one, as far as there are slots: so many that
-        the storage can begin while others are copied."""
+        """The next pages that need a slot, each with one, as far as there are slots. At most a
+        group: the storage begins with it while others are copied."""
         memory, files, taken = self._memory.table, self._files.table, list[MovingPage]()
         there = list[MovingPage]()
         with self._open.changing(batch.seconds_left):
