@@ -3,17 +3,24 @@
 Invariants: O_DIRECT, 16 MiB blocks, 32 in flight, as many bytes as the state has: writing a new
 file (preallocated), overwriting an allocated one, reading; fsync included in the writes. By the
 engine's own raw mode where it is built and by fio where it is installed: the denominators are the
-better of the two. Memory copy between warm pages with one and two threads. Also calibrates the
-compute of a training step.
+better of the two. Beside them, what threads reach that also copy each block (`copied`): no
+library that has a copy to make is faster than that. Memory copy between warm pages with one and
+two threads. Also calibrates the compute of a training step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
 import subprocess
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,10 @@ from bench.train import Compute
 BLOCK_BYTES = 16 << 20
 DEPTH = 32
 COPY_BYTES = 1 << 30
+# Of copied(): its blocks, the memory that they are copied through, and how many threads it tries.
+COPIED_BYTES = 2 << 20
+COPIED_MEMORY = 256 << 20
+COPIERS = (3, 6)
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -46,6 +57,7 @@ def measure(case: Case) -> dict[str, Any]:
     return {
         "bytes": file_bytes,
         "storage": storage,
+        "copied": copied(case.path, file_bytes, 1, gently=case.smoke),
         "memory_copy": {str(threads): _copy(copy_bytes, threads) for threads in (1, 2)},
         "work": Compute().calibrate(case.step_s),
     }
@@ -69,6 +81,80 @@ def native(directory: Path, file_bytes: int, gently: bool) -> dict[str, float] |
         Path(path).unlink(missing_ok=True)
     rates = {"fresh": fresh, "overwrite": over, "read": read}
     return {key: file_bytes / seconds / GB for key, seconds in rates.items()}
+
+
+class _Copier:
+    """Threads that each move one block after the other: directly between a file and a buffer, and
+    by `copies` copies between that buffer and the memory of a caller. Nothing is verified."""
+
+    def __init__(self, path: Path, file_bytes: int, copies: int) -> None:
+        self._path, self._nbytes = path, file_bytes
+        self._mine = threading.local()
+        # What a host shares, then what the caller alone has: mapped and written once.
+        shared = [mmap.mmap(-1, COPIED_MEMORY) for _ in range(copies - 1)]
+        alone = [self._huge(COPIED_MEMORY) for _ in range(min(1, copies))]
+        self._memory = [ctypes.c_char.from_buffer(each) for each in shared + alone]
+        self._at = [ctypes.addressof(each) for each in self._memory]
+        for address in self._at:
+            ctypes.memset(address, 1, COPIED_MEMORY)
+
+    @staticmethod
+    def _huge(nbytes: int) -> mmap.mmap:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _buffer(self) -> tuple[mmap.mmap, int]:
+        if not hasattr(self._mine, "buffer"):
+            self._mine.buffer = self._huge(COPIED_BYTES)
+            self._mine.at = ctypes.addressof(ctypes.c_char.from_buffer(self._mine.buffer))
+        return self._mine.buffer, self._mine.at
+
+    def _chain(self, block: int) -> list[int]:
+        """The addresses that a block passes, from the buffer on."""
+        at = block * COPIED_BYTES % COPIED_MEMORY
+        return [self._buffer()[1], *(address + at for address in self._at)]
+
+    def _read(self, fd: int, block: int) -> None:
+        os.preadv(fd, [self._buffer()[0]], block * COPIED_BYTES)
+        chain = self._chain(block)
+        for source, target in pairwise(chain):
+            ctypes.memmove(target, source, COPIED_BYTES)
+
+    def _write(self, fd: int, block: int) -> None:
+        chain = self._chain(block)[::-1]
+        for source, target in pairwise(chain):
+            ctypes.memmove(target, source, COPIED_BYTES)
+        os.pwritev(fd, [self._buffer()[0]], block * COPIED_BYTES)
+
+    def _seconds(self, move: Callable[[int, int], None], threads: int) -> float:
+        begin = time.perf_counter()
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(fd, 0, self._nbytes)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda block: move(fd, block), range(self._nbytes // COPIED_BYTES)))
+        if move == self._write:
+            os.fsync(fd)
+        os.close(fd)
+        return time.perf_counter() - begin
+
+    def measure(self, threads: int, gently: bool) -> dict[str, float]:
+        """GB/s, as native() has them."""
+        try:
+            fresh, over = (self._seconds(self._write, threads) for _ in range(2))
+            drop_caches(self._path.parent, gently)
+            read = self._seconds(self._read, threads)
+        finally:
+            self._path.unlink(missing_ok=True)
+        rates = {"fresh": fresh, "overwrite": over, "read": read}
+        return {key: self._nbytes / seconds / GB for key, seconds in rates.items()}
+
+
+def copied(directory: Path, file_bytes: int, copies: int, *, gently: bool) -> dict[str, float]:
+    """GB/s of whole blocks that are also copied so many times, with as many threads as are best."""
+    copier = _Copier(directory / "limit.copied", file_bytes, copies)
+    found = [copier.measure(threads, gently) for threads in COPIERS]
+    return {key: max(each[key] for each in found) for key in found[0]}
 
 
 def _fio(case: Case, file_bytes: int) -> dict[str, float] | None:

@@ -6,7 +6,9 @@
 
 A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
 so its memory is gone, and it reads with O_DIRECT. Both are verified. The limit is that of the same
-bytes in whole blocks (limit.native), and `files` is a file for each page, both measured in turns
+bytes in whole blocks (limit.native); `copied` is the share of it that threads reach with the two
+copies that a page needs, between the disk and memory that a host shares, and between that and the
+caller, and nothing else (limit.copied). `files` is a file for each page. All are measured in turns
 with the store. With --vllm it is vLLM's `fs` tier, which then has to be installed. Medians.
 """
 
@@ -30,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness import GB, drop_caches
-from bench.limit import native
+from bench.limit import copied, native
 from statehold._core import PAGE_ENTRY_BYTES, PageTable
 from statehold.kv import PageStore, PageVerdict
 from statehold.kv.tiers import Geometry
@@ -236,6 +238,7 @@ def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> st
         limit = native(root, total, gently=True)
         if limit is None:
             raise SystemExit("statehold._core is not built")
+        bound = copied(root, total, 2, gently=True)
         shutil.rmtree(path, ignore_errors=True)
         nbytes = pages.count * pages.nbytes
         stored, loaded = nbytes / pages.store(path) / GB, nbytes / pages.load(path) / GB
@@ -247,9 +250,11 @@ def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> st
         for name, value in {
             "store": stored,
             "of fresh": stored / limit["fresh"],
+            "copied fresh": bound["fresh"] / limit["fresh"],
             "of stored": stored / files[0],
             "load": loaded,
             "of read": loaded / limit["read"],
+            "copied read": bound["read"] / limit["read"],
             "of loaded": loaded / files[1],
             "look-up": 1000 * look_up_s,
             "their look-up": 1000 * looked_up_s,
@@ -257,8 +262,9 @@ def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> st
             ratios.setdefault(name, []).append(value)
     found = {name: statistics.median(values) for name, values in ratios.items()}
     return (
-        f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['of stored']:5.2f}"
-        f"  {found['load']:7.2f}  {found['of read']:5.2f}  {found['of loaded']:5.2f}"
+        f"{page:>8}  {found['store']:7.2f}  {found['of fresh']:5.2f}  {found['copied fresh']:6.2f}"
+        f"  {found['of stored']:5.2f}  {found['load']:7.2f}  {found['of read']:5.2f}"
+        f"  {found['copied read']:6.2f}  {found['of loaded']:5.2f}"
         f"  {found['look-up']:6.2f}  {found['their look-up']:6.2f}"
     )
 
@@ -331,7 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print(f"{format_bytes(given.total)} of pages, medians of {given.repeat}; GB/s and ratios")
     peer = "vLLM" if given.vllm else "files"
-    print(f"    page    store  limit  {peer}     load  limit  {peer}  lookup, ms   {peer}")
+    ways = (f"{way}  limit  copied  {peer}" for way in ("  store", "   load"))
+    print(f"    page  {'  '.join(ways)}  lookup, ms   {peer}")
     for page in given.page or PAGE_BYTES:
         print(compare(given.path, page, given.total, given.repeat, vllm=given.vllm), flush=True)
     return 0

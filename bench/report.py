@@ -71,7 +71,10 @@ def summarise(records: list[Record]) -> dict[str, Any]:
 def limits_of(records: list[Record]) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     copies: dict[str, list[float]] = defaultdict(list)
+    copied: dict[str, list[float]] = defaultdict(list)
     for record in records:
+        for key, value in record["result"]["copied"].items():
+            copied[key].append(value)
         for engine, found in record["result"]["storage"].items():
             for key, value in found.items():
                 rates[key][engine].append(value)
@@ -85,6 +88,7 @@ def limits_of(records: list[Record]) -> dict[str, Any]:
         key: max(median(values) or 0.0 for values in engines.values())
         for key, engines in rates.items()
     }
+    limits["copied"] = {key: spread(values) for key, values in copied.items()}
     limits["memory_copy"] = {threads: spread(values) for threads, values in copies.items()}
     return limits
 
@@ -260,6 +264,8 @@ def text(facts: dict[str, Any], summary: dict[str, Any]) -> str:
     for key in ("fresh", "overwrite", "read"):
         for engine, value in summary["limits"].get(key, {}).items():
             lines.append(f"  {key:10}{engine:8}{spread_text(value)}")
+    for key, value in summary["limits"]["copied"].items():
+        lines.append(f"  {key:10}{'copied':8}{spread_text(value)}")
     for threads, value in summary["limits"]["memory_copy"].items():
         lines.append(f"  memory copy, {threads} thread(s)  {spread_text(value)}")
     for bench, columns in (

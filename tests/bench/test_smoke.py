@@ -99,7 +99,7 @@ def test_the_limits_are_measured(results: dict[str, Any]) -> None:
     (record, *_) = _records(results, "limit", "")
     if record["status"] == "unavailable":
         pytest.skip(record["reason"])
-    for rates in record["result"]["storage"].values():
+    for rates in (*record["result"]["storage"].values(), record["result"]["copied"]):
         assert set(rates) == {"fresh", "overwrite", "read"}
         assert min(rates.values()) > 0
     assert record["result"]["work"] >= 1
