@@ -6,10 +6,10 @@
 
 A store ends when the pages are durable. A load comes from the disk: the store is closed in between,
 so its memory is gone, and it reads with O_DIRECT. Both are verified. The limit is that of the same
-bytes in whole blocks (limit.native); `copied` is the share of it that threads reach with the two
-copies that a page needs, between the disk and memory that a host shares, and between that and the
-caller, and nothing else (limit.copied). `files` is a file for each page. All are measured in turns
-with the store. With --vllm it is vLLM's `fs` tier, which then has to be installed. Medians.
+bytes in whole blocks (limit.native). A page needs two copies: between the disk and memory that a
+host shares, and between that and the caller. `copied` is the share of the limit that threads reach
+with these two and nothing else (limit.copied). `files` is a file for each page. All are measured in
+turns with the store. With --vllm it is vLLM's `fs` tier, which then has to be installed. Medians.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ below it. --only names what is measured:
               a run; and vLLM's reload_weights() of all, in turns. "pause": the step was read ahead,
               and the engine gave one answer before. "alone" and "beside": how long such an answer
               takes without a read, and with one. "cpu" counts the time of a processor.
+    starts    How long the loader of a new engine takes: load_format="statehold", vLLM's own with
+              safetensors, and restore() of the same step into tensors by a new process, in turns,
+              each once the files have left the page cache.
     hang      Times between the tokens of one answer while another prompt is asked: nobody else,
               one that is computed, and one whose pages are in a storage that hangs for 5 seconds.
 
@@ -47,6 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import smollm
+from bench.harness import drop_caches
 from statehold.kv.looking import counts
 from statehold.kv.page import HEADER_BYTES
 from statehold.kv.tiers import memory_path
@@ -99,6 +103,13 @@ class Serving:
         # LMCache brings llvmlite, which has an object that vLLM cannot look into.
         dispatcher.vars = lambda of: found if hasattr(found := vars(of), "get") else {}
 
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        from statehold.kv.vllm import loader
+
+        self.loading_s = 0.0
+        loader.load_into = self._loads(loader.load_into)
+        DefaultModelLoader.load_weights = self._loads(DefaultModelLoader.load_weights)
         self.llm = LLM(
             model=model, enforce_eager=True, max_model_len=4224, max_num_batched_tokens=8192,
             skip_tokenizer_init=True, distributed_executor_backend="uni", **options,
@@ -111,6 +122,18 @@ class Serving:
             worker = get_kv_transfer_group()
             for name in INSIDE:
                 setattr(worker, name, self._timed(getattr(worker, name)))
+
+    def _loads(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def loads(*args: Any) -> None:
+            begun = time.perf_counter()
+            call(*args)
+            self.loading_s += time.perf_counter() - begun
+
+        return loads
+
+    def loaded(self) -> float:
+        """Milliseconds in which the parameters got their elements."""
+        return self.loading_s * 1e3
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -403,6 +426,55 @@ def first(asked: argparse.Namespace, model: Path, folder: Path, told: Callable[.
         process.kill()
 
 
+# -- starts ----------------------------------------------------------------------------------------
+
+
+def _weights(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(model / "model.safetensors"))
+
+
+def restored(run: Path, model: Path) -> float:
+    """Milliseconds of restore() in this process, which is new, as an engine is."""
+    import torch
+
+    import statehold
+
+    into = {name: torch.zeros_like(each) for name, each in _weights(model).items()}
+    drop_caches(run.parent)
+    begun = time.perf_counter()
+    with statehold.Checkpointer(run) as ckpt:
+        ckpt.restore({"model": into})
+    return (time.perf_counter() - begun) * 1e3
+
+
+def starts(asked: argparse.Namespace, model: Path, folder: Path, told: Callable[..., None]) -> None:
+    """How long an engine loads a step."""
+    import statehold
+
+    run, state = folder / "starts", _weights(model)
+    with statehold.Checkpointer(run) as ckpt:
+        ckpt.save(1, {"model": state}).wait("committed")
+    extra = {"run": str(run), "name": "model"}
+    row: dict[str, Any] = {"bytes": sum(each.nbytes for each in state.values())}
+    row.update({kind: [] for kind in ("load_format", "restore", "safetensors")})
+    for _ in range(asked.repetitions):
+        for kind, options in {
+            "load_format": {"load_format": "statehold", "model_loader_extra_config": extra},
+            "safetensors": {},
+        }.items():
+            drop_caches(folder)
+            engine = Engine(kind, model, options, folder)
+            engine.begin()
+            row[kind].append(engine.loaded())
+            engine.kill()
+        command = [sys.executable, "-m", "bench.serving_vllm", "--restore", str(run), str(model)]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        row["restore"].append(float(found.stdout))
+    told([row])
+
+
 # -- other weights ---------------------------------------------------------------------------------
 
 
@@ -411,11 +483,11 @@ def updates(
 ) -> None:
     """What other weights cost, beside reload_weights()."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     import statehold
 
-    state = load_file(model / "model.safetensors")
+    state = _weights(model)
     other = {name: torch.neg(each) for name, each in state.items()}
     few = tuple(f"model.layers.{at}." for at in range(3))
     third = {name: state[name] if name.startswith(few) else each for name, each in other.items()}
@@ -520,6 +592,11 @@ def shown(row: dict[str, Any]) -> str:
             + " ms  of reload"
             + "".join(f"  {k}{e} {times[k + e] / times['reload' + e]:.2f}" for k, e in parts)
         )
+    if "restore" in row:
+        times = {kind: median(row[kind]) for kind in ("load_format", "restore", "safetensors")}
+        figures = "  ".join(f"{kind} {ms:.0f}" for kind, ms in times.items())
+        of = times["load_format"] / times["restore"]
+        return f"starts  {row['bytes']} bytes  {figures} ms  load_format of restore {of:.2f}"
     if "gaps" in row:
         p50, p99 = (statistics.quantiles(row["gaps"], n=100)[at] for at in (49, 98))
         return (
@@ -551,15 +628,19 @@ def write(out: Path | None, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--restore", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", type=Path, default=Path("bench/out/smollm2-135m"))
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--repetitions", type=int, default=5)
-    known = {"first": first, "updates": updates, "hang": hang}
+    known = {"first": first, "starts": starts, "updates": updates, "hang": hang}
     parser.add_argument("--only", nargs="+", choices=known, default=list(known))
     peers = ["none", "statehold", "lmcache", "example"]
     parser.add_argument("--engines", nargs="+", choices=peers, default=peers)
     asked = parser.parse_args()
+    if asked.restore:
+        print(restored(*asked.restore))
+        return
     if asked.serve:
         serve(asked.serve[0], json.loads(asked.serve[1]))
         return
