@@ -57,6 +57,31 @@ def test_a_step_is_known_by_its_manifest(weights: Path, tmp_path: Path) -> None:
             ckpt.save(5, {"weight": value, "blob": b"x" * int(value)})
     first = identity(tmp_path / "a")
     assert first == identity(f"{tmp_path / 'a'}@5") == identity(tmp_path / "a" / f"step-{5:012d}")
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert first == identity(tmp_path / "b") == identity(tmp_path / "copy")
+    assert first != identity(tmp_path / "c")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(bytes(1000))
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16}))
+    return folder
+
+
+def test_an_adapter_counts_by_its_content(weights: Path, adapter: Path, tmp_path: Path) -> None:
+    def adapted(adapter: Path) -> bytes:
+        return identity(weights, adapter=identity(adapter).hex())
+
+    first = adapted(adapter)
+    assert first != identity(weights)
+    assert first == adapted(shutil.copytree(adapter, tmp_path / "under another name"))
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 32}))
+    scaled = adapted(adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(999) + b"1")
+    assert len({first, scaled, adapted(adapter)}) == 3
 
 
 def test_a_value_that_is_no_json_is_refused(weights: Path) -> None:

@@ -43,8 +43,9 @@ def identity(
         weights: a step (RUN, RUN@STEP, RUN@best:METRIC, the directory of a step), whose manifest
             has the checksums, and all plain values; or a directory with *.safetensors, which are
             read.
-        config: the configuration of the model; default: the config.json beside the weights.
-        layout: what else a page depends on, such as dtype, page size, adapter.
+        config: the configuration of the model; default: the config.json beside the weights, or the
+            adapter_config.json, which has the scale of an adapter.
+        layout: what else a page depends on, such as dtype, page size, the identity of an adapter.
 
     Raises:
         UsageError: there are no weights, or a value or the config.json is no JSON.
@@ -55,8 +56,8 @@ def identity(
 
 
 def _config_of(weights: Path) -> dict[str, Any]:
-    """The config.json beside weights; empty without one."""
-    path = weights / "config.json"
+    """The config.json or adapter_config.json beside weights; empty without one."""
+    path = next(weights.glob("config.json"), weights / "adapter_config.json")
     try:
         with storing("read a configuration", str(path)):
             return dict((json.loads(path.read_bytes()) if path.exists() else {}).items())
@@ -103,7 +104,7 @@ def _of_step(text: str) -> list[Any]:
 
 
 def _of_file(path: Path) -> list[Any]:
-    """The checksums of a file. Its name does not count, and neither does the number of files."""
+    """The checksums of a file. Its name does not count."""
     with storing("read weights", str(path)), open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise refused("a file of weights is empty", "a safetensors file", "0 bytes", file=path)
