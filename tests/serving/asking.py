@@ -2,10 +2,11 @@
 
     python asking.py JOB
         JOB: {"model", "options", "prompts", "rounds", "tokens", "run", "first", "other", "out",
-              "kind"}
+              "kind", "salt"}
 
 Each round has a number: before it, vLLM takes that step of the run. 0: it forgets its own prefix
-cache, so what the round has is from the connector. first: the step that vLLM has loaded. kind:
+cache, so what the round has is from the connector. first: the step that vLLM has loaded. salt: the
+cache_salt of all prompts, which vLLM's hashes count. kind:
 
     live    The steps come while requests run. A round has the answers, None for a request that ran
             while another step came.
@@ -180,7 +181,7 @@ def in_turn(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str,
             take(llm, step)
         else:
             llm.reset_prefix_cache()
-        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+        prompts = [{"prompt_token_ids": ids, "cache_salt": job["salt"]} for ids in job["prompts"]]
         rounds.append([answer(each) for each in llm.generate(prompts, sampling, use_tqdm=False)])
     return rounds
 

@@ -76,6 +76,7 @@ def ask(
     tokens: int = 6,
     processes: int = 1,
     kind: str = "",
+    salt: str = "",
     **options: Any,
 ) -> Asked:
     """Start an engine, which answers the prompts and ends. processes: 1, or 2: the engine beside a
@@ -85,7 +86,7 @@ def ask(
     job = {
         "model": str(model), "options": options, "prompts": asked, "rounds": list(rounds),
         "run": str(run or ""), "first": first, "other": str(other or ""), "tokens": tokens,
-        "out": str(out), "kind": kind,
+        "out": str(out), "kind": kind, "salt": salt,
     }  # fmt: skip
     out.with_suffix(".job").write_text(json.dumps(job))
     env = {
@@ -94,6 +95,7 @@ def ask(
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes > 2)),
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of asking.py, for the ranks
     }
+    env.pop("PYTHONHASHSEED", None)  # engines find each other's pages without it
     with open(out.with_suffix(".log"), "wb") as log:
         process = subprocess.Popen(
             [sys.executable, HERE / "asking.py", out.with_suffix(".job")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def test_vllm_finds_all_names_and_can_make_the_classes() -> None:
     assert supports_hma(connector)
 
 
-def config(tokens: int) -> Any:
+def config() -> Any:
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
         OffloadingConfig,
@@ -41,13 +42,13 @@ def config(tokens: int) -> Any:
     )
 
     return OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens, ("layers.0",), 0),),
+        groups=(OffloadingGroupConfig(16, ("layers.0",), 0),),
         worker_kv_bytes_per_block=CHUNK,
         enable_kv_cache_events=False,
         extra_config={},
         engine_id="an engine",
         model=OffloadingModelConfig("a model", "bfloat16"),
-        cache=OffloadingCacheConfig(tokens, 1),
+        cache=OffloadingCacheConfig(16, 1),
         parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
     )
 
@@ -79,8 +80,8 @@ def test_a_tier_moves_chunks_for_vllm(tmp_path: Path, weights: Path) -> None:
     right = [bytes([at + 1]) * CHUNK for at in range(CHUNKS)]
     context = ReqContext("request")
 
-    def made(tokens: int) -> Any:
-        spec = SimpleNamespace(config=config(tokens))
+    def made(config: Any) -> Any:
+        spec = SimpleNamespace(config=config)
         return SecondaryTierFactory.create_secondary_tier(given, view, spec)
 
     def over(tier: Any) -> Any:
@@ -88,18 +89,36 @@ def test_a_tier_moves_chunks_for_vllm(tmp_path: Path, weights: Path) -> None:
         (found,) = tier.get_finished_jobs()
         return found
 
-    tier = made(16)
+    first = config()
+    tier = made(first)
     memory[:] = b"".join(right)
     tier.submit_store(TransferJob(1, keys, np.arange(CHUNKS), False, context))
     assert over(tier).success
     tier.shutdown()
     memory[:] = bytes(len(memory))
-    tier = made(16)
+    tier = made(first)
     assert tier.lookup(keys[0], context) is LookupResult.HIT
     tier.submit_load(TransferJob(2, keys, np.arange(CHUNKS)[::-1], True, context))
     assert over(tier).success
     tier.shutdown()
     assert bytes(memory) == b"".join(reversed(right))
-    tier = made(32)  # another layout
+    for other in (
+        replace(first, groups=(replace(first.groups[0], tokens_per_block=32),)),
+        replace(first, cache=replace(first.cache, blocks_per_chunk=2)),
+        replace(first, model=replace(first.model, dtype="float16")),
+        replace(first, parallel=replace(first.parallel, world_size=2, tp_size=2)),
+        replace(first, groups=(replace(first.groups[0], layer_names=("layers.1",)),)),
+        replace(first, kv_cache_layout="HND"),
+    ):
+        tier = made(other)
+        assert tier.lookup(keys[0], context) is LookupResult.MISS, other
+        tier.shutdown()
+    weights = weights.rename(tmp_path / "other name")
+    given["weights"] = str(weights)
+    tier = made(first)
+    assert tier.lookup(keys[0], context) is LookupResult.HIT
+    tier.shutdown()
+    (weights / "model.safetensors").write_bytes(bytes(999) + b"1")
+    tier = made(first)
     assert tier.lookup(keys[0], context) is LookupResult.MISS
     tier.shutdown()

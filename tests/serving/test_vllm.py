@@ -67,9 +67,11 @@ def test_a_hit_has_the_tokens_of_a_cold_run(cold: Rounds, stored: tuple[Path, Ro
 def test_engines_that_start_later_find_all_pages(
     model: Path, cold: Rounds, stored: tuple[Path, Rounds], tmp_path: Path
 ) -> None:
+    """One of them has a copy of the model under another path."""
     path, _ = stored
-    asked = prompts(1, COUNT, TOKENS)
-    two = [ask(model, asked, tmp_path / f"{n}.json", **FP32, **pages(path)) for n in range(2)]
+    asked, copied = prompts(1, COUNT, TOKENS), shutil.copytree(model, tmp_path / "copy")
+    given = {**FP32, **pages(path)}
+    two = [ask(each, asked, tmp_path / f"{each.name}.json", **given) for each in (model, copied)]
     for each in two:  # two processes at the same time
         answers = each.answers()
         assert cached(answers) == [ALL] * COUNT
@@ -106,6 +108,16 @@ def test_other_weights_or_another_rope_find_nothing(
     for number, other in enumerate(others):
         answers = ask(other, asked, tmp_path / f"{number}.json", **FP32, **pages(path)).answers()
         assert cached(answers) == [0] * COUNT
+
+
+def test_prompts_with_a_salt_find_nothing(
+    model: Path, stored: tuple[Path, Rounds], tmp_path: Path
+) -> None:
+    answers = ask(
+        model, prompts(1, COUNT, TOKENS), tmp_path / "salt.json", salt="one", **FP32,
+        **pages(stored[0]),
+    ).answers()  # fmt: skip
+    assert cached(answers) == [0] * COUNT
 
 
 @pytest.fixture(scope="module")
