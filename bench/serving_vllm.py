@@ -17,7 +17,8 @@ below it. --only names what is measured:
     updates   Other weights while an engine lives: all tensors, or those of three of 30 layers, from
               a run; and vLLM's reload_weights() of all, in turns. "pause": the step was read ahead,
               and the engine gave one answer before. "alone" and "beside": how long such an answer
-              takes without a read, and with one. "cpu" counts the time of a processor.
+              takes without a read, and with one. "cpu" counts the time of a processor. "stale": in
+              how many of the reloads vLLM alone answers from what the weights before have computed.
     starts    How long the loader of a new engine takes: load_format="statehold", vLLM's own with
               safetensors, and restore() of the same step into tensors by a new process, in turns,
               each once the files have left the page cache.
@@ -442,6 +443,8 @@ def restored(run: Path, model: Path) -> float:
     import statehold
 
     into = {name: torch.zeros_like(each) for name, each in _weights(model).items()}
+    with statehold.Checkpointer(run.parent / "other"):  # imports what a save and a restore need
+        pass
     drop_caches(run.parent)
     begun = time.perf_counter()
     with statehold.Checkpointer(run) as ckpt:
@@ -478,10 +481,9 @@ def starts(asked: argparse.Namespace, model: Path, folder: Path, told: Callable[
 # -- other weights ---------------------------------------------------------------------------------
 
 
-def updates(
-    asked: argparse.Namespace, model: Path, folder: Path, told: Callable[..., None]
-) -> None:
-    """What other weights cost, beside reload_weights()."""
+def other_weights(model: Path, run: Path, again: Path) -> list[int]:
+    """A run: step 1 has the weights of the model, step 2 others, and step 3 those but for three
+    layers. `again` is the model with the others. Returns the bytes of all, and of the layers."""
     import torch
     from safetensors.torch import save_file
 
@@ -491,18 +493,25 @@ def updates(
     other = {name: torch.neg(each) for name, each in state.items()}
     few = tuple(f"model.layers.{at}." for at in range(3))
     third = {name: state[name] if name.startswith(few) else each for name, each in other.items()}
-    run = folder / "run"
     with statehold.Checkpointer(run, keep=None) as ckpt:
         for step, each in enumerate((state, other, third), 1):
             ckpt.save(step, {"model": each}).wait("committed")
-    again = folder / "other"
     shutil.copytree(model, again)
     save_file(other, again / "model.safetensors", {"format": "pt"})
-    whole = sum(each.nbytes for each in state.values())
     part = sum(each.nbytes for name, each in state.items() if name.startswith(few))
+    return [sum(each.nbytes for each in state.values()), part]
+
+
+def updates(
+    asked: argparse.Namespace, model: Path, folder: Path, told: Callable[..., None]
+) -> None:
+    """What other weights cost, beside reload_weights()."""
+    run, again = folder / "run", folder / "other"
+    nbytes = other_weights(model, run, again)
+    extra = {"run": f"{run}@1", "name": "model"}
     of_run = {
         "load_format": "statehold", "weight_transfer_config": {"backend": "statehold"},
-        "model_loader_extra_config": {"run": f"{run}@1", "name": "model"},
+        "model_loader_extra_config": extra,
     }  # fmt: skip
     live, plain = (Engine(n, model, o, folder) for n, o in (("live", of_run), ("plain", {})))
     for engine in (live, plain):
@@ -511,7 +520,7 @@ def updates(
         calls=[("init_weight_transfer_engine", {"init_info": {"run": str(run), "name": "model"}})]
     )
 
-    ids = prompt(random.Random(0), 100)
+    ids, long = (prompt(random.Random(0), tokens) for tokens in (100, 400))
 
     def update(kind: str, step: int) -> None:
         def take(**info: Any) -> tuple[str, Options]:
@@ -529,11 +538,16 @@ def updates(
             row[name].append(ms)
 
     def reload(path: Path) -> None:
+        plain.ask(ids=long, more=True)
         add("reload", plain.call(calls=[("reload_weights", {"weights_path": str(path)})]))
         one, two = (each.ask(ids=ids, more=True)["tokens"] for each in (live, plain))
         row["differ"] += one != two
+        kept = plain.ask(ids=long, forget=False, more=True)
+        row["stale"] += (
+            kept["cached"] > 0 and kept["tokens"] != plain.ask(ids=long, more=True)["tokens"]
+        )
 
-    row: dict[str, Any] = {"bytes": [whole, part], "differ": 0}
+    row: dict[str, Any] = {"bytes": nbytes, "differ": 0, "stale": 0}
     row.update({kind: [] for kind in TIMES})
     for _ in range(asked.repetitions):
         for ahead in ("", "pause "):
@@ -587,7 +601,7 @@ def shown(row: dict[str, Any]) -> str:
         times = {kind: median(row[kind]) for kind in TIMES}
         parts = ((kind, end) for end in ("", " cpu") for kind in UPDATES[1:])
         return (
-            f"updates {row['bytes']} bytes, {row['differ']} differ"
+            f"updates {row['bytes']} bytes, {row['differ']} differ, {row['stale']} stale"
             + "".join(f"  {kind} {ms:.0f}" for kind, ms in times.items())
             + " ms  of reload"
             + "".join(f"  {k}{e} {times[k + e] / times['reload' + e]:.2f}" for k, e in parts)

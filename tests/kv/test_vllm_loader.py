@@ -13,8 +13,8 @@ from torch import nn
 import statehold
 from statehold.errors import CorruptionError, StateMismatchError, UsageError
 from statehold.kv.identity import content_of, folded
-from statehold.kv.vllm import opening
-from statehold.kv.vllm.loader import Later, StepReader, load_into
+from statehold.kv.vllm import loader, opening
+from statehold.kv.vllm.loader import Later, StepPart, StepReader, load_into
 from statehold.kv.vllm.opening import FORMAT, PagesOptions
 from statehold.reading.places import StepPlace
 from support.faults import must
@@ -76,24 +76,54 @@ def test_what_was_loaded_is_what_pages_depend_on(run: Path) -> None:
     assert found[2] == folded(content_of(f"{run}@3"), {}, facts)
 
 
-def test_a_rank_reads_only_its_part(run: Path) -> None:
+def test_a_rank_reads_only_its_part(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's parallel layers: rows of the first matrix, columns of the last one."""
     right = model(3).state_dict()
     reader = StepReader(StepPlace(f"{run}/step-{3:012d}", 3, "step 3"), "model")
+    read = list[int]()
+    begin = reader.begin
+    monkeypatch.setattr(
+        reader, "begin",
+        lambda parts: (read.extend(each.nbytes for each in parts.values()), begin(parts))[1],
+    )  # fmt: skip
     weights = dict(reader.later())
     assert weights["0.weight"].shape == (1024, 64)
     assert weights["2.weight"].dtype == torch.bfloat16
-    assert reader.read_bytes == 0
+    assert not read
     rows, columns = torch.empty(256, 64), torch.empty(64, 256, dtype=torch.bfloat16)
     rows.copy_(weights["0.weight"].narrow(0, 512, 256))
     columns.copy_(weights["2.weight"].narrow(1, 256, 512).narrow(-1, 256, 256))
     assert torch.equal(rows, right["0.weight"][512:768])
     assert torch.equal(columns, right["2.weight"][:, 512:768])
-    assert reader.read_bytes == rows.nbytes + columns.nbytes
+    assert read == [rows.nbytes, columns.nbytes]
     assert torch.equal(weights["1.weight"] + 0, right["1.weight"])
     with pytest.raises(IndexError):
         weights["0.weight"].narrow(0, 1000, 25)
     reader.close()
+
+
+def test_the_next_tensors_are_read_while_vllm_takes_some(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_GROUP_BYTES", 1)
+    begun, begin = list[str](), StepReader.begin
+
+    def counted(reader: StepReader, parts: dict[str, StepPart]) -> Any:
+        begun.extend(parts)
+        return begin(reader, parts)
+
+    monkeypatch.setattr(StepReader, "begin", counted)
+    ahead = list[int]()
+    found: dict[str, torch.Tensor] = {}
+
+    def take(weights: Weights) -> None:
+        for name, tensor in weights:
+            found[name] = tensor
+            ahead.append(len(begun) - len(found))
+
+    load_into(take, {"run": str(run), "name": "model"}, 1)
+    assert same(found, 3)
+    assert ahead == [*[1] * (len(found) - 1), 0]
 
 
 def test_ranks_get_tensors_that_were_not_read(run: Path) -> None:
@@ -119,8 +149,12 @@ def test_a_default_device_changes_nothing(run: Path, ranks: int) -> None:
     assert same(found, 3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_damage_is_found(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "group_bytes"), [(1, 1), (1, 1 << 20), (2, 1)])
+def test_damage_is_found(
+    tmp_path: Path, ranks: int, group_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the only group that is read, and in one that is read ahead."""
+    monkeypatch.setattr(loader, "_GROUP_BYTES", group_bytes)
     with statehold.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"model": model(1)}).wait("committed")
     (data,) = tmp_path.glob("step-*/*.safetensors")

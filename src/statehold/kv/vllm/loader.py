@@ -18,6 +18,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.encoding import values
 from statehold.errors import UsageError, refused
 from statehold.io.clients import engine_alone
+from statehold.io.segments import Reading
 from statehold.kv.identity import content_of
 from statehold.kv.vllm.opening import Sums, agree, all_ranks, serve, served
 from statehold.layout.layout import Box
@@ -39,8 +41,8 @@ from statehold.units import MiB
 
 _BUFFER_BYTES = 4 * MiB
 _STAGING_BYTES = 16 * _BUFFER_BYTES
-# Of whole tensors that are in memory before vLLM takes them.
-_GROUP_BYTES = 512 * MiB
+# Of whole tensors that are read as one. Two such groups are in memory at a time.
+_GROUP_BYTES = 32 * MiB
 _FACTS = {
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "element_size")),
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
@@ -72,20 +74,16 @@ class StepPart:
 
 
 class StepReader:
-    """Reads parts of tensors of a step, and verifies them. read_bytes: of the boxes, so far."""
+    """Reads parts of tensors of a step, and verifies them, until close() is called."""
 
     def __init__(self, place: StepPlace, name: str) -> None:
         with contextlib.closing(file_system()) as fs:
             self._saved = place.open(fs)
         self._directory = place.directory
         self.parts = self._parts(part_of(self._saved.state, name, place.label), place.label)
-        self.read_bytes = 0
-        self._opened = contextlib.ExitStack()
-        self._engine = self._opened.enter_context(engine_alone(_STAGING_BYTES, _BUFFER_BYTES, 2))
-
-    def close(self) -> None:
-        """Read no more."""
-        self._opened.close()
+        opened = contextlib.ExitStack()
+        self._engine = opened.enter_context(engine_alone(_STAGING_BYTES, _BUFFER_BYTES, 2))
+        self.close = opened.close
 
     def _parts(self, node: Any, where: str) -> dict[str, StepPart]:
         """All tensors below the node, by their names there."""
@@ -120,33 +118,37 @@ class StepReader:
             found[name] = [part.dtype, *((each.box, each.sums) for each in chunks)]
         return found
 
-    def read(self, parts: Mapping[str, StepPart]) -> dict[str, torch.Tensor]:
-        """The elements, by the same names. Raises CorruptionError."""
+    def begin(self, parts: Mapping[str, StepPart]) -> tuple[dict[str, torch.Tensor], Reading]:
+        """Begin to read elements, into tensors of the same names."""
         plan = ReadPlan(self._saved, hint="load an older step")
         made = {}
         for name, part in parts.items():
             made[name] = target = torch.empty(part.box.shape, dtype=part.dtype, device="cpu")
             stored = dtypes.stored_box(part.dtype, part.box, part.name)
             plan.fill(Destination(part.name, target, False, stored, shared=False))
-            self.read_bytes += part.nbytes
-        plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}").finish()
+        return made, plan.start(self._engine, lambda name, *_: f"{self._directory}/{name}")
+
+    def read(self, parts: Mapping[str, StepPart]) -> dict[str, torch.Tensor]:
+        """The elements, by the same names. Raises CorruptionError."""
+        made, reading = self.begin(parts)
+        reading.finish()
         return made
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, some at a time."""
-        group, nbytes = dict[str, StepPart](), 0
-        for name, part in self.parts.items():
-            if group and nbytes + part.nbytes > _GROUP_BYTES:
-                yield from self.read(group).items()
-                group, nbytes = {}, 0
-            group[name] = part
-            nbytes += part.nbytes
-        yield from self.read(group).items()
+        """All tensors. While vLLM takes some, the next ones are read."""
+        ends = accumulate(part.nbytes for part in self.parts.values())
+        placed = zip(ends, self.parts.items(), strict=True)
+        groups = groupby(placed, lambda each: each[0] // _GROUP_BYTES)
+        before = self.begin({})
+        for group in chain((dict(item for _, item in each) for _, each in groups), [{}]):
+            now = self.begin(group)
+            before[1].finish()
+            yield from before[0].items()
+            before = now
 
     def later(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, each read when it is used, as far as it is used."""
-        for name, part in self.parts.items():
-            yield name, Later.of(self, part)
+        return ((name, Later.of(self, part)) for name, part in self.parts.items())
 
 
 def _tensors(node: Any, above: str) -> Iterator[tuple[str, Any]]:
@@ -206,8 +208,7 @@ def load_into(take: Any, options: Mapping[str, Any], ranks: int) -> None:
             return content_of(place.directory), reader.sums()
 
     with contextlib.closing(file_system()) as fs:
-        content, sums = at_rest(fs, run, read)
-    serve(content, sums)
+        serve(*at_rest(fs, run, read))
 
 
 @functools.cache

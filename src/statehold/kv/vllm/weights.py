@@ -83,8 +83,7 @@ def other_weights(
 def _other_layers(sums: Sums, known: Sums, step: str) -> set[str]:
     if known and known.keys() != sums.keys():
         summary = "the step has other tensors than the one that is served"
-        got = min(known.keys() ^ sums.keys())
-        raise refused(summary, f"{len(known)} tensors", got, step=step)
+        raise refused(summary, f"{len(known)} tensors", min(known.keys() ^ sums.keys()), step=step)
     return {layer_of(each) for each in sums if sums[each] != known.get(each)}
 
 
