@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from statehold.errors import StorageError, UsageError
+from statehold.errors import StorageError, UsageError, WaitTimeout
 from statehold.io.memory_room import Room
-from statehold.kv import PageVerdict, tiers
+from statehold.kv import PageVerdict, opened, tiers
 from statehold.kv.looking import prune
 from statehold.kv.opened import OpenStore
+from statehold.process.file_locks import LockFile
 from support import scripts
 from support.faults import must
 from support.pages import SLOT, file_systems, get, made, put
@@ -52,6 +56,33 @@ def test_a_segment_that_cannot_be_opened_keeps_its_pages(
         must(systems[1].refused > 0)
         systems[1].has_room = True
         assert get(store, *range(4)) == [HIT] * 4
+
+
+def test_a_process_waits_for_another_one_that_makes_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path).close()
+    monkeypatch.setattr(opened, "LOCK_S", 0.01)
+    with contextlib.closing(LockFile(f"{tmp_path}/.lock")) as lock:
+        must(lock.try_take(0))
+        monkeypatch.setattr(opened, "MADE_A_S", 1 << 60)
+        with pytest.raises(WaitTimeout, match="holds the tables"):
+            made(tmp_path)
+        monkeypatch.setattr(opened, "MADE_A_S", 1)
+        looks, looked, take = list[int](), threading.Event(), LockFile.try_take
+
+        def look(file: LockFile, byte: int) -> bool:
+            looks.append(byte)
+            if len(looks) == 50:  # it has waited longer than LOCK_S
+                looked.set()
+            return take(file, byte)
+
+        monkeypatch.setattr(LockFile, "try_take", look)
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(made, tmp_path)
+            must(looked.wait(60))
+            lock.drop(0)
+            later.result(60).close()
 
 
 def test_a_slot_that_cannot_be_written_costs_one_page(

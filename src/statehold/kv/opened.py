@@ -34,7 +34,7 @@ from statehold.kv.tiers import LOCK, FileTier, Geometry, MemoryTier, boot, no_st
 from statehold.process.file_locks import LockFile
 from statehold.process.ownership import make_own_directory
 from statehold.process.warn import logger
-from statehold.units import KiB, MiB, format_bytes
+from statehold.units import GiB, KiB, MiB, format_bytes
 
 # So many large requests keep a disk busy in each direction.
 BUFFER_BYTES, BUFFERS = 2 * MiB, 8
@@ -48,6 +48,8 @@ Move = tuple[int, int, int]
 _TABLES = 0
 # How long the constructor, close() and a new identity wait for a process that holds the tables.
 LOCK_S = 10.0
+# The first process makes the memory under the lock, at least so fast, and the others wait for it.
+MADE_A_S = GiB
 
 
 class OpenStore:
@@ -72,7 +74,7 @@ class OpenStore:
             self._engine = open_engine(fs, BUFFERS * buffer, buffer, 2)
             opened.callback(self._engine.close)
             self._tiers = opened.enter_context(contextlib.ExitStack())
-            with held(self._lock, LOCK_S, self._guard):
+            with held(self._lock, LOCK_S + memory / MADE_A_S, self._guard):
                 self.seat = self._sit()
                 self.files = FileTier(fs, path, _geometry(path, capacity, size))
                 self._tiers.callback(lambda: self.files.leave(is_last=is_unused(self._lock)))
