@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from serving.asking import wait_for
-from statehold.errors import UsageError
+from statehold.errors import RunBusyError, StateholdError, UsageError, WaitTimeout
 from statehold.kv.batch import PageBatch
 from statehold.kv.opened import OpenStore
+from statehold.kv.store import PageStore
 from statehold.kv.vllm import connector, opening
 from statehold.kv.vllm.connector import Connector, rows_of
 from support.faults import must
@@ -88,6 +91,21 @@ def test_blocks_of_several_hashes_are_named_by_the_last_one(tmp_path: Path) -> N
     with Engine(tmp_path, hashed=2) as engine:
         assert engine.run(prompt(1)) == 24
         assert engine.run(prompt(1)[:7] + prompt(2)) == 4
+
+
+def test_blocks_that_a_kernel_cuts_are_whole_in_pages(tmp_path: Path) -> None:
+    with Engine(tmp_path, cut=2) as engine:
+        engine.run(prompt(1))
+    with Engine(tmp_path, cut=2) as engine:
+        assert engine.run(prompt(2)) == 0
+        assert engine.run(prompt(1)) == 24
+
+
+def test_ranks_of_another_host_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "boot", chain([1, 1], repeat(2)).__next__)
+    with pytest.raises(UsageError, match="on the scheduler's host") as raised:
+        Engine(tmp_path, ranks=2)
+    assert raised.value.facts["got"] == "[0, 1]"
 
 
 def test_an_answer_that_goes_on_is_found_as_a_prompt(tmp_path: Path) -> None:
@@ -197,12 +215,86 @@ def test_little_staging_promises_little(tmp_path: Path) -> None:
         assert engine.run(prompt(1)) == 8
 
 
-def test_what_has_no_buffer_is_not_saved_and_counted(tmp_path: Path) -> None:
+def test_what_has_no_buffer_is_not_saved_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Engine(tmp_path, buffers=1) as engine:
         engine.run(prompt(1))
         engine.saved()
         assert engine.workers[0].stats()["no buffer"] == 5
+        assert caplog.text.count("buffers= is too small") == 1
         assert engine.run(prompt(1)) == 4
+
+
+class Puts:
+    """A store whose calls of put() do not end before the gate is open."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.deadlines, self.now = list[float](), 1000.0
+        self._put = PageStore.put
+        patch.setattr(PageStore, "put", lambda *given, **named: self.put(*given, **named))
+        patch.setattr(connector, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def put(self, *given: Any, deadline_s: float, **named: Any) -> Any:
+        batch = self._put(*given, deadline_s=60.0, **named)
+        self.deadlines.append(deadline_s)
+
+        def wait() -> None:
+            self.begun.set()
+            must(self.gate.wait(60))
+            batch.wait()
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_all_pages_that_wait_for_the_store_have_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tmp_path) as engine:
+        puts = Puts(monkeypatch)
+        for seed in range(3):
+            engine.run(prompt(seed))
+        must(puts.begun.wait(60))
+        puts.now += connector.PUT_S + 1
+        puts.gate.set()
+        engine.saved()
+        assert puts.deadlines == [connector.PUT_S, 0.0, 0.0]
+
+
+def test_new_weights_do_not_wait_for_pages_of_the_old_ones(
+    tmp_path: Path, others: pytest.MonkeyPatch
+) -> None:
+    with Engine(tmp_path) as engine:
+        puts = Puts(others)
+        for seed in range(3):
+            engine.run(prompt(seed))
+        must(puts.begun.wait(60))
+        changes = threading.Thread(target=engine.change, args=("step 2",))
+        changes.start()
+        changes.join(30)
+        assert not changes.is_alive()
+        puts.gate.set()
+        engine.saved()
+        assert len(puts.deadlines) == 1  # what waited behind is of the weights before
+        assert [engine.run(prompt(seed)) for seed in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("error", [WaitTimeout, RunBusyError])
+def test_new_weights_that_the_store_has_no_place_for_end_no_engine(
+    tmp_path: Path, others: pytest.MonkeyPatch, error: type[StateholdError],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def refuses(*_: object) -> None:
+        raise error("no place")
+
+    with Engine(tmp_path) as engine:
+        engine.run(prompt(1))
+        engine.saved()
+        others.setattr(OpenStore, "use", refuses)
+        engine.change("step 2")
+        assert engine.run(prompt(1)) == 0
+        assert "may not stay" in caplog.text
 
 
 def test_tokens_that_vllm_has_are_not_loaded(tmp_path: Path) -> None:
@@ -266,10 +358,11 @@ class Manager:
     """vLLM's own prefix cache, which cannot be reset while a request runs."""
 
     def __init__(self) -> None:
-        self.runs, self.resets = False, 0
+        self.runs, self.resets, self.refused = False, 0, 0
 
     def reset_prefix_cache(self) -> bool:
         self.resets += not self.runs
+        self.refused += self.runs
         return not self.runs
 
 
@@ -295,8 +388,13 @@ def test_weights_that_change_change_what_is_found_in_the_same_moment(
         engine.change("step 2")
         manager.runs = True
         waits = engine.request(prompt(1))
+        engine.step(engine.request(prompt(3)), 0)  # it was planned before
         for _ in range(3):  # what vLLM has found itself is of the weights before
             assert engine.scheduler.get_num_new_matched_tokens(waits, 16) == (None, False)
+        assert manager.refused == 0  # vLLM would warn each time
+        engine.empty_step()
+        must(engine.scheduler.get_num_new_matched_tokens(waits, 16) == (None, False))
+        assert manager.refused == 1
         manager.runs = False
         assert engine.scheduler.get_num_new_matched_tokens(waits, 16) == (None, False)
         assert manager.resets == 1
@@ -364,14 +462,16 @@ def test_what_pages_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_cache_with_gaps_is_refused() -> None:
     cache = torch.zeros(4, 2, 6, 8)
-    assert rows_of(cache.transpose(2, 3)).shape == (4, 2 * 6 * 8 * 4)
-    with pytest.raises(UsageError, match="layout that pages cannot hold"):
-        rows_of(cache[:, :, :3])
+    assert rows_of(cache.transpose(2, 3), 4).shape == (4, 2 * 6 * 8 * 4)
+    assert rows_of(cache, 2).shape == (2, 2 * 2 * 6 * 8 * 4)
+    for gaps, blocks in ((cache[:, :, :3], 4), (cache[:, :1], 2), (cache[:, 0], 2)):
+        with pytest.raises(UsageError, match="layout that pages cannot hold"):
+            rows_of(gaps, blocks)
 
 
 def test_layers_that_share_an_allocation_are_told_apart() -> None:
     whole = torch.arange(2 * BLOCKS * 6, dtype=torch.float32).view(2, BLOCKS, 6)
-    rows = rows_of(whole[1])
+    rows = rows_of(whole[1], BLOCKS)
     assert torch.equal(rows[3].view(torch.float32), whole[1, 3])
     packed = whole.transpose(0, 1)  # a block has all layers
-    assert torch.equal(rows_of(packed[:, 1])[3].view(torch.float32), whole[1, 3])
+    assert torch.equal(rows_of(packed[:, 1], BLOCKS)[3].view(torch.float32), whole[1, 3])

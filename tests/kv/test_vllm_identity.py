@@ -55,7 +55,7 @@ class Start:
         if self.is_served:
             serve(content_of(self.folder))
         worker = type("Worker", (Connector,), {"version": self.version})()
-        worker.begin(self.config, kv_config(self.group))
+        worker.begin(self.config, kv_config(self.group, blocks=len(self.cache)))
         worker.register_kv_caches(dict.fromkeys(self.group.layer_names, self.cache))
         found = worker.get_handshake_metadata().identity
         worker.shutdown()

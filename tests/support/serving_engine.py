@@ -57,8 +57,9 @@ def vllm_config(path: Path, ranks: int = 1, **options: object) -> Any:
     )  # fmt: skip
 
 
-def kv_config(*groups: Any, hashed: int = TOKENS) -> Any:
-    return SimpleNamespace(kv_cache_groups=list(groups or [group()]), hash_block_size=hashed)
+def kv_config(*groups: Any, hashed: int = TOKENS, blocks: int = BLOCKS) -> Any:
+    groups = groups or (group(),)
+    return SimpleNamespace(kv_cache_groups=list(groups), hash_block_size=hashed, num_blocks=blocks)
 
 
 def hashes(ids: Sequence[int], tokens: int) -> list[bytes]:
@@ -77,21 +78,27 @@ def content(ids: Sequence[int], layer: int, rank: int) -> torch.Tensor:
 
 
 class Engine:
-    """An engine without memory of its own: what it does not compute is from pages."""
+    """An engine without memory of its own: what it does not compute is from pages.
 
-    def __init__(self, path: Path, ranks: int = 1, hashed: int = TOKENS, **options: object) -> None:
+    cut: into how many blocks its attention kernel cuts each one.
+    """
+
+    def __init__(
+        self, path: Path, ranks: int = 1, hashed: int = TOKENS, cut: int = 1, **options: object
+    ) -> None:
         self.hashed = hashed
         config = vllm_config(path, ranks, **options)
         self.scheduler, self.workers = Connector(), list[Connector]()
         self.caches = [
-            {name: torch.full((BLOCKS, HEADS, TOKENS, WIDTH), -1.0) for name in group().layer_names}
+            {name: torch.full((BLOCKS, TOKENS, HEADS, WIDTH), -1.0) for name in group().layer_names}
             for _ in range(ranks)
         ]
         for rank, caches in enumerate(self.caches):
             worker, config = Connector(), vllm_config(path, ranks, **options)
             config.parallel_config.rank = rank
             worker.begin(config, kv_config(hashed=hashed))
-            worker.register_kv_caches(caches)
+            kernels = BLOCKS * cut, TOKENS // cut, HEADS, WIDTH
+            worker.register_kv_caches({name: each.view(kernels) for name, each in caches.items()})
             self.workers.append(worker)
         self.scheduler.begin(config, kv_config(hashed=hashed))
         told = {rank: each.get_handshake_metadata() for rank, each in enumerate(self.workers)}
@@ -179,7 +186,7 @@ class Engine:
             for layer, cache in enumerate(caches.values()):
                 for at in range(len(ids)):
                     right = content(ids[: at + 1], layer, rank)
-                    place = cache[blocks[at // TOKENS], :, at % TOKENS]
+                    place = cache[blocks[at // TOKENS], at % TOKENS]
                     if at >= loaded:
                         place.copy_(right)
                     assert torch.equal(place, right), (at, layer, rank)

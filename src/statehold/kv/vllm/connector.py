@@ -23,6 +23,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,17 +31,18 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from statehold.errors import refused
+from statehold.errors import RunBusyError, WaitTimeout, refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, whole_blocks
 from statehold.kv.store import PageStore
-from statehold.kv.tiers import touch
+from statehold.kv.tiers import boot, touch
 from statehold.kv.vllm.opening import PagesOptions, made_when_asked
+from statehold.process.warn import logger
 from statehold.process.worker import Worker
 from statehold.tensors.devices.elements import host_memory
 from statehold.units import parse_bytes
 
-# How long the threads that save wait for a place in the store.
+# How long pages wait for a place in the store.
 PUT_S = 30.0
 # How long a step in which no request runs waits for pages. Otherwise vLLM asks again at once, in
 # thousands of empty steps, and takes the interpreter from the threads that bring the pages.
@@ -58,11 +60,13 @@ _WORD = 8
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a worker tells the scheduler before the first request. current: path of a Current."""
+    """What a worker tells the scheduler before the first request. current: path of a Current.
+    host: tiers.boot()."""
 
     identity: bytes
     page_bytes: int
     current: str
+    host: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +312,7 @@ class Promises:
         self._requests = {n: r for n, r in self._requests.items() if not r.num_computed_tokens}
         self._saved.clear()
         self._given_up.clear()
-        self._store.identity = identity or os.urandom(IDENTITY_BYTES)
+        change(self._store, identity or os.urandom(IDENTITY_BYTES))
 
     def close(self) -> None:
         """Close the store."""
@@ -337,12 +341,10 @@ class WorkerPages:
     """The pages of a worker, between the KV cache and the store."""
 
     def __init__(
-        self, store: PageStore, caches: Sequence[torch.Tensor], rank: int, buffer_bytes: int
+        self, store: PageStore, rows: Sequence[torch.Tensor], rank: int, buffer_bytes: int
     ) -> None:
-        self._store, self._rank = store, rank
-        self._rows = [rows_of(each) for each in caches]
-        self.page_bytes = sum(each.shape[1] for each in self._rows)
-        self._device = caches[0].device
+        self._store, self._rows, self._rank = store, rows, rank
+        self.page_bytes, self._device = store.page_bytes, rows[0].device
         is_cuda = self._device.type == "cuda"
         count = max(1, buffer_bytes // self.page_bytes)
         # Touched now: a page fault for each 4 KiB would be part of the first steps.
@@ -377,6 +379,8 @@ class WorkerPages:
             with self._guard:
                 count = min(len(save.blocks), len(self._free))
                 taken = [self._free.popleft() for _ in range(count)]
+            if count < len(save.blocks) and not self._dropped:
+                logger.warning("%s: buffers= is too small to save all pages", self._store.path)
             self._dropped += len(save.blocks) - count
             for block, buffer in zip(save.blocks, taken, strict=False):
                 self._move(block, self._page(buffer), is_load=False)
@@ -406,13 +410,18 @@ class WorkerPages:
             copied.record(torch.cuda.current_stream(self._device))
         keys = [key_of(each, self._rank) for each in save.hashes[: len(buffers)]]
         after = None if save.after is None else key_of(save.after, self._rank)
+        identity, until = self._store.identity, time.monotonic() + PUT_S
 
         def put() -> None:
             try:
                 if copied is not None:
                     copied.synchronize()
-                pages = list(map(self._page, buffers))
-                self._store.put(keys, pages, after=after, deadline_s=PUT_S).wait()
+                pages, left_s = list(map(self._page, buffers)), max(0.0, until - time.monotonic())
+                with self._guard:
+                    if identity != self._store.identity:
+                        return
+                    batch = self._store.put(keys, pages, after=after, deadline_s=left_s)
+                batch.wait()
             finally:
                 with self._guard:
                     self._free.extend(buffers)
@@ -423,10 +432,11 @@ class WorkerPages:
         return self._memory[buffer * self.page_bytes :][: self.page_bytes]
 
     def use(self, identity: bytes) -> None:
-        """What is saved from now on depends on other weights."""
+        """What is saved from now on depends on other weights. What is not in the store yet goes:
+        it may take long to come there."""
         if identity != self._store.identity:
-            self._saver.passed(None)  # those pages are of the identity before
-            self._store.identity = identity
+            with self._guard:
+                change(self._store, identity)
 
     def stats(self) -> dict[str, int]:
         """Of the store, and of the buffers."""
@@ -443,8 +453,18 @@ class WorkerPages:
         self._store.close()
 
 
-def rows_of(cache: torch.Tensor) -> torch.Tensor:
-    """The blocks of a layer's cache as (blocks, bytes). Raises UsageError if they have gaps."""
+def change(store: PageStore, identity: bytes) -> None:
+    """Its pages depend on other weights. That never fails: an engine would end."""
+    try:
+        store.identity = identity
+    except (RunBusyError, WaitTimeout):  # it finds no page of before all the same
+        logger.exception("pages of the new weights may not stay in %s", store.path)
+
+
+def rows_of(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The blocks of a layer's cache as (blocks, bytes): an attention kernel may have cut each of
+    them into several. Raises UsageError if they have gaps."""
+    cache = cache.view(blocks, -1, *cache.shape[1:])
     block, size = cache[0], cache.element_size()
     if torch.empty_like(block, device="meta").stride() != block.stride():  # without gaps
         summary, got = "the KV cache has a layout that pages cannot hold", cache.stride()
@@ -468,6 +488,7 @@ class Connector:
         self._options = PagesOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._group = check(vllm_config, kv_cache_config)
         self._block_tokens = self._group.kv_cache_spec.block_size
+        self._blocks = kv_cache_config.num_blocks
         self._hash_tokens = kv_cache_config.hash_block_size or self._block_tokens
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._promises: Promises | None = None
@@ -476,7 +497,7 @@ class Connector:
         self._current: Current | None = None
         self._keeps: int | None = None  # a descriptor
         self._manager: Any = None
-        self._weights, self._is_stale = 0, False
+        self._weights, self._is_stale, self._is_idle = 0, False, True
 
     # -- scheduler
 
@@ -486,6 +507,8 @@ class Connector:
         if len({each.page_bytes for each in metadata.values()}) != 1:
             got = {rank: each.page_bytes for rank, each in metadata.items()}
             raise refused("the ranks have pages of different sizes", "one size", got)
+        if others := [rank for rank, each in metadata.items() if each.host != boot()]:
+            raise refused("pages need all ranks on the scheduler's host", "one host", others)
         self._current = Current.opened(told.current)
         store = self._options.opened(told.page_bytes, told.identity)
         slot = whole_blocks(told.page_bytes)
@@ -510,8 +533,9 @@ class Connector:
             self._promises.reset(self._current.identity)
         if not self._is_stale:
             return True
-        # It fails while requests run that began with the weights before.
-        self._is_stale = self._manager is not None and not self._manager.reset_prefix_cache()
+        # It fails, and warns, while requests run that began with the weights before.
+        if self._is_idle:
+            self._is_stale = self._manager is not None and not self._manager.reset_prefix_cache()
         return False
 
     def on_new_request(self, request: Any) -> None:
@@ -546,6 +570,7 @@ class Connector:
         computed = {each.req_id: each.num_computed_tokens for each in new}
         computed.update(zip(old.req_ids, old.num_computed_tokens, strict=True))
         steps = scheduler_output.num_scheduled_tokens
+        self._is_idle = not steps
         state = scheduler_output.kv_connector_block_state
         behind = {name: computed[name] + count for name, count in steps.items()}
         return self._promises.plan(behind, lambda name: state.get_block_ids(name)[0], self._weights)
@@ -571,11 +596,12 @@ class Connector:
         self._caches = caches = {name: kv_caches[name] for name in self._group.layer_names}
         rank = self._config.parallel_config.rank % self._ranks
         identity = self._identity()
-        nbytes = sum(each.shape[1] for each in map(rows_of, caches.values()))
+        rows = [rows_of(each, self._blocks) for each in caches.values()]
+        nbytes = sum(each.shape[1] for each in rows)
         store, buffers = self._options.opened(nbytes, identity), parse_bytes(self._options.buffers)
-        self._copies = WorkerPages(store, list(caches.values()), rank, buffers)
+        self._copies = WorkerPages(store, rows, rank, buffers)
         self._current, self._keeps = Current.made()
-        self._told = Told(identity, nbytes, f"/proc/{os.getpid()}/fd/{self._keeps}")
+        self._told = Told(identity, nbytes, f"/proc/{os.getpid()}/fd/{self._keeps}", boot())
 
     def weights_changed(self) -> None:
         """This process serves other weights (opening.serve): no page of before is found."""
