@@ -58,8 +58,10 @@ class Connected:
 class Engine(StepWeights):
     def __init__(self, run: Path) -> None:
         self.model, self.connected = Served(), Connected()
+        self.model_config = SimpleNamespace(enable_sleep_mode=False)
         self.calls: list[str] = []
         load_into(self.model.load_weights, {"run": f"{run}@1", "name": "model"}, 1)
+        self.watch_loads()
         self.model.taken.clear()
         self.init_transfer_engine(RunInfo(str(run), "model"))
 
@@ -333,7 +335,7 @@ def test_a_load_that_fails_on_another_rank_is_an_error_here_and_read_again(
     must(same(engine.model, values(run, 2)))
     engine.finish_weight_update()
     assert len(engine.connected.identities) == 1  # no whole step
-    assert len(engine.take(1)) == 4
+    assert len(engine.take(1)) == len(values(run, 1))  # nobody knows what the model has
 
 
 def test_a_step_of_another_model_is_refused(run: Path) -> None:
@@ -344,6 +346,44 @@ def test_a_step_of_another_model_is_refused(run: Path) -> None:
     with pytest.raises(UsageError, match="other tensors"):
         engine.receive_weights(StepInfo(9))
     assert not engine.model.taken
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("ahead", ["", "before the load", "behind the load"])
+def test_what_another_loader_of_vllm_has_loaded_is_replaced(
+    run: Path, step: int, ahead: str
+) -> None:
+    """Such as its reload_weights, which gives the model all that the directory has."""
+    engine = Engine(run)
+    if ahead == "before the load":
+        must(engine.ahead(step) is None)
+    torch.manual_seed(1)
+    engine.model.load_weights(iter(Served().state_dict().items()))
+    must(not same(engine.model, values(run, step)))
+    assert len(engine.take(step, ahead=ahead == "behind the load")) == len(values(run, step))
+    assert same(engine.model, values(run, step))
+    assert engine.take(step) == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_sleep_mode_an_update_brings_all_tensors(run: Path, ahead: bool) -> None:
+    """A sleep may have discarded them, and nobody says so."""
+    engine = Engine(run)
+    engine.model_config.enable_sleep_mode = True
+    for each in engine.model.parameters():
+        each.data.fill_(torch.nan)
+    assert len(engine.take(1, ahead=ahead)) == len(values(run, 1))
+    assert same(engine.model, values(run, 1))
+
+
+def test_a_step_of_another_model_is_refused_also_behind_another_load(run: Path) -> None:
+    engine = Engine(run)
+    engine.model.load_weights(iter(()))
+    with statehold.Checkpointer(run, keep=None) as ckpt:
+        ckpt.save(9, {"model": nn.Linear(2, 2)}).wait("committed")
+    engine.start_weight_update()
+    with pytest.raises(UsageError, match="other tensors"):
+        engine.receive_weights(StepInfo(9))
 
 
 def test_layers_are_taken_whole() -> None:

@@ -15,7 +15,8 @@ by the next update, of the same save of the same step. It is the one read under 
 the spare memory of the host. What pages depend on changes in the same call as the weights: nothing
 that was computed with those before is found after it. The model has a whole step before the call
 and behind it, because requests run between calls. If the call fails on the way into the model, it
-has none, and the next one reads these tensors again.
+has none. Then the next one reads all tensors, as it does behind another loader of vLLM, and always
+with sleep mode.
 Not here: who decides that a step is taken, and pauses the engine (the caller), the reads (loader),
 what becomes of promises and of vLLM's own prefix cache (connector).
 """
@@ -112,6 +113,18 @@ class StepWeights:
     _info: Any = None
     _ahead: tuple[int, Task[OtherWeights]] | None = None
 
+    def watch_loads(self) -> None:
+        """From now on, what loads weights into the model makes the next update bring all tensors.
+
+        All loaders of vLLM call the load_weights() of the model.
+        """
+        self.model.load_weights = partial(self._watched, self.model.load_weights)
+
+    def _watched(self, load: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._ahead = None
+        served().update(dict.fromkeys(served()))
+        return load(*given, **named)
+
     def init_transfer_engine(self, init_info: Any) -> None:
         """The run whose steps are taken."""
         run_of(init_info.run)
@@ -125,7 +138,9 @@ class StepWeights:
         does. Then nothing has changed on any rank.
         """
         before, self._ahead, step = self._ahead, None, update_info.step
-        read = partial(other_weights, self._info.run, step, self._info.name, dict(served()))
+        # A sleep may have discarded weights, and nobody says so.
+        known = dict.fromkeys(served()) if self.model_config.enable_sleep_mode else dict(served())
+        read = partial(other_weights, self._info.run, step, self._info.name, known)
         if update_info.ahead:
             self._ahead = step, self._reads.submit(read, None, spare_memory().nbytes // self.ranks)
             return
@@ -137,7 +152,7 @@ class StepWeights:
     def _load(self, found: OtherWeights) -> None:
         if not found.tensors:
             return
-        self._serve([found.content, "not whole"], {**served(), **dict.fromkeys(found.tensors)})
+        self._serve([found.content, "not whole"], dict.fromkeys(found.sums))
         self._begin()
         self.model.load_weights(iter(found.tensors.items()))
         self._end()
@@ -215,6 +230,7 @@ def _derived() -> type[Any]:
         def __init__(self, config: Any, vllm_config: Any, *device_and_model: Any) -> None:
             check_tiers(vllm_config.kv_transfer_config)
             super().__init__(config, vllm_config, *device_and_model)
+            self.watch_loads()
             self.ranks = vllm_config.parallel_config.world_size
 
         def _begin(self) -> None:
