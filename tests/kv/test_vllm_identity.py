@@ -115,6 +115,7 @@ OTHERS: dict[str, Callable[[Start], None]] = {
     "dtype of the cache": with_cache(blocks(HEADS, TOKENS, WIDTH, dtype=torch.bfloat16)),
     "name of the cache's dtype": lambda s: vars(s.config.cache_config).update(cache_dtype="fp8"),
     "quantization": of_model(quantization="fp8"),
+    "quantization of some layers": of_model(quantization_config={"ignore": ["re:.*k_proj"]}),
     "layout, by strides": with_cache(blocks(TOKENS, HEADS, WIDTH).transpose(1, 2)),
     "layout, by shape": with_cache(blocks(2 * HEADS, TOKENS, WIDTH)),
     "names of layers": lambda s: s.group.layer_names.reverse(),

@@ -52,6 +52,7 @@ def vllm_config(path: Path, ranks: int = 1, **options: object) -> Any:
         speculative_config=None,
         model_config=SimpleNamespace(
             model="m", dtype=torch.float32, quantization=None, max_model_len=64,
+            quantization_config=None,
             hf_config=SimpleNamespace(to_json_string=lambda use_diff: "{}"),
         ),
     )  # fmt: skip

@@ -619,8 +619,9 @@ class Connector:
         return self._options.identity_of(
             model.model, json.loads(model.hf_config.to_json_string(use_diff=False)),
             version=self.version, layers=layers, ranks=self._ranks, tokens=self._block_tokens,
-            dtype=str(model.dtype), quantization=str(model.quantization),
-            cache_dtype=self._config.cache_config.cache_dtype, length=model.max_model_len,
+            dtype=str(model.dtype), cache_dtype=self._config.cache_config.cache_dtype,
+            quantization=[str(model.quantization), str(model.quantization_config)],
+            length=model.max_model_len,
         )  # fmt: skip
 
     def get_handshake_metadata(self) -> Told:
