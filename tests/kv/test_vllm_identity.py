@@ -103,6 +103,14 @@ def of_model(**changes: object) -> Callable[[Start], None]:
     return lambda start: vars(start.config.model_config).update(changes)
 
 
+def loaded_as(name: str, **options: object) -> Callable[[Start], None]:
+    def change(start: Start) -> None:
+        config = start.config.load_config
+        config.load_format, config.model_loader_extra_config = name, options
+
+    return change
+
+
 def with_cache(cache: torch.Tensor) -> Callable[[Start], None]:
     return lambda start: vars(start).update(cache=cache)
 
@@ -126,6 +134,14 @@ OTHERS: dict[str, Callable[[Start], None]] = {
 }
 
 
+# Of an engine whose weights vLLM has loaded.
+OTHER_LOADS: dict[str, Callable[[Start], None]] = {
+    "random weights": loaded_as("dummy"),
+    "other files": loaded_as("pt"),
+    "a loader of somebody": loaded_as("theirs", scale=2),
+}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_change_of_one_thing_finds_no_page(
     start: Callable[[], Start], tmp_path: Path, name: str
@@ -137,6 +153,23 @@ def test_a_change_of_one_thing_finds_no_page(
         must(get(store, *range(20)) == [PageVerdict.HIT] * 20)
     with made(tmp_path / "kv", identity=second.identity()) as store:
         assert get(store, *range(20)) == [PageVerdict.MISS] * 20
+
+
+@pytest.mark.parametrize("name", OTHER_LOADS)
+def test_what_did_not_load_the_files_as_they_are_finds_no_page(
+    start: Callable[[], Start], name: str
+) -> None:
+    """Until the engine takes a step: then the pages are the step's, whatever was there before."""
+    first, second = start(), start()
+    OTHER_LOADS[name](second)
+    assert (first.identity() == second.identity()) == first.is_served
+
+
+def test_the_options_of_a_loader_count(start: Callable[[], Start]) -> None:
+    first, second = start(), start()
+    loaded_as("theirs", scale=1)(first)
+    loaded_as("theirs", scale=2)(second)
+    assert (first.identity() == second.identity()) == first.is_served
 
 
 def renamed(start: Start) -> None:
@@ -165,6 +198,8 @@ SAME: dict[str, Callable[[Start], None]] = {
     "another name of the file": other_file,
     "another name in the configuration": other_notes,
     "another store": other_store,
+    "another reader of the same files": loaded_as("fastsafetensors"),
+    "threads of the reader": loaded_as("auto", enable_multithread_load=True),
     "another number of blocks": with_cache(blocks(HEADS, TOKENS, WIDTH)[1:]),
 }
 

@@ -50,6 +50,7 @@ def vllm_config(path: Path, ranks: int = 1, **options: object) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         speculative_config=None,
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         model_config=SimpleNamespace(
             model="m", dtype=torch.float32, quantization=None, max_model_len=64,
             quantization_config=None,

@@ -49,6 +49,8 @@ PUT_S = 30.0
 EMPTY_STEP_S = 0.005
 # Layers whose blocks hold all that the tokens of the block have left behind.
 HOLDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+# Values of load_format that load the *.safetensors as they are, whatever the options of the loader.
+_SAME_FILES = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "statehold"})
 
 W = TypeVar("W", bound="SharedWords")
 BlocksOf = Callable[[str], Sequence[int]]  # of a request
@@ -611,7 +613,8 @@ class Connector:
             self._current.change(identity)
 
     def _identity(self) -> bytes:
-        model = self._config.model_config
+        model, load = self._config.model_config, self._config.load_config
+        how = [load.load_format, str(load.model_loader_extra_config)]
         layers = [
             [name, list(each.shape[1:]), list(each.stride()[1:]), str(each.dtype)]
             for name, each in self._caches.items()
@@ -621,7 +624,7 @@ class Connector:
             version=self.version, layers=layers, ranks=self._ranks, tokens=self._block_tokens,
             dtype=str(model.dtype), cache_dtype=self._config.cache_config.cache_dtype,
             quantization=[str(model.quantization), str(model.quantization_config)],
-            length=model.max_model_len,
+            length=model.max_model_len, loaded=how if how[0] not in _SAME_FILES else None,
         )  # fmt: skip
 
     def get_handshake_metadata(self) -> Told:

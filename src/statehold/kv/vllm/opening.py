@@ -81,9 +81,10 @@ class PagesOptions:
         )  # fmt: skip
 
     def identity_of(
-        self, model: str, config: Mapping[str, Any] | None = None, **layout: Any
+        self, model: str, config: Mapping[str, Any] | None = None, loaded: Any = None, **layout: Any
     ) -> bytes:
-        """What pages of the weights that are served depend on. model: what vLLM was given."""
+        """What pages of the weights that are served depend on. model: what vLLM was given; loaded:
+        how vLLM has loaded it, where that is not the files as they are."""
         if self.identity is not None:
             given = identity_in(self.identity)
             return folded(_serves, {}, {"given": self.identity}) if _serves else given
@@ -95,7 +96,7 @@ class PagesOptions:
             hint = "give the option weights= the directory that vLLM has loaded"
             expected = "a directory, or a step of a run"
             raise refused("the weights of these pages are not known", expected, weights, hint)
-        return identity(weights, config, **facts)
+        return identity(weights, config, **facts, loaded=loaded)
 
 
 def all_ranks(mine: Any) -> list[Any]:
