@@ -8,13 +8,14 @@ chunks to pages, and a load job pages to chunks. vLLM polls for the jobs that ar
 Invariants: no call waits, except drain_jobs(), and that one until the jobs' time has passed. A load
 job names the keys whose pages are right; vLLM computes the others. A key that has failed is a miss
 for the rest of its request, so nobody asks for it for ever. After a job was reported, nothing
-touches its chunks.
+touches its chunks. After a reset of vLLM's caches, no page of before is found.
 Not here: what a page depends on (opening).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from statehold.kv.batch import PageBatch, PageVerdict
+from statehold.kv.page import IDENTITY_BYTES
 from statehold.kv.store import PageStore
 from statehold.kv.vllm.opening import PagesOptions, made_when_asked
 
@@ -107,13 +109,20 @@ class Tier:
         self._failed.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
-        """Return once no job touches a chunk any more."""
+        """Return once no job touches a chunk any more. From then on no page of before is found.
+
+        In vLLM 0.32, only TieringOffloadingManager.reset_cache() calls it, and tells a tier nothing
+        else: when the prefix cache is reset with the connector, also by a pause or a sleep. Weights
+        may be others then, so pages are this engine's own until it starts again.
+        """
         for job in self._jobs:
             job.batch.wait()
+        self._store.identity = os.urandom(IDENTITY_BYTES)
 
     def shutdown(self) -> None:
         """Close the store, which writes what it has."""
-        self.drain_jobs()
+        for job in self._jobs:
+            job.batch.wait()
         self._store.close()
 
 
@@ -137,8 +146,7 @@ def _derived() -> type[Any]:
             SecondaryTierManager.__init__(
                 self, offloading_spec, primary_kv_view, tier_type, backpressure_detector
             )
-            found = PagesOptions.of(options)
-            config = offloading_spec.config
+            found, config = PagesOptions.of(options), offloading_spec.config
             model, layout, view = config.model.name, _layout(config), primary_kv_view
             identity = found.identity_of(model, version=__version__, chunk=layout)
             self.begin(found.opened(view.nbytes // len(view), identity), view)
