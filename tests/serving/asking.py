@@ -13,6 +13,8 @@ cache_salt of all prompts, which vLLM's hashes count. kind:
     apart   Rank 1 reads its steps from another run, `other`, so no update is taken. Has the answers
             behind it, and none if the engine has ended.
     stuck   Reads of pages from files never end.
+    reload  Before the answers of a round, the engine takes the step, vLLM reloads the weights of
+            the directory, and the engine takes the step again.
 
 Invariants: pages are saved behind the answers, so a round begins once the store has all pages of
 the rounds before it.
@@ -179,6 +181,11 @@ def in_turn(llm: Any, job: dict[str, Any], sampling: Any) -> list[list[dict[str,
             weights.add(step)
             read_ahead(llm, step)
             take(llm, step)
+            if job["kind"] == "reload":
+                llm.collective_rpc("reload_weights")
+                llm.reset_prefix_cache(reset_connector=True)
+                read_ahead(llm, step)
+                take(llm, step)
         else:
             llm.reset_prefix_cache()
         prompts = [{"prompt_token_ids": ids, "cache_salt": job["salt"]} for ids in job["prompts"]]

@@ -170,6 +170,19 @@ def test_an_engine_starts_from_a_run_and_takes_its_steps(
     ]
 
 
+def test_an_update_behind_reload_weights_has_the_tokens_of_the_step(
+    model: Path, cold: Rounds, fresh: Rounds, run: Path, tmp_path: Path
+) -> None:
+    """The directory has the weights of step 1."""
+    live = ask(
+        model, prompts(1, COUNT, TOKENS), tmp_path / "live.json", rounds=(0, 2, 0), run=run,
+        first=1, kind="reload", **FP32, **LIVE, **pages(tmp_path / "kv"),
+    ).answers()  # fmt: skip
+    assert tokens(live) == tokens(cold) != tokens(fresh)
+    assert tokens(live, 1) == tokens(live, 2) == tokens(fresh)
+    assert [sum(cached(live, at)) for at in range(3)] == [0, 0, COUNT * ALL]
+
+
 def test_steps_that_come_while_requests_run_leave_nothing_stale(
     model: Path, cold: Rounds, fresh: Rounds, run: Path, tmp_path: Path
 ) -> None:
