@@ -108,14 +108,11 @@ def simulate(
         raise refused(summary, expected, f"{longest:,}", layout=where)
     dp = costs.layout.dp
     share = LoadTimes(load.bandwidth / dp, load.lookup_s) if load else None
-    total = ServingOutcome()
+    out = ServingOutcome()
     for first in range(min(dp, len(requests))):
-        out = _ServingReplica(costs, requests[first::dp], -(-concurrency // dp), share).run()
-        total.end_s = max(total.end_s, out.end_s)
-        total.latency_s += out.latency_s / len(requests)
-        for name in ("answered", "preemptions", "recomputed", "loaded"):
-            setattr(total, name, getattr(total, name) + getattr(out, name))
-    return total
+        _ServingReplica(costs, requests[first::dp], -(-concurrency // dp), share, out).run()
+    out.latency_s /= len(requests)
+    return out
 
 
 @dataclass(slots=True, eq=False)
@@ -133,9 +130,10 @@ class _Sequence:
 
 class _ServingReplica:
     def __init__(
-        self, costs: ServingCosts, requests: Requests, most: int, load: LoadTimes | None
-    ) -> None:
-        self._costs, self._most, self._load = costs, most, load
+        self, costs: ServingCosts, requests: Requests, most: int, load: LoadTimes | None,
+        out: ServingOutcome,
+    ) -> None:  # fmt: skip
+        self._costs, self._most, self._load, self._out = costs, most, load, out
         self._coming = deque(requests)
         self._waiting = deque[_Sequence]()
         self._loading = deque[tuple[float, _Sequence]]()
@@ -143,9 +141,9 @@ class _ServingReplica:
         self._ends: list[tuple[int, int, int, _Sequence]] = []  # step, for equal ones, turn
         self._now_s = self._link_free_s = 0.0
         self._step = self._held = self._number = 0
-        self.out = ServingOutcome()
 
-    def run(self) -> ServingOutcome:
+    def run(self) -> None:
+        """Add what becomes of the requests to the outcome; latency_s: a sum."""
         while self._coming or self._waiting or self._loading or self._running:
             self._arrive()
             self._admit()
@@ -158,8 +156,7 @@ class _ServingReplica:
                 self._preempt()
                 if self._running:
                     self._decode(1)
-        self.out.end_s = self._now_s
-        return self.out
+        self._out.end_s = max(self._out.end_s, self._now_s)
 
     def _arrive(self) -> None:
         while self._coming and self._coming[0].arrival_s <= self._now_s:
@@ -178,7 +175,7 @@ class _ServingReplica:
             if first.turn and self._is_load_chosen(first, size):
                 continue
             self._now_s += self._costs.prefill.seconds(size)
-            self.out.recomputed += size if first.turn else 0
+            self._out.recomputed += size if first.turn else 0
             self._start(first)
 
     def _is_load_chosen(self, sequence: _Sequence, size: int) -> bool:
@@ -192,7 +189,7 @@ class _ServingReplica:
             return False
         self._link_free_s = self._now_s + after.seconds(size * nbytes)
         self._loading.append((self._link_free_s, sequence))
-        self.out.loaded += size
+        self._out.loaded += size
         return True
 
     def _start(self, sequence: _Sequence) -> None:
@@ -226,8 +223,8 @@ class _ServingReplica:
             if sequence in self._running and sequence.turn == turn:
                 del self._running[sequence]
                 self._held -= sequence.size(self._step)
-                self.out.answered += sequence.request.answer
-                self.out.latency_s += self._now_s - sequence.request.arrival_s
+                self._out.answered += sequence.request.answer
+                self._out.latency_s += self._now_s - sequence.request.arrival_s
 
     def _preempt(self) -> None:
         """Make room for a token of each: the last ones leave."""
@@ -237,7 +234,7 @@ class _ServingReplica:
             last.done += self._step - last.since
             last.since = self._step
             self._waiting.appendleft(last)
-            self.out.preemptions += 1
+            self._out.preemptions += 1
 
 
 def _steps_within(time_s: float, first_s: float, grows_s: float) -> int:
