@@ -152,38 +152,32 @@ def save(
         expected = f"{max(1, count)} tokens or more"
         raise refused("the tokens are not those of the cache", expected, len(ids))
     layout = PageShape.of(cache.layers, store.page_bytes)
+    size = layout.page_tokens
+    whole, rest = divmod(count, size)
     with store.conversing:
         store.identity = identity
-        return _put(cache, ids[:count], store, _root(identity), layout, ranking, deadline_s)
-
-
-def _put(
-    cache: Cache, ids: list[int], store: PageStore, root: bytes, layout: PageShape,
-    ranking: Score | None, deadline_s: float,
-) -> int:  # fmt: skip
-    count, size = len(ids), layout.page_tokens
-    if not _has_root(store, root, layout, deadline_s):
-        return 0
-    whole, rest = divmod(count, size)
-    keys = _chain(root, ids, size)
-    there = [*store.contains(keys), False].index(False)
-    runs = {}
-    if there < whole:
-        runs[there] = PageRows(there * size, size, whole - there, layout.nbytes(size))
-    if rest and there <= whole:
-        runs[whole] = PageRows(whole * size, rest, 1, layout.nbytes(rest))
-    for layer in cache.layers if runs else ():
-        pair = whole_of(layer)
-        for run in runs.values():
-            run.add(*pair, ranking)
-    for first, run in runs.items():
-        batch = store.put(
-            keys[first : first + len(run.rows)], views(run.rows), after=[root, *keys][first],
-            scores=run.scores.tolist(), deadline_s=deadline_s,
-        )  # fmt: skip
-        is_there = [verdict in _IS_THERE for verdict in batch.wait()]
-        if not all(is_there):
-            return (first + is_there.index(False)) * size
+        root = _root(identity)
+        if not _has_root(store, root, layout, deadline_s):
+            return 0
+        keys = _chain(root, ids[:count], size)
+        there = [*store.contains(keys), False].index(False)
+        runs = {}
+        if there < whole:
+            runs[there] = PageRows(there * size, size, whole - there, layout.nbytes(size))
+        if rest and there <= whole:
+            runs[whole] = PageRows(whole * size, rest, 1, layout.nbytes(rest))
+        for layer in cache.layers if runs else ():
+            pair = whole_of(layer)
+            for run in runs.values():
+                run.add(*pair, ranking)
+        for first, run in runs.items():
+            batch = store.put(
+                keys[first : first + len(run.rows)], views(run.rows), after=[root, *keys][first],
+                scores=run.scores.tolist(), deadline_s=deadline_s,
+            )  # fmt: skip
+            is_there = [verdict in _IS_THERE for verdict in batch.wait()]
+            if not all(is_there):
+                return (first + is_there.index(False)) * size
     return count
 
 
@@ -212,36 +206,30 @@ def resume(
         raise refused(summary, "an empty cache", f"{got} tokens")
     with store.conversing:
         store.identity = identity
-        return _filled(cache, ids, store, _root(identity), torch.device(device), deadline_s)
-
-
-def _filled(
-    cache: Cache, ids: list[int], store: PageStore, root: bytes, device: torch.device,
-    deadline_s: float,
-) -> Cache:  # fmt: skip
-    roots = _read(store, [root], _ROOT_BYTES, deadline_s)
-    if not len(roots):
+        root = _root(identity)
+        roots = _read(store, [root], _ROOT_BYTES, deadline_s)
+        if not len(roots):
+            return cache
+        layout = PageShape.decode(roots[0])
+        if cache.layers and len(cache.layers) != len(layout.layers):
+            expected, got = (f"{len(each.layers)} layers" for each in (layout, cache))
+            raise refused("the cache is of another model than the pages", expected, got)
+        size = layout.page_tokens
+        keys = _chain(root, ids[: len(ids) // size * size], size)
+        keys = keys[: [*store.contains(keys), False].index(False)]
+        pages = [*_read(store, keys, layout.nbytes(size), deadline_s)]
+        before = [root, *keys][len(pages)]
+        rest = _after(before, ids[len(pages) * size :][: size - 1])
+        there = itertools.compress(enumerate(rest, 1), store.contains(rest))
+        for count, key in reversed([*there]):
+            if tail := [*_read(store, [key], layout.nbytes(count), deadline_s)]:
+                pages += tail
+                break
+        for number, pair in enumerate(layout.pairs(pages) if pages else ()):
+            keys_of, values_of = (each[:, :, : len(ids) - 1].to(device) for each in pair)
+            if keys_of.shape[2]:
+                cache.update(keys_of, values_of, number)
         return cache
-    layout = PageShape.decode(roots[0])
-    if cache.layers and len(cache.layers) != len(layout.layers):
-        expected, got = (f"{len(each.layers)} layers" for each in (layout, cache))
-        raise refused("the cache is of another model than the pages", expected, got)
-    size = layout.page_tokens
-    keys = _chain(root, ids[: len(ids) // size * size], size)
-    keys = keys[: [*store.contains(keys), False].index(False)]
-    pages = [*_read(store, keys, layout.nbytes(size), deadline_s)]
-    before = [root, *keys][len(pages)]
-    rest = _after(before, ids[len(pages) * size :][: size - 1])
-    there = itertools.compress(enumerate(rest, 1), store.contains(rest))
-    for count, key in reversed([*there]):
-        if tail := [*_read(store, [key], layout.nbytes(count), deadline_s)]:
-            pages += tail
-            break
-    for number, pair in enumerate(layout.pairs(pages) if pages else ()):
-        keys_of, values_of = (each[:, :, : len(ids) - 1].to(device) for each in pair)
-        if keys_of.shape[2]:
-            cache.update(keys_of, values_of, number)
-    return cache
 
 
 # -- small things ----------------------------------------------------------------------------------
