@@ -83,14 +83,12 @@ SCORES: Mapping[str, Score] = {
 
 def score_named(score: str | Score) -> Score:
     """A score, or the one of a name. Raises UsageError."""
-    if callable(score):
-        return score
-    if score == "random":
-        return random_scores()
-    if score in SCORES:
-        return SCORES[score]
-    expected = f"{', '.join(SCORES)}, random, or a function"
-    raise refused("there is no such score of pages", expected, score)
+    named = {**SCORES, "random": random_scores()}
+    found = score if callable(score) else named.get(score)
+    if found is None:
+        expected = f"{', '.join(named)}, or a function"
+        raise refused("there is no such score of pages", expected, score)
+    return found
 
 
 def scored(score: Score, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
