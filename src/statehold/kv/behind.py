@@ -62,7 +62,7 @@ class Behind:
 
     def __init__(
         self, client: ObjectClient, store: OpenStore, identity: bytes, *,
-        count: Callable[[str, int], None],
+        count: Callable[[Mapping[str, int]], None],
         deliver: Callable[[PageBatch, list[MovingPage], list[memoryview]], bool],
     ) -> None:  # fmt: skip
         self._client, self._asking = client, client.hasty(ASK_S, lambda: None)
@@ -148,7 +148,7 @@ class Behind:
         except MissingFileError:
             pass  # somebody has deleted it
         except TruncatedFileError as error:
-            self._count("behind_bad", len(pages))
+            self._count({"behind_bad": len(pages)})
             self._store.warn("use", error, "an object behind it")
         except Exception as error:
             is_right = True
@@ -162,7 +162,7 @@ class Behind:
 
     def _fail(self, error: Exception) -> None:
         self._well_s = time.monotonic() + AGAIN_S
-        self._count("behind_failed", 1)
+        self._count({"behind_failed": 1})
         self._store.warn("reach", error, "the object store behind it")
 
     # -- the thread ------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Behind:
             size = sum(map(len, pages.values()))
             self._client.upload(name, size, pages.values(), no_limit)
             self._learn(identity, name)
-            self._count("behind_sent", len(pages))
+            self._count({"behind_sent": len(pages)})
         with self._guard:
             for _ in range(min(len(slots), len(self._unsent))):
                 self._unsent.popleft()

@@ -177,9 +177,8 @@ class PageStore:
         self._behind: Behind | None = None
         if client is not None:
             self._behind = Behind(
-                client, self._open, self._identity,
-                count=lambda name, count: self._add({name: count}), deliver=self._came,
-            )  # fmt: skip
+                client, self._open, self._identity, count=self._add, deliver=self._came
+            )
         for begin in range(0, len(unwritten := self._open.unwritten), self._group_pages):
             part = unwritten[begin : begin + self._group_pages]
             used = [self._memory.table.index(slot) for slot in reversed(part)]
