@@ -122,7 +122,7 @@ class _Sequence:
     request: ServingRequest
     done: int = 0
     since: int = 0
-    turn: int = 0  # how often it was admitted
+    has_left: bool = False  # it ran before
 
     def size(self, step: int) -> int:
         return self.request.prompt + self.done + step - self.since
@@ -138,7 +138,7 @@ class _ServingReplica:
         self._waiting = deque[_Sequence]()
         self._loading = deque[tuple[float, _Sequence]]()
         self._running: dict[_Sequence, None] = {}  # in the order in which they came
-        self._ends: list[tuple[int, int, int, _Sequence]] = []  # step, for equal ones, turn
+        self._ends: list[tuple[int, int, _Sequence]] = []  # step, number
         self._now_s = self._link_free_s = 0.0
         self._step = self._held = self._number = 0
 
@@ -172,10 +172,10 @@ class _ServingReplica:
                 return
             self._waiting.popleft()
             self._held += size
-            if first.turn and self._is_load_chosen(first, size):
+            if first.has_left and self._is_load_chosen(first, size):
                 continue
             self._now_s += self._costs.prefill.seconds(size)
-            self._out.recomputed += size if first.turn else 0
+            self._out.recomputed += size if first.has_left else 0
             self._start(first)
 
     def _is_load_chosen(self, sequence: _Sequence, size: int) -> bool:
@@ -193,11 +193,11 @@ class _ServingReplica:
         return True
 
     def _start(self, sequence: _Sequence) -> None:
-        sequence.since, sequence.turn = self._step, sequence.turn + 1
+        sequence.since = self._step
         self._running[sequence] = None
         self._number += 1
         end = self._step + sequence.request.answer - sequence.done
-        heapq.heappush(self._ends, (end, self._number, sequence.turn, sequence))
+        heapq.heappush(self._ends, (end, self._number, sequence))
 
     def _next_s(self) -> float:
         loaded_s = self._loading[0][0] if self._loading else math.inf
@@ -207,7 +207,7 @@ class _ServingReplica:
         """Steps until the next event."""
         batch = len(self._running)
         apart = sum(each.request.prompt + each.done for _, each in self._loading)
-        while self._ends[0][3] not in self._running or self._ends[0][2] != self._ends[0][3].turn:
+        while self._ends[0][2] not in self._running:  # it has left
             heapq.heappop(self._ends)
         steps = min(room, self._ends[0][0] - self._step)
         context = self._held - apart
@@ -219,8 +219,8 @@ class _ServingReplica:
         self._step += steps
         self._held += steps * batch
         while self._ends and self._ends[0][0] <= self._step:
-            _, _, turn, sequence = heapq.heappop(self._ends)
-            if sequence in self._running and sequence.turn == turn:
+            *_, sequence = heapq.heappop(self._ends)
+            if sequence in self._running:
                 del self._running[sequence]
                 self._held -= sequence.size(self._step)
                 self._out.answered += sequence.request.answer
@@ -231,9 +231,8 @@ class _ServingReplica:
         while self._held + len(self._running) > self._costs.tokens:
             last, _ = self._running.popitem()
             self._held -= last.size(self._step)
-            last.done += self._step - last.since
-            last.since = self._step
-            self._waiting.appendleft(last)
+            done = last.done + self._step - last.since
+            self._waiting.appendleft(_Sequence(last.request, done, has_left=True))
             self._out.preemptions += 1
 
 
