@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from statehold.errors import UsageError, refused
 from statehold.kv.batch import PageVerdict
 from statehold.kv.caches.paged_eviction import Score, score_named, scored
-from statehold.kv.caches.plain import as_pages, is_saved, views, whole_of
+from statehold.kv.caches.plain import as_pages, is_plain, views
 from statehold.kv.store import PageStore
 from statehold.units import format_bytes
 
@@ -167,9 +167,10 @@ def save(
         if rest and there <= whole:
             runs[whole] = PageRows(whole * size, rest, 1, layout.nbytes(rest))
         for layer in cache.layers if runs else ():
-            pair = whole_of(layer)
+            is_tiered = hasattr(layer, "whole")
+            of_keys, of_values = layer.whole() if is_tiered else (layer.keys, layer.values)
             for run in runs.values():
-                run.add(*pair, ranking)
+                run.add(of_keys, of_values, ranking)
         for first, run in runs.items():
             batch = store.put(
                 keys[first : first + len(run.rows)], views(run.rows), after=[root, *keys][first],
@@ -245,7 +246,7 @@ def _ids(tokens: Sequence[int] | torch.Tensor) -> list[int]:
 
 
 def _shape(layer: Any, number: int) -> tuple[str, int, int, int]:
-    if not is_saved(layer):
+    if not ((is_plain(layer) or hasattr(layer, "whole")) and layer.is_initialized):
         summary, got = "a layer of this kind is not saved", type(layer).__name__
         raise refused(summary, "full attention", got, layer=number)
     batch, heads, _, dim = layer.keys.shape

@@ -29,16 +29,6 @@ def is_plain(layer: Any) -> bool:
     return type(layer) is DynamicLayer
 
 
-def is_saved(layer: Any) -> bool:
-    """Whether a layer has all keys and values, here or on tiers."""
-    return (is_plain(layer) or hasattr(layer, "whole")) and layer.is_initialized
-
-
-def whole_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of a layer."""
-    return layer.whole() if hasattr(layer, "whole") else (layer.keys, layer.values)
-
-
 def as_pages(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """The bytes of [batch, heads, tokens, dim], cut by tokens into so many rows."""
     batch, heads, _, dim = tensor.shape
