@@ -82,7 +82,6 @@ class TieredLayer(DynamicLayer):
         self.settle()
         if not self._away:
             return self.keys, self.values
-        self.prefetch()
         pages, both = self._arrived(), (self.keys, self.values)
         sizes = [self._page_tokens * _token_bytes(each) for each in both]
         keys, values = (
@@ -279,8 +278,7 @@ class TieredCache(Cache):
             if layer.pages_away:
                 self._move(layer)
             self._make_room()
-            away = self.layers_away
-            if away:
+            if away := self.layers_away:
                 self.layers[min((n for n in away if n > layer_idx), default=away[0])].prefetch()
         return found
 
