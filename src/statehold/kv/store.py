@@ -162,13 +162,14 @@ class PageStore:
         # Of the process that has it open: a forked child has no threads of it. 0: it is closed.
         self._pid = os.getpid()
         self._leftover = deque[LoadGroup]()
+        self.path = os.path.abspath(os.fspath(path))
         self._open = OpenStore(
-            os.path.abspath(os.fspath(path)), page_bytes=self.page_bytes, identity=self._identity,
+            self.path, page_bytes=self.page_bytes, identity=self._identity,
             capacity=parse_bytes(capacity), memory=parse_bytes(memory),
         )  # fmt: skip
         self._memory, self._files = self._open.memory, self._open.files
         self._counted: PageTable | None = self._files.table  # until it is closed
-        self._figures = figures_of(self._open.path, None)
+        self._figures = figures_of(self.path, None)
         self._read, self._write, self._take_in = (
             Worker(f"statehold-kv-{name}") for name in ("read", "write", "take-in")
         )
@@ -183,11 +184,6 @@ class PageStore:
             part = unwritten[begin : begin + self._group_pages]
             used = [self._memory.table.index(slot) for slot in reversed(part)]
             self._write.submit(partial(self._store, part, used))
-
-    @property
-    def path(self) -> str:
-        """The directory."""
-        return self._open.path
 
     # -- calls -----------------------------------------------------------------------------
 
@@ -368,10 +364,9 @@ class PageStore:
         """Copy a page from a slot in memory, which may be given to another one meanwhile."""
         table, batch = self._memory.table, page.batch
         generation, header = table.generation(slot), self._header(slot)
+        is_it = header is not None and header.is_of(batch.identity, page.key, page.view.nbytes)
         # The slot may have been given to another page between find_all() and this generation.
-        if table.find(page.index) != slot or header is None:
-            return False
-        if not header.is_of(batch.identity, page.key, page.view.nbytes):
+        if table.find(page.index) != slot or not is_it:
             return False
         if not self._copy_out(page, self._memory.address(slot) + HEADER_BYTES):
             return True  # it is late, and has its verdict
