@@ -50,8 +50,6 @@ MAKING, MAKING_S = 2 + SEATS_MAX, 10.0
 # How the memory ends: it says where the store is.
 _ROOT, _ROOT_BYTES = b"store of pages: ", 4096 + 16
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
 
 class MappedTable:
     """A file that this process maps, and shares: a table, then `more` bytes. New ones are zeros,
@@ -376,5 +374,5 @@ def boot() -> int:
     """Tells this run of the host's kernel from others; never 0."""
     booted = b""
     with contextlib.suppress(OSError):
-        booted = _BOOT.read_bytes()
+        booted = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     return int.from_bytes(hashlib.sha256(booted).digest()[:8], "little") | 1
