@@ -37,7 +37,6 @@ from statehold.units import format_bytes
 FORMAT = 2
 DEADLINE_S = 60.0
 _ROOT_BYTES = 1024
-_IS_THERE = (PageVerdict.STORED, PageVerdict.THERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ def save(
                 keys[first : first + len(run.rows)], views(run.rows), after=[root, *keys][first],
                 scores=run.scores.tolist(), deadline_s=deadline_s,
             )  # fmt: skip
-            is_there = [verdict in _IS_THERE for verdict in batch.wait()]
+            is_there = [each in (PageVerdict.STORED, PageVerdict.THERE) for each in batch.wait()]
             if not all(is_there):
                 return (first + is_there.index(False)) * size
     return count
