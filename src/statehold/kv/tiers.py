@@ -64,13 +64,11 @@ class MappedTable:
             with contextlib.suppress(FileNotFoundError):
                 if os.lstat(path).st_size != nbytes:
                     os.unlink(path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o660)
-            try:
-                if os.fstat(fd).st_size != nbytes:
-                    _reserve(fd, nbytes, path)
-                self.map = mmap.mmap(fd, nbytes)
-            finally:
-                os.close(fd)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(path, flags, 0o660), "r+b", 0) as file:
+                if os.fstat(file.fileno()).st_size != nbytes:
+                    _reserve(file.fileno(), nbytes, path)
+                self.map = mmap.mmap(file.fileno(), nbytes)
         self.view = memoryview(self.map)
         self.table = PageTable(self.view[: self.begin], slots)
 
