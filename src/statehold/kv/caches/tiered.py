@@ -97,7 +97,12 @@ class TieredLayer(DynamicLayer):
         if self._must_stay or self._going or not (self.is_initialized and self.keys.shape[2]):
             return 0
         if not self._page_tokens:
-            self._measure()
+            nbytes = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]  # of a token
+            self._page_tokens = self._store.page_bytes // nbytes
+            if not self._page_tokens:
+                least, got = format_bytes(nbytes), format_bytes(self._store.page_bytes)
+                summary = "a page of the store holds no token of a layer"
+                raise refused(summary, f"page_bytes of at least {least}", got)
         return int(self.keys.shape[2] // self._page_tokens)
 
     def begin_to_go(self, room: int) -> None:
@@ -127,15 +132,6 @@ class TieredLayer(DynamicLayer):
         self.keys, self.values = (
             each[:, :, count * self._page_tokens :].clone() for each in (self.keys, self.values)
         )
-
-    def _measure(self) -> None:
-        """The tokens that a page of the store holds, and what that takes."""
-        nbytes = (self.keys.nbytes + self.values.nbytes) // self.keys.shape[2]
-        self._page_tokens = self._store.page_bytes // nbytes
-        if not self._page_tokens:
-            least, got = format_bytes(nbytes), format_bytes(self._store.page_bytes)
-            summary = "a page of the store holds no token of a layer"
-            raise refused(summary, f"page_bytes of at least {least}", got)
 
     def _stay(self, why: str) -> None:
         if not self._must_stay:
