@@ -95,8 +95,7 @@ def scored(score: Score, keys: torch.Tensor, values: torch.Tensor) -> torch.Tens
     """A score for each group. Raises UsageError if the function gives something else."""
     scores = score(keys, values)
     if scores.shape != keys.shape[1:2]:
-        expected, got = list(keys.shape[1:2]), list(scores.shape)
-        raise refused("a score of pages has another shape", expected, got)
+        raise refused("a score of pages has another shape", [*keys.shape[1:2]], [*scores.shape])
     return scores
 
 
