@@ -54,7 +54,6 @@ _SAME_FILES = frozenset({"auto", "hf", "safetensors", "fastsafetensors", "stateh
 
 W = TypeVar("W", bound="SharedWords")
 BlocksOf = Callable[[str], Sequence[int]]  # of a request
-_WORD = 8
 
 
 # -- what the two sides tell each other ------------------------------------------------------------
@@ -114,11 +113,8 @@ class SharedWords:
     @classmethod
     def opened(cls: type[W], path: str, *more: int) -> W:
         """What another process has made."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return cls(fd, *more)
-        finally:
-            os.close(fd)
+        with open(path, "r+b", buffering=0) as file:
+            return cls(file.fileno(), *more)
 
 
 class StagedPages(SharedWords):
@@ -158,7 +154,7 @@ class Current(SharedWords):
         self.words[0] += 1
 
     def _of(self, count: int) -> memoryview:
-        return self.view[_WORD + count % 2 * IDENTITY_BYTES :][:IDENTITY_BYTES]
+        return self.view[self.words.itemsize + count % 2 * IDENTITY_BYTES :][:IDENTITY_BYTES]
 
 
 # -- the scheduler's side --------------------------------------------------------------------------
