@@ -73,7 +73,7 @@ def limits_of(records: list[Record]) -> dict[str, Any]:
     copies: dict[str, list[float]] = defaultdict(list)
     copied: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        for key, value in record["result"]["copied"].items():
+        for key, value in record["result"].get("copied", {}).items():
             copied[key].append(value)
         for engine, found in record["result"]["storage"].items():
             for key, value in found.items():
@@ -264,7 +264,7 @@ def text(facts: dict[str, Any], summary: dict[str, Any]) -> str:
     for key in ("fresh", "overwrite", "read"):
         for engine, value in summary["limits"].get(key, {}).items():
             lines.append(f"  {key:10}{engine:8}{spread_text(value)}")
-    for key, value in summary["limits"]["copied"].items():
+    for key, value in summary["limits"].get("copied", {}).items():
         lines.append(f"  {key:10}{'copied':8}{spread_text(value)}")
     for threads, value in summary["limits"]["memory_copy"].items():
         lines.append(f"  memory copy, {threads} thread(s)  {spread_text(value)}")

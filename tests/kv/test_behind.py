@@ -20,10 +20,11 @@ pytest.importorskip("obstore", reason="obstore is not installed: no object store
 
 from observe.exposition import samples_of
 from statehold.cli import main
-from statehold.errors import UsageError
+from statehold.errors import UsageError, WaitTimeout
 from statehold.io.objects.client import ObjectClient
 from statehold.kv import PageStore, PageVerdict, behind
 from statehold.kv import store as kv_store
+from statehold.kv.opened import OpenStore
 from statehold.observe.counters import exposition
 from support import s3
 from support.faults import must
@@ -90,6 +91,22 @@ def test_only_pages_of_the_identity_come(hosts: Hosts) -> None:
         assert get(store, *range(4)) == [HIT] * 4
         store.identity = NEW
         assert get(store, 0, 1) == [MISS, HIT]
+
+
+def test_an_identity_that_tables_have_no_place_for_comes_from_behind(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise WaitTimeout("no place")
+
+    hosts.put(*range(4), identity=NEW)
+    with hosts.open(identity=OLD) as store:
+        assert get(store, *range(4)) == [MISS] * 4
+        with monkeypatch.context() as patched:
+            patched.setattr(OpenStore, "use", refuses)
+            with pytest.raises(WaitTimeout):
+                store.identity = NEW
+        assert get(store, *range(4)) == [HIT] * 4
 
 
 def test_what_an_earlier_process_has_not_sent_is_sent(hosts: Hosts) -> None:

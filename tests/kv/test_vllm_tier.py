@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from statehold.errors import UsageError
+from statehold.errors import UsageError, WaitTimeout
 from statehold.kv.opened import OpenStore
 from statehold.kv.vllm.opening import PagesOptions
 from statehold.kv.vllm.tier import Tier
@@ -160,6 +160,20 @@ def test_a_reset_of_vllm_finds_no_chunk_of_before(tmp_path: Path) -> None:
         assert other.has(1)
     with Driven(tmp_path) as tier:
         assert tier.load(1, 2, 3).success
+
+
+def test_a_reset_that_the_store_has_no_place_for_is_one_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: object) -> None:
+        raise WaitTimeout("no place")
+
+    with Driven(tmp_path) as tier:
+        tier.store(1)
+        monkeypatch.setattr(OpenStore, "use", refuses)
+        tier.tier.drain_jobs()
+        assert not tier.has(1)
+        assert "may not stay" in caplog.text
 
 
 def test_a_shutdown_keeps_the_identity(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def identity(
         weights: a step (RUN, RUN@STEP, RUN@best:METRIC, the directory of a step), whose manifest
             has the checksums, and all plain values; or a directory with *.safetensors, which are
             read.
-        config: the configuration of the model; default: the config.json beside the weights, or the
+        config: the configuration of the model; default: the config.json beside the weights, and the
             adapter_config.json, which has the scale of an adapter.
         layout: what else a page depends on, such as dtype, page size, the identity of an adapter.
 
@@ -56,14 +56,16 @@ def identity(
 
 
 def _config_of(weights: Path) -> dict[str, Any]:
-    """The config.json or adapter_config.json beside weights; empty without one."""
-    path = next(weights.glob("config.json"), weights / "adapter_config.json")
-    try:
-        with storing("read a configuration", str(path)):
-            return dict((json.loads(path.read_bytes()) if path.exists() else {}).items())
-    except (ValueError, AttributeError) as error:
-        summary, got = "a configuration is no JSON object", str(error)
-        raise refused(summary, "a JSON object", got, file=path) from error
+    """The config.json and the adapter_config.json beside weights, as far as they are there."""
+    found = dict[str, Any]()
+    for path in filter(Path.exists, (weights / "adapter_config.json", weights / "config.json")):
+        try:
+            with storing("read a configuration", str(path)):
+                found.update(json.loads(path.read_bytes()).items())
+        except (ValueError, AttributeError) as error:
+            summary, got = "a configuration is no JSON object", str(error)
+            raise refused(summary, "a JSON object", got, file=path) from error
+    return found
 
 
 def content_of(weights: str | os.PathLike[str]) -> list[Any]:

@@ -102,10 +102,9 @@ def _opened(root: Path, access: int) -> tuple[Geometry, PageTable]:
 
 def _findable(table: PageTable | None, slot: int) -> int | None:
     """The generation of a slot whose page can be found; 0 without a table."""
-    if table is None:
-        return 0
-    generation = table.generation(slot)
-    return generation if table.find(table.index(slot)) == slot else None
+    generation = 0 if table is None else table.generation(slot)
+    is_found = table is None or table.find(table.index(slot)) == slot
+    return generation if is_found else None
 
 
 def _look_at(segment: Path, seen: PagesSeen, table: PageTable | None, *, verify: bool) -> None:

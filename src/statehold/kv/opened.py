@@ -58,9 +58,7 @@ class OpenStore:
     def __init__(
         self, path: str, *, page_bytes: int, capacity: int, memory: int, identity: bytes
     ) -> None:
-        self.path = path
-        self._guard = threading.RLock()
-        self._warned = set[str]()
+        self.path, self._guard, self._warned = path, threading.RLock(), set[str]()
         with contextlib.ExitStack() as opened:
             make_own_directory(path, "of a store of pages")
             size = slot_bytes(page_bytes)
@@ -178,8 +176,7 @@ class OpenStore:
         is_staged: bool = True,
     ) -> RangesJob:  # fmt: skip
         """parts: a slot in a file, where in it, how many bytes, and their address in memory."""
-        files: list[File] = []
-        numbers = list[int]()
+        files, numbers = list[File](), list[int]()
         starts, sizes, addresses = (array("Q") for _ in range(3))
         for there, skip, nbytes, address in parts:
             file, at = self.files.file(there, is_write=is_write)

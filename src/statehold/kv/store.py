@@ -258,9 +258,9 @@ class PageStore:
         self._check_open()
         # First: from now on no page of the old one is a HIT, not even of a call under way.
         self._identity = _check_identity(identity)
-        self._open.use(identity)
         if self._behind is not None:
             self._behind.use(identity)
+        self._open.use(identity)  # which may raise an error
 
     def stats(self) -> Mapping[str, int]:
         """The verdicts of this process, by name; unwritten: pages that are in memory alone, because

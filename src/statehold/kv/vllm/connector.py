@@ -31,12 +31,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from statehold.errors import RunBusyError, WaitTimeout, refused
+from statehold.errors import refused
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.page import HEADER_BYTES, IDENTITY_BYTES, whole_blocks
 from statehold.kv.store import PageStore
 from statehold.kv.tiers import boot, touch
-from statehold.kv.vllm.opening import PagesOptions, made_when_asked
+from statehold.kv.vllm.opening import PagesOptions, change, made_when_asked
 from statehold.process.warn import logger
 from statehold.process.worker import Worker
 from statehold.tensors.devices.elements import host_memory
@@ -449,14 +449,6 @@ class WorkerPages:
         """Store what was saved, and close the store."""
         self._saver.close()
         self._store.close()
-
-
-def change(store: PageStore, identity: bytes) -> None:
-    """Its pages depend on other weights. That never fails: an engine would end."""
-    try:
-        store.identity = identity
-    except (RunBusyError, WaitTimeout):  # it finds no page of before all the same
-        logger.exception("pages of the new weights may not stay in %s", store.path)
 
 
 def rows_of(cache: torch.Tensor, blocks: int) -> torch.Tensor:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from statehold.errors import PeerFailedError, UsageError, refused
+from statehold.errors import PeerFailedError, RunBusyError, UsageError, WaitTimeout, refused
 from statehold.kv.identity import folded, identity
 from statehold.kv.page import identity_in
 from statehold.kv.store import DEADLINE_S, PageStore
+from statehold.process.warn import logger
 
 # Of the pages of vLLM: how their bytes are put together here.
 FORMAT = 1
@@ -97,6 +98,14 @@ class PagesOptions:
             expected = "a directory, or a step of a run"
             raise refused("the weights of these pages are not known", expected, weights, hint)
         return identity(weights, config, **facts, loaded=loaded)
+
+
+def change(store: PageStore, identity: bytes) -> None:
+    """Its pages depend on other weights. That never fails: an engine would end."""
+    try:
+        store.identity = identity
+    except (RunBusyError, WaitTimeout):  # it finds no page of before all the same
+        logger.exception("pages of the new weights may not stay in %s", store.path)
 
 
 def all_ranks(mine: Any) -> list[Any]:

@@ -8,7 +8,7 @@ chunks to pages, and a load job pages to chunks. vLLM polls for the jobs that ar
 Invariants: no call waits, except drain_jobs(), and that one until the jobs' time has passed. A load
 job names the keys whose pages are right; vLLM computes the others. A key that has failed is a miss
 for the rest of its request, so nobody asks for it for ever. After a job was reported, nothing
-touches its chunks. After a reset of vLLM's caches, no page of before is found.
+touches its chunks. After a reset of vLLM's caches while nothing runs, no page of before is found.
 Not here: what a page depends on (opening).
 """
 
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from statehold.kv.batch import PageBatch, PageVerdict
 from statehold.kv.page import IDENTITY_BYTES
 from statehold.kv.store import PageStore
-from statehold.kv.vllm.opening import PagesOptions, made_when_asked
+from statehold.kv.vllm.opening import PagesOptions, change, made_when_asked
 
 _GOOD = frozenset({PageVerdict.HIT, PageVerdict.STORED, PageVerdict.THERE})
 
@@ -117,7 +117,7 @@ class Tier:
         """
         for job in self._jobs:
             job.batch.wait()
-        self._store.identity = os.urandom(IDENTITY_BYTES)
+        change(self._store, os.urandom(IDENTITY_BYTES))
 
     def shutdown(self) -> None:
         """Close the store, which writes what it has."""

@@ -116,7 +116,7 @@ class StepWeights:
     def watch_loads(self) -> None:
         """From now on, what loads weights into the model makes the next update bring all tensors.
 
-        All loaders of vLLM call the load_weights() of the model.
+        Each reload of vLLM calls the load_weights() of the model.
         """
         self.model.load_weights = partial(self._watched, self.model.load_weights)
 
