@@ -457,6 +457,17 @@ def test_what_pages_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     config = vllm_config(tmp_path)
     config.cache_config.enable_prefix_caching = False
     refused(config, kv_config(), "without hashes")
+    config = vllm_config(tmp_path)
+    config.cache_config.cache_dtype = "fp8_per_token_head"
+    refused(config, kv_config(), "scales that a forward sets")
+    config = vllm_config(tmp_path)
+    config.aux_output_config.enabled = True
+    refused(config, kv_config(), "routed experts")
+    config = vllm_config(tmp_path, ranks=2)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    refused(config, kv_config(), "a scheduler each")
+    config.parallel_config.world_size = 1
+    Connector().begin(config, kv_config())
     Connector().begin(good, kv_config())
 
 

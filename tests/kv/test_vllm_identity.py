@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from support.serving_engine import (
     TOKENS,
     WIDTH,
     Engine,
+    Layer,
     group,
     kv_config,
     vllm_config,
@@ -47,6 +49,7 @@ class Start:
     is_served: bool  # by statehold's loader; otherwise vLLM has loaded the folder
     version: str = "0.32.0"
     told: str = json.dumps(CONFIG)
+    can: dict[str, Any] = field(default_factory=torch.cpu.get_capabilities().copy)
 
     def identity(self) -> bytes:
         """What a worker tells the scheduler."""
@@ -56,7 +59,8 @@ class Start:
             serve(content_of(self.folder))
         worker = type("Worker", (Connector,), {"version": self.version})()
         worker.begin(self.config, kv_config(self.group, blocks=len(self.cache)))
-        worker.register_kv_caches(dict.fromkeys(self.group.layer_names, self.cache))
+        with mock.patch.object(torch.cpu, "get_capabilities", return_value=self.can):
+            worker.register_kv_caches(dict.fromkeys(self.group.layer_names, self.cache))
         found = worker.get_handshake_metadata().identity
         worker.shutdown()
         return bytes(found)
@@ -111,6 +115,15 @@ def loaded_as(name: str, **options: object) -> Callable[[Start], None]:
     return change
 
 
+def other_kernel(start: Start) -> None:
+    layers = start.config.compilation_config.static_forward_context
+    layers[start.group.layer_names[-1]] = Layer("FLASHINFER")
+
+
+def other_processor(**can: object) -> Callable[[Start], None]:
+    return lambda start: start.can.update(can)
+
+
 def with_cache(cache: torch.Tensor) -> Callable[[Start], None]:
     return lambda start: vars(start).update(cache=cache)
 
@@ -130,6 +143,9 @@ OTHERS: dict[str, Callable[[Start], None]] = {
     "tokens of a page": lambda s: setattr(s.group.kv_cache_spec, "block_size", 2 * TOKENS),
     "TP": lambda s: vars(s.config.parallel_config).update(tensor_parallel_size=2),
     "longest sequence": of_model(max_model_len=128),
+    "kernel of a layer": other_kernel,
+    "processor": other_processor(architecture="aarch64"),
+    "instructions of the processor": other_processor(amx_tile=True),
     "version of vLLM": lambda s: setattr(s, "version", "0.33.0"),
 }
 

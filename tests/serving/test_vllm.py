@@ -241,6 +241,22 @@ def test_two_ranks_take_steps_while_requests_run(
     check_live(steps, rounds, of_two_ranks)
 
 
+def test_other_connectors_beside_it_are_refused(model: Path, tmp_path: Path) -> None:
+    """What they load may be wrong, and vLLM says so only when it is saved."""
+    alone = pages(tmp_path / "kv")["kv_transfer_config"]
+    example = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+    }  # fmt: skip
+    both = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [alone, example]},
+    }  # fmt: skip
+    asked = ask(model, prompts(1, 1, TOKENS), tmp_path / "both.json", kv_transfer_config=both)
+    with pytest.raises(AssertionError, match="stand beside no connector"):
+        asked.answers()
+
+
 @pytest.mark.parametrize("fault", ["damaged", "saved again"])
 @pytest.mark.parametrize("connector", [False, True])
 def test_a_step_that_one_rank_cannot_take_is_taken_by_none(

@@ -6,21 +6,37 @@ Not here: vLLM (tests/serving has it).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from statehold.kv.vllm.connector import Connector
-from statehold.kv.vllm.opening import serve
+from statehold.kv.store import PageStore
+from statehold.kv.vllm import connector
+from statehold.kv.vllm.connector import Connector, Plan
+from statehold.kv.vllm.opening import PagesOptions, serve
+from statehold.process.worker import Worker
 from statehold.units import KiB, MiB
 
 TOKENS = 4  # of a block
 HEADS, WIDTH, LAYERS, BLOCKS = 2, 8, 3, 32
+
+
+@dataclass
+class Layer:
+    """What vLLM knows of a layer: the name of its attention kernel."""
+
+    kernel: str
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self.kernel)
 
 
 class FullAttentionSpec:
@@ -47,9 +63,15 @@ def vllm_config(path: Path, ranks: int = 1, **options: object) -> Any:
             prefill_context_parallel_size=1,
             nnodes=1,
             rank=0,
+            world_size=ranks,
+            distributed_executor_backend="mp",
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         speculative_config=None,
+        compilation_config=SimpleNamespace(
+            static_forward_context=dict.fromkeys(group().layer_names, Layer("CPU_ATTN"))
+        ),
+        aux_output_config=SimpleNamespace(enabled=False),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         model_config=SimpleNamespace(
             model="m", dtype=torch.float32, quantization=None, max_model_len=64,
@@ -79,6 +101,13 @@ def content(ids: Sequence[int], layer: int, rank: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.int32).view(HEADS, WIDTH).float()
 
 
+class Side(Connector):
+    """The connector, with what vLLM's base class has."""
+
+    def bind_connector_metadata(self, plan: Plan | None) -> None:
+        self._connector_metadata = plan
+
+
 class Engine:
     """An engine without memory of its own: what it does not compute is from pages.
 
@@ -90,17 +119,19 @@ class Engine:
     ) -> None:
         self.hashed = hashed
         config = vllm_config(path, ranks, **options)
-        self.scheduler, self.workers = Connector(), list[Connector]()
+        self.scheduler, self.workers = Side(), list[Side]()
+        self._savers, self._stores = list[Worker](), list[PageStore]()
         self.caches = [
             {name: torch.full((BLOCKS, TOKENS, HEADS, WIDTH), -1.0) for name in group().layer_names}
             for _ in range(ranks)
         ]
         for rank, caches in enumerate(self.caches):
-            worker, config = Connector(), vllm_config(path, ranks, **options)
+            worker, config = Side(), vllm_config(path, ranks, **options)
             config.parallel_config.rank = rank
             worker.begin(config, kv_config(hashed=hashed))
             kernels = BLOCKS * cut, TOKENS // cut, HEADS, WIDTH
-            worker.register_kv_caches({name: each.view(kernels) for name, each in caches.items()})
+            with self._noting():
+                worker.register_kv_caches({n: each.view(kernels) for n, each in caches.items()})
             self.workers.append(worker)
         self.scheduler.begin(config, kv_config(hashed=hashed))
         told = {rank: each.get_handshake_metadata() for rank, each in enumerate(self.workers)}
@@ -181,7 +212,7 @@ class Engine:
         finally:  # as vLLM does
             for worker in self.workers:
                 worker.wait_for_save()
-                worker.clear_connector_metadata()
+                worker.bind_connector_metadata(None)
 
     def forward(self, ids: Sequence[int], blocks: Sequence[int], loaded: int) -> None:
         for rank, caches in enumerate(self.caches):
@@ -201,5 +232,26 @@ class Engine:
 
     def saved(self) -> None:
         """All that was saved is in files."""
-        for worker in self.workers:
-            worker.flush()
+        for saver in self._savers:
+            saver.passed(None)
+        for store in self._stores:
+            store.flush()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """The threads that save, and the stores, that are made meanwhile."""
+        opened = PagesOptions.opened
+
+        def thread(name: str) -> Worker:
+            self._savers.append(Worker(name))
+            return self._savers[-1]
+
+        def store(*given: Any) -> PageStore:
+            self._stores.append(opened(*given))
+            return self._stores[-1]
+
+        with (
+            mock.patch.object(connector, "Worker", thread),
+            mock.patch.object(PagesOptions, "opened", store),
+        ):
+            yield

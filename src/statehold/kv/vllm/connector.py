@@ -185,11 +185,9 @@ class Promises:
         self._free = list(range(0, staging.slots - ranks + 1, ranks))
         self._lent = deque[tuple[int, list[int]]]()  # the number of the plan, slots
         self._asked: dict[str, _Asked] = {}
-        self._given_up = set[str]()
         self._requests: dict[str, Any] = {}
-        self._saved: dict[str, int] = {}
-        self._number = 1
-        self._loads: list[tuple[int, int]] = []
+        self._given_up, self._saved = set[str](), dict[str, int]()
+        self._number, self._loads = 1, list[tuple[int, int]]()
 
     def begin(self, request: Any) -> None:
         """A request has come. Of an adapter, vLLM's hash knows the name and not the weights."""
@@ -440,11 +438,6 @@ class WorkerPages:
         """Of the store, and of the buffers."""
         return {**self._store.stats(), "no buffer": self._dropped}
 
-    def flush(self) -> None:
-        """Return once all that was saved is in files."""
-        self._saver.passed(None)
-        self._store.flush()
-
     def close(self) -> None:
         """Store what was saved, and close the store."""
         self._saver.close()
@@ -483,7 +476,7 @@ class Connector:
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._promises: Promises | None = None
         self._copies: WorkerPages | None = None
-        self._connector_metadata: Plan | None = None  # vLLM's base class looks at it, too
+        self._connector_metadata: Plan | None = None  # of the step; vLLM's base class sets it
         self._current: Current | None = None
         self._keeps: int | None = None  # a descriptor
         self._manager: Any = None
@@ -603,12 +596,17 @@ class Connector:
     def _identity(self) -> bytes:
         model, load = self._config.model_config, self._config.load_config
         how = [load.load_format, str(load.model_loader_extra_config)]
+        # A kernel packs blocks of one shape in its own way, and on a CPU also by its instructions.
+        context = self._config.compilation_config.static_forward_context
+        can = torch.cpu.get_capabilities() if next(iter(self._caches.values())).is_cpu else {}
         layers = [
-            [name, list(each.shape[1:]), list(each.stride()[1:]), str(each.dtype)]
+            [name, list(each.shape[1:]), list(each.stride()[1:]), str(each.dtype),
+             context[name].get_attn_backend().get_name()]
             for name, each in self._caches.items()
-        ]
+        ]  # fmt: skip
         return self._options.identity_of(
             model.model, json.loads(model.hf_config.to_json_string(use_diff=False)),
+            kernel=[can.get("architecture"), can.get("amx_tile"), torch.version.hip],
             version=self.version, layers=layers, ranks=self._ranks, tokens=self._block_tokens,
             dtype=str(model.dtype), cache_dtype=self._config.cache_config.cache_dtype,
             quantization=[str(model.quantization), str(model.quantization_config)],
@@ -618,14 +616,6 @@ class Connector:
     def get_handshake_metadata(self) -> Told:
         """For set_xfer_handshake_metadata."""
         return self._told
-
-    def bind_connector_metadata(self, connector_metadata: Plan) -> None:
-        """The plan of the step that begins."""
-        self._connector_metadata = connector_metadata
-
-    def clear_connector_metadata(self) -> None:
-        """The step has ended."""
-        self._connector_metadata = None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Before the forward that uses the pages."""
@@ -650,11 +640,6 @@ class Connector:
         """As PageStore.stats(); "no buffer": pages of this worker that were not saved."""
         return self._copies.stats() if self._copies is not None else {}
 
-    def flush(self) -> None:
-        """Return once all that this worker has saved is in files."""
-        if self._copies is not None:
-            self._copies.flush()
-
     def shutdown(self) -> None:
         """Store what was saved, and close."""
         for side in (self._copies, self._promises):
@@ -676,8 +661,12 @@ def check(vllm_config: Any, kv_cache_config: Any) -> Any:
         "tokens that are cut over context ranks": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "ranks on several hosts": getattr(parallel, "nnodes", 1) > 1,
+        "ranks with a scheduler each": parallel.distributed_executor_backend == "external_launcher"
+        and parallel.world_size > 1,
         "a draft model": vllm_config.speculative_config is not None,
         "blocks without hashes": not vllm_config.cache_config.enable_prefix_caching,
+        "scales that a forward sets": str(vllm_config.cache_config.cache_dtype).endswith("_head"),
+        "routed experts beside answers": vllm_config.aux_output_config.enabled,
     }
     for name in (name for name, is_so in reasons.items() if is_so):
         expected = "full attention in all layers, on one host"
@@ -694,6 +683,7 @@ def _kinds(spec: Any) -> set[str]:
 @functools.cache
 def _derived() -> type[Any]:
     from vllm import __version__
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -708,6 +698,12 @@ def _derived() -> type[Any]:
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
             KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
             self.begin(vllm_config, kv_cache_config)
+
+        def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+            """The tensors of the KV cache, by layer. Raises UsageError beside other connectors."""
+            if (whole := get_kv_transfer_group()) is not self:
+                raise refused("pages stand beside no connector", "alone", type(whole).__name__)
+            super().register_kv_caches(kv_caches)
 
     return StateholdConnector
 
