@@ -540,9 +540,9 @@ def updates(
     def reload(path: Path) -> None:
         plain.ask(ids=long, more=True)
         add("reload", plain.call(calls=[("reload_weights", {"weights_path": str(path)})]))
+        kept = plain.ask(ids=long, forget=False, more=True)
         one, two = (each.ask(ids=ids, more=True)["tokens"] for each in (live, plain))
         row["differ"] += one != two
-        kept = plain.ask(ids=long, forget=False, more=True)
         row["stale"] += (
             kept["cached"] > 0 and kept["tokens"] != plain.ask(ids=long, more=True)["tokens"]
         )
