@@ -3,9 +3,9 @@
 Invariants: O_DIRECT, 16 MiB blocks, 32 in flight, as many bytes as the state has: writing a new
 file (preallocated), overwriting an allocated one, reading; fsync included in the writes. By the
 engine's own raw mode where it is built and by fio where it is installed: the denominators are the
-better of the two. Beside them, what threads reach that also copy each block (`copied`): no
-library that has a copy to make is faster than that. Memory copy between warm pages with one and
-two threads. Also calibrates the compute of a training step.
+better of the two. Beside them, what plain threads reach that also copy each block (`copied`). That
+is a comparison and no bound: a library that overlaps more can be faster. Memory copy between warm
+pages with one and two threads. Also calibrates the compute of a training step.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> st
         limit = native(root, total, gently=True)
         if limit is None:
             raise SystemExit("statehold._core is not built")
-        bound = copied(root, total, 2, gently=True)
+        plain = copied(root, total, 2, gently=True)
         shutil.rmtree(path, ignore_errors=True)
         nbytes = pages.count * pages.nbytes
         stored, loaded = nbytes / pages.store(path) / GB, nbytes / pages.load(path) / GB
@@ -250,11 +250,11 @@ def compare(root: Path, page: str, total: int, repeat: int, *, vllm: bool) -> st
         for name, value in {
             "store": stored,
             "of fresh": stored / limit["fresh"],
-            "copied fresh": bound["fresh"] / limit["fresh"],
+            "copied fresh": plain["fresh"] / limit["fresh"],
             "of stored": stored / files[0],
             "load": loaded,
             "of read": loaded / limit["read"],
-            "copied read": bound["read"] / limit["read"],
+            "copied read": plain["read"] / limit["read"],
             "of loaded": loaded / files[1],
             "look-up": 1000 * look_up_s,
             "their look-up": 1000 * looked_up_s,
