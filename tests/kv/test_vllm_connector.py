@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator
@@ -248,14 +249,21 @@ class Puts:
         return SimpleNamespace(wait=wait)
 
 
-def test_all_pages_that_wait_for_the_store_have_one_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(tmp_path) as engine:
-        puts = Puts(monkeypatch)
+@contextlib.contextmanager
+def held(path: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Puts]]:
+    """An engine with pages of three prompts that wait for the store."""
+    with Engine(path) as engine:
+        puts = Puts(patch)
         for seed in range(3):
             engine.run(prompt(seed))
         must(puts.begun.wait(60))
+        yield engine, puts
+
+
+def test_all_pages_that_wait_for_the_store_have_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held(tmp_path, monkeypatch) as (engine, puts):
         puts.now += connector.PUT_S + 1
         puts.gate.set()
         engine.saved()
@@ -265,11 +273,7 @@ def test_all_pages_that_wait_for_the_store_have_one_time(
 def test_new_weights_do_not_wait_for_pages_of_the_old_ones(
     tmp_path: Path, others: pytest.MonkeyPatch
 ) -> None:
-    with Engine(tmp_path) as engine:
-        puts = Puts(others)
-        for seed in range(3):
-            engine.run(prompt(seed))
-        must(puts.begun.wait(60))
+    with held(tmp_path, others) as (engine, puts):
         changes = threading.Thread(target=engine.change, args=("step 2",))
         changes.start()
         changes.join(30)
