@@ -187,6 +187,7 @@ void Engine::work() noexcept {
   uint64_t last_asked = 0;
   while (true) {
     start_due_transfers(lock);
+    if (wants_one_more()) shared_->changed.notify_all();  // the populator
     Work work;
     bool is_picked = false;
     const Status status = guarded([&] {
@@ -276,7 +277,6 @@ void Engine::run(Work work, Lock& lock) {
   ++done_;
   if (!status.ok()) shared_->poison_with(status);
   shared_->drop_retired(lock);
-  shared_->changed.notify_all();
   lock.unlock();
   work.job.reset();  // may be the last owner, of files too
   lock.lock();

@@ -63,9 +63,7 @@ bool Shared::leaves_clients_their_claims(const Job& job) {
 
 std::optional<Lease> Shared::lend(const Job& job) {
   if (!leaves_older_jobs_their_part(job) || !leaves_clients_their_claims(job)) return std::nullopt;
-  const std::optional<Lease> lease = pool.acquire_nowait();
-  if (lease) changed.notify_all();  // the populator keeps some free ahead of demand
-  return lease;
+  return pool.acquire_nowait();
 }
 
 void Shared::release(Lease lease) {
@@ -130,6 +128,7 @@ void Shared::drop_retired(Lock& lock) {
     (*at)->drop_files();
     lock.lock();
     (*at)->dropping_files_ = false;
+    (*at)->moved_on_.notify_all();
     std::shared_ptr<Job> job = std::move(*at);
     jobs.erase(at);
     changed.notify_all();
@@ -166,9 +165,9 @@ bool Job::retired() const { return idle() && (failed() || complete()); }
 void Job::cancel() {
   Lock lock(shared_->mutex());
   fail(Status::closed("a transfer"));
-  while (!quiet()) shared_->changed.wait(lock);
+  while (!quiet()) moved_on_.wait(lock);
   shared_->drop_retired(lock);
-  while (dropping_files_) shared_->changed.wait(lock);  // on another thread
+  while (dropping_files_) moved_on_.wait(lock);  // on another thread
 }
 
 void Job::move(BlockState& block, Stage to) {
@@ -246,7 +245,7 @@ void Job::drop_transfers() {
 
 void Job::wake_all() {
   shared_->runnable.notify_all();
-  shared_->changed.notify_all();
+  moved_on_.notify_all();
 }
 
 }  // namespace statehold

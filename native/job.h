@@ -59,7 +59,7 @@ struct Shared {
   Mutex& mutex() RETURNS_MUTEX(engine_mutex) { return mutex_; }
 
   Condition runnable;  // for workers: take() may succeed now
-  Condition changed;   // for waits: a job has moved on
+  Condition changed;   // for the engine: the populator, settle() and close()
   const std::vector<ClientOptions> clients;
   std::shared_ptr<StagingMemory> memory;
   std::shared_ptr<Fs> fs;  // reset when the engine is closed and all threads are gone
@@ -121,7 +121,10 @@ class Job : public std::enable_shared_from_this<Job> {
   uint64_t may_need() const REQUIRES(engine_mutex) { return failed() ? 0 : buffers_left(); }
   uint64_t wants_now() const REQUIRES(engine_mutex) { return failed() ? 0 : buffers_wanted(); }
   void enter() REQUIRES(engine_mutex) { ++workers_inside_; }
-  void leave() REQUIRES(engine_mutex) { --workers_inside_; }
+  void leave() REQUIRES(engine_mutex) {
+    --workers_inside_;
+    moved_on_.notify_all();
+  }
   // Nothing touches what is the caller's.
   virtual bool quiet() const REQUIRES(engine_mutex) { return workers_inside_ == 0; }
   bool idle() const REQUIRES(engine_mutex) { return workers_inside_ == 0 && in_flight_ == 0; }
@@ -163,7 +166,7 @@ class Job : public std::enable_shared_from_this<Job> {
   // has failed and is quiet. The predicate is called with the mutex.
   template <class Predicate>
   bool wait(Deadline deadline, Predicate predicate);
-  void wake_all();
+  void wake_all();  // the workers, and who waits for this job
   int slot(Lease lease) const { return shared_->slots[lease.index]; }
 
   const std::shared_ptr<Shared> shared_;
@@ -184,6 +187,7 @@ class Job : public std::enable_shared_from_this<Job> {
   int in_flight_ GUARDED_BY(engine_mutex) = 0;  // transfers, those in the queue of the disk too
   uint64_t held_ GUARDED_BY(engine_mutex) = 0;  // buffers
   bool dropping_files_ GUARDED_BY(engine_mutex) = false;  // the engine: it lets go of its files
+  Condition moved_on_;
 };
 
 template <class Predicate>
@@ -191,8 +195,8 @@ bool Job::wait(Deadline deadline, Predicate predicate) {
   Lock lock(shared_->mutex());
   while (!(failed() ? quiet() : predicate())) {
     if (!deadline) {
-      shared_->changed.wait(lock);
-    } else if (!shared_->changed.wait_until(lock, *deadline)) {
+      moved_on_.wait(lock);
+    } else if (!moved_on_.wait_until(lock, *deadline)) {
       break;
     }
   }
