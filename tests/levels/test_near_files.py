@@ -27,6 +27,7 @@ from statehold.errors import (
 from statehold.io.objects.parallel import Extent
 from statehold.layout.layout import Box
 from statehold.process.host_memory import SHARED_MEMORY
+from statehold.steps import near_files
 from statehold.steps.near_files import GAP_BYTES, PREFIX, NearFiles, coalesced
 from statehold.units import MiB
 from support.faults import DEADLINE_S, SMALL
@@ -162,9 +163,18 @@ def test_room_that_other_ranks_take_meanwhile_is_found_elsewhere(tmp_path, monke
     near.close()
 
 
-def test_a_directory_that_is_gone_is_an_error_with_a_name(tmp_path) -> None:
+def test_a_directory_that_is_not_there_yet_is_made(tmp_path) -> None:
+    near = NearFiles([str(tmp_path / "runs" / "new")])
+    path = Path(near.bring(1, NAME, len(FAR), None, Far()))
+    assert path.is_relative_to(tmp_path / "runs" / "new")
+    assert path.read_bytes() == FAR
+    near.close()
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_with_a_name(tmp_path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(StorageError):
-        NearFiles([str(tmp_path / "nothing")]).bring(1, NAME, 10, None, Far())
+        NearFiles([str(tmp_path / "file" / "nothing")]).bring(1, NAME, 10, None, Far())
 
 
 KILLED = """
@@ -220,6 +230,17 @@ def ckpt(tmp_path: Path) -> Iterator[statehold.Checkpointer]:
         tmp_path / "other", levels=[statehold.Directory(), store], **SMALL
     ) as reading:
         yield reading
+
+
+def test_a_run_that_is_new_on_its_host_takes_what_memory_has_no_room_for(
+    ckpt, tmp_path, monkeypatch
+) -> None:
+    free = near_files.free_bytes
+    monkeypatch.setattr(near_files, "free_bytes", lambda at: at != SHARED_MEMORY and free(at))
+    assert not (tmp_path / "other").exists()
+    state = {name: torch.zeros_like(tensor) for name, tensor in content().items()}
+    assert ckpt.restore(state) == 1
+    assert all(torch.equal(state[name], tensor) for name, tensor in content().items())
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ Range = tuple[int, int]
 
 
 class NearFiles:
-    """Files fetched into `directories`; the first with space is taken.
+    """Files fetched into `directories`; the first with space is taken, and made if it is a run.
 
     Thread-safe; one thread at a time fetches one file of a step.
     """
@@ -50,7 +51,7 @@ class NearFiles:
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = directories
         self._guard = threading.Lock()
-        self._readers: dict[int, int] = {}  # step -> how many
+        self._readers = Counter[int]()  # of each step
         self._folders: dict[tuple[int, str], str] = {}  # step, file
         self._lock: LockFile | None = None
         self._prefix = ""
@@ -81,15 +82,13 @@ class NearFiles:
     def reading(self, step: int) -> Iterator[None]:
         """Keep the fetched files of a step until here, and no longer."""
         with self._guard:
-            self._readers[step] = self._readers.get(step, 0) + 1
+            self._readers[step] += 1
         try:
             yield
         finally:
             with self._guard:
-                self._readers[step] -= 1
-                is_last = not self._readers[step]
-                if is_last:
-                    del self._readers[step]
+                self._readers -= Counter((step,))
+                is_last = step not in self._readers
                 done = [key for key in self._folders if is_last and key[0] == step]
             for key in done:
                 self._drop(*key)
@@ -122,6 +121,8 @@ class NearFiles:
         self._mark()
         for directory in self._directories:
             with contextlib.suppress(OSError, NoSpaceError):  # other ranks take space, too
+                if directory != SHARED_MEMORY:
+                    os.makedirs(directory, exist_ok=True)  # a run that is new on its host
                 if free_bytes(directory) > needed:
                     folder = tempfile.mkdtemp(prefix=self._prefix, dir=directory)
                     with self._guard:

@@ -50,8 +50,7 @@ def open_places(
     roots: list[str] = []
     for level in levels:
         if isinstance(level, ObjectStore):
-            near = (SHARED_MEMORY, run)
-            objects = ObjectSteps(level.url, options=level.options, near=near)
+            objects = ObjectSteps(level.url, options=level.options, near=(SHARED_MEMORY, run))
             owned = OwnedSteps(level.name, objects, identity, leads=membership.leads, yields=yields)
             places.append(
                 ObjectPlace(
