@@ -80,11 +80,11 @@ def test_steps_reach_the_store_and_come_back_from_it(tmp_path: Path) -> None:
 
 
 def places_of_two_ranks(tmp_path: Path) -> list[ObjectPlace]:
-    owned = cast(OwnedSteps, SimpleNamespace(claim=lambda: None, is_anothers=False))
     found = []
     for rank in range(2):
+        owned = SimpleNamespace(claim=lambda: None, is_anothers=False, leads=rank == 0)
         objects = ObjectSteps(f"file://{tmp_path}/bucket")
-        found.append(ObjectPlace("far", objects, keep=None, leads=rank == 0, owned=owned))
+        found.append(ObjectPlace("far", objects, keep=None, owned=cast(OwnedSteps, owned)))
         found[-1].prepare(cast(Peers, object()))
     return found
 

@@ -15,6 +15,7 @@ import pytest
 import statehold
 from statehold.errors import ManifestError, MissingFileError, StepNotFoundError, StorageError
 from statehold.format.saved import MANIFEST_NAME
+from statehold.io.objects.client import no_limit
 from statehold.steps.objects import ObjectSteps, commit_name
 
 FIRST, SECOND, OTHER = "5f3a09c1-7", "5f3a09c1-8", "00000000-1"
@@ -155,6 +156,32 @@ def test_a_damaged_commit_object(steps: ObjectSteps) -> None:
     steps.publish(7, SECOND, b"manifest")
     steps.clear()
     assert below(steps)[1] == [f"step-000000000007.{SECOND}"]
+
+
+def test_a_step_set_aside_counts_no_more_and_keeps_its_files(steps: ObjectSteps) -> None:
+    shared, file = f"{7:064x}.safetensors", "rank-00000-of-00001-1.safetensors"
+    steps.refer(7, FIRST, {file: shared})
+    steps.shared.upload(shared, 4, [memoryview(b"both")], no_limit)
+    add(steps, 7, FIRST)
+    assert steps.quarantine(7) == steps.client.path("step-000000000007.corrupt")
+    assert steps.steps() == []
+    with pytest.raises(StepNotFoundError):
+        steps.read(7, MANIFEST_NAME, BYTES_MAX)
+    for act in (steps.clear, beside(steps).clear):
+        act()
+    add(steps, 7, SECOND)  # the same step again, and a sweep of shared objects after it went
+    steps.retire(7)
+    add(steps, 8)
+    steps.clear()
+    aside = f"step-000000000007.{FIRST}"
+    kept = ["shared", aside, f"step-000000000008.{FIRST}"]
+    assert below(steps) == (["step-000000000007.corrupt", commit_name(8)], kept)
+    assert steps.client.get(f"{aside}/{DATA}", BYTES_MAX) == b"data"
+    assert steps.shared.has(shared, 4)
+    assert steps.quarantine(7).endswith(".corrupt")  # a repeated request, or another process
+    steps.client.delete("step-000000000007.corrupt")  # a person is done with it
+    steps.clear()
+    assert aside not in below(steps)[1]
 
 
 @pytest.mark.thorough

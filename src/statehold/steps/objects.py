@@ -3,6 +3,8 @@
     PREFIX/step-000000000100.5f3a09c1-7/...     one attempt at a step, manifest.json included
     PREFIX/step-000000000100.commit             names the attempt that counts: this object alone
                                                 makes the step committed
+    PREFIX/step-000000000080.corrupt    was a commit object, until a restore found the step corrupt;
+                                        left for a person, with all attempts at the step
     PREFIX/shared/0123456789abcdef....safetensors    a data file that several steps have
     PREFIX/run.json                             the run that owns the steps (owners)
 
@@ -405,6 +407,14 @@ class ObjectSteps(Shelf):
         if directory is not None:
             self._delete(directory)
 
+    def quarantine(self, step: int) -> str:
+        """Set a damaged step aside: no reader takes it, its files stay. Returns its new path."""
+        self._forget(step)
+        aside = f"{step_name(step)}{CORRUPT}"
+        with contextlib.suppress(MissingFileError):  # a request that was repeated has done it
+            self.client.rename(commit_name(step), aside)
+        return self.client.path(aside)
+
     def abandon(self, step: int, attempt: str) -> None:
         """Give up an attempt that was not published. clear() deletes what cannot be deleted now.
 
@@ -417,7 +427,8 @@ class ObjectSteps(Shelf):
 
     def clear(self, but_for: int | None = None, *, and_newer: bool = True) -> None:
         """Delete the directories that no commit object names, except attempts at the step
-        `but_for`, and without `and_newer` those at newer steps: other ranks may be ahead.
+        `but_for`, and without `and_newer` those at newer steps: other ranks may be ahead. Those at
+        a step that was set aside stay, too: its commit object may be damaged.
 
         For the one job that writes: it also deletes attempts of other jobs that are under way.
         """
@@ -430,6 +441,7 @@ class ObjectSteps(Shelf):
             # The only directory of a committed step is its own, so that needs no request.
             is_named = step in committed and several[step] == 1
             stays = but_for is not None and (step == but_for or (step > but_for and not and_newer))
+            stays = stays or f"{step_name(step)}{CORRUPT}" in names
             if not is_named and not stays:
                 self._clear_one(step, directory)
 
@@ -582,6 +594,9 @@ _REFERENCES = ".shared.json"
 _SHARED_MEMBERS = ("format", "version", "files", "shared_sha256")
 _SHARED_OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _MEMBERS = ("format", "version", "step", "directory", "manifest_sha256", "commit_sha256")
+
+
+CORRUPT = ".corrupt"
 
 
 def commit_name(step: int) -> str:

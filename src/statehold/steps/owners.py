@@ -203,7 +203,7 @@ class OwnedSteps:
         self._level = level
         self._notes = notes
         self._identity = identity
-        self._leads = leads
+        self.leads = leads
         self._yields = yields
         self._owner: Owner | None = None
         self._is_claimed = self._was_logged = False
@@ -219,7 +219,7 @@ class OwnedSteps:
                 self._owner = self.owner()
         if self._owner is None or self._identity.owns(self._owner):
             return False
-        if self._leads and not self._was_logged:
+        if self.leads and not self._was_logged:
             self._was_logged = True
             logger.warning(
                 "continuing without level %s\n%s", self._level, self._refusal(self._owner)
@@ -234,7 +234,7 @@ class OwnedSteps:
             of the store has deleted is written again: another run would have left its own.
         """
         own = self._own()
-        if not self._leads or own is None:
+        if not self.leads or own is None:
             return
         owner = self.owner()
         if self._yields and owner is not None and owner.id == own.id:
@@ -264,9 +264,7 @@ class OwnedSteps:
             return
         is_same = owner.run == self._identity.run
         if not is_same and (has_steps or self._identity.lives_elsewhere(owner)):
-            error = self._refusal(owner)
-            logger.warning("step %d was restored from another run\n%s", step,
-                           error)  # fmt: skip
+            logger.warning("step %d was restored from another run\n%s", step, self._refusal(owner))
             return
         self._identity.adopt(owner)
         if not has_steps:

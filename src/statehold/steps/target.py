@@ -125,6 +125,10 @@ class Target(Through):
     def rewind(self, step: int) -> list[int]:
         """Discard every step newer than `step`; returns them."""
 
+    @abstractmethod
+    def quarantine(self, step: int) -> str:
+        """Set a damaged step aside; returns its new place. Nothing of it is lost."""
+
     def is_owed(self, newest: int | None) -> bool:
         """Whether a copy of a step above `newest` was begun, and not finished."""
         return False
@@ -502,7 +506,6 @@ class DirectoryPlace(Target):
         return self.store.rewind(step)
 
     def quarantine(self, step: int) -> str:
-        """Set a step aside; returns its new place."""
         return self.store.quarantine(step)
 
     def forget(self, steps: Collection[int]) -> None:

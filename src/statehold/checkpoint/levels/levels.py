@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from statehold.checkpoint.levels.opening import open_places
-from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promotions
+from statehold.checkpoint.levels.promoting import LevelStatus, Promoter, Promotions, readable
 from statehold.checkpoint.levels.remembered import remember
 from statehold.checkpoint.levels.specs import Level, ObjectStore
 from statehold.checkpoint.telemetry.watch import LevelWatch, Watch
@@ -153,22 +153,31 @@ class Levels:
     def claim(self, step: int) -> bool:
         """With nothing under way: lock each directory that has `step`, if this rank leads.
 
-        False if another job has a lock, or the directory may not be written.
+        A store has no lock: who has the run may write there. False if another job has a lock, or
+        the directory may not be written.
         """
         try:
             for place in self._leading(step):
-                place.prepare(self.peers)
+                (place if isinstance(place, DirectoryPlace) else self.near[0]).prepare(self.peers)
         except (RunBusyError, StorageError):
             return False
         return True
 
-    def quarantine(self, step: int) -> str:
-        """Set a damaged step aside in every directory that this rank leads, after claim().
+    def quarantine(self, step: int, is_claimed: bool) -> str:
+        """Set a damaged step aside at every level that this rank leads, after claim().
 
-        Returns its new place at the first level that had it.
+        Returns its new place at the first level that had it; the old one if it has to stay there,
+        because another job may change it, or the level cannot: the state is still restored.
         """
-        kept = [place.quarantine(step) for place in self._leading(step)]
-        return kept[0] if kept else self.store.path(step)
+        kept = []
+        with contextlib.suppress(StorageError):
+            for place in self._leading(step):
+                kept.append(place.path(step))
+                try:
+                    kept[-1] = place.quarantine(step) if is_claimed else kept[-1]
+                except (RunBusyError, StorageError) as error:
+                    logger.warning("step %d stays at level %s\n%s", step, place.name, error)
+        return next(iter(kept), self.store.path(step))
 
     @contextlib.contextmanager
     def protected(self, step: int) -> Iterator[None]:
@@ -183,10 +192,9 @@ class Levels:
         transfer."""
         left = set(steps)
         for place in self.places:
-            with contextlib.suppress(StorageError):
-                for step in left.intersection(place.steps()):
-                    with contextlib.suppress(StorageError):
-                        left -= {step} if place.is_whole(step) else set()
+            for step in left.intersection(readable(place)):
+                with contextlib.suppress(StorageError):
+                    left -= {step} if place.is_whole(step) else set()
         return [step for step in steps if step not in left]
 
     def prepare_all(self) -> None:
@@ -220,8 +228,12 @@ class Levels:
             newest = self.store.newest()
         return newest is not None and not self.promotions.have(newest)
 
-    def _leading(self, step: int) -> list[DirectoryPlace]:
-        return [place for place in self.near if place.leads and step in place.store.steps()]
+    def _leading(self, step: int) -> list[Target]:
+        """The levels that have the step, and that this rank leads. A store that does not answer is
+        passed over: the step may be whole there."""
+        near = [place for place in self.near if place.leads and step in place.store.steps()]
+        stores = (place for place in self.places if place not in self.near and place.leads)
+        return [*near, *(place for place in stores if step in readable(place))]
 
 
 # -- opening them ----------------------------------------------------------------------------------
@@ -246,7 +258,17 @@ def open_levels(
     """
     writes = runtime.has_own_fs and (peers is None or peers.membership.leads)
     identity = Identity(run, draws=writes)
-    places = _places(run, specs, runtime, peers, identity, owned)
+    places = open_places(
+        specs,
+        run,
+        runtime.fs,
+        settled(runtime.options.io).buffer_bytes,
+        reuse=runtime.options.io.reuse_files,
+        membership=peers.membership if peers else ALONE,
+        identity=identity,
+    )
+    for place in reversed(places):
+        owned.callback(_close, place)
     near = [place for place in places if isinstance(place, DirectoryPlace)]
     hosts = _hosts(run, places, peers, exchange, runtime.options.io.address)
     if hosts is not None:
@@ -282,29 +304,6 @@ def _hosts(
 def watch_of(spec: Level, watch: Watch) -> LevelWatch:
     """The watch of a level."""
     return watch.level(spec.name, moving="upload" if isinstance(spec, ObjectStore) else "write")
-
-
-def _places(
-    run: str,
-    specs: Sequence[Level],
-    runtime: Runtime,
-    peers: Peers | None,
-    identity: Identity,
-    owned: contextlib.ExitStack,
-) -> list[Target]:
-    options = runtime.options
-    places = open_places(
-        specs,
-        run,
-        runtime.fs,
-        settled(options.io).buffer_bytes,
-        reuse=options.io.reuse_files,
-        membership=peers.membership if peers else ALONE,
-        identity=identity,
-    )
-    for place in reversed(places):
-        owned.callback(_close, place)
-    return places
 
 
 def _copies(

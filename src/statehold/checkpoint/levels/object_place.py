@@ -44,7 +44,6 @@ class ObjectPlace(Target):
     """The steps of a run in an object store.
 
     objects: of the store. keep: which committed steps stay (options/keep).
-    leads: this rank clears and retires.
     owned: whose steps these are.
     """
 
@@ -54,20 +53,18 @@ class ObjectPlace(Target):
         objects: ObjectSteps,
         *,
         keep: int | Keep | None,
-        leads: bool,
         owned: OwnedSteps,
     ) -> None:
         super().__init__(name, objects, owned)
         self.objects = objects
         self._owner = owned
         self._retention = Retention(keep, objects.manifest)
-        self._leads = leads
         self._is_alone = True
         self._taken: tuple[int, str] | None = None  # the step and attempt that is being copied
 
     @property
     def leads(self) -> bool:
-        return self._leads
+        return self._owner.leads
 
     def prepare(self, peers: Peers | None) -> None:
         self.objects.ask_again()  # leftovers are deleted when another step comes
@@ -76,7 +73,7 @@ class ObjectPlace(Target):
     def take(self, copy: Copy) -> None:
         step, attempt = copy.step, attempt_at(copy.part.manifest)
         self._owner.claim()
-        if self._leads:
+        if self.leads:
             # Other ranks may already be copying a later save of this step.
             self.objects.clear(but_for=step, and_newer=self._is_alone)
         self._taken = step, attempt
@@ -144,6 +141,11 @@ class ObjectPlace(Target):
         given_up = [newer for newer in self.steps() if newer > step]
         each_of(given_up, self.objects.retire)
         return given_up
+
+    def quarantine(self, step: int) -> str:
+        self._owner.claim()
+        self._retention.forget(step)
+        return self.objects.quarantine(step)
 
     def stop(self) -> None:
         self.objects.stop()

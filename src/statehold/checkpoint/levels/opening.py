@@ -52,11 +52,7 @@ def open_places(
         if isinstance(level, ObjectStore):
             objects = ObjectSteps(level.url, options=level.options, near=(SHARED_MEMORY, run))
             owned = OwnedSteps(level.name, objects, identity, leads=membership.leads, yields=yields)
-            places.append(
-                ObjectPlace(
-                    level.name, objects, keep=level.keep, leads=membership.leads, owned=owned
-                )
-            )
+            places.append(ObjectPlace(level.name, objects, keep=level.keep, owned=owned))
             continue
         called = directory_of(level, run)
         # Its path may have links. Below it, nothing is a link.

@@ -545,7 +545,7 @@ class Promotions:
 
     def _lacking(self) -> tuple[int, Copies, str]:
         """The newest step, the levels without it, and its source."""
-        newest = max((step for place in self._sources() for step in _steps(place)), default=None)
+        newest = max((step for place in self._sources() for step in readable(place)), default=None)
         if newest is None:
             return 0, NO_COPIES, self._first.name
         source = self._nearest(newest)
@@ -561,7 +561,7 @@ class Promotions:
         return [self._first, *(place for place in directories if not place.is_apart)]
 
     def _nearest(self, step: int) -> DirectoryPlace:
-        having = (place for place in self._sources() if step in _steps(place))
+        having = (place for place in self._sources() if step in readable(place))
         return next(having, self._first)
 
 
@@ -571,8 +571,8 @@ def _check_level(order: _Order) -> None:
         raise storage_error("keep copies of a step: their level did not get it", errno.ESTALE, "")
 
 
-def _steps(place: DirectoryPlace) -> list[int]:
-    """The steps that can be copied from a level; none, if it cannot be read."""
+def readable(place: Target) -> list[int]:
+    """The steps at a level; none, if it cannot be read."""
     try:
         return place.steps()
     except StorageError:

@@ -24,7 +24,6 @@ agreeing (ranks/rounds); a run that begins with a step of another as its own
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import (
     CorruptionError,
     PeerFailedError,
-    RunBusyError,
     StateholdError,
     StateMismatchError,
     StepNotFoundError,
@@ -90,25 +88,11 @@ def set_aside(
     """
     peers = levels.peers
     together(peers, lambda: levels.promotions.wait(None))
-    places = everyone(
-        peers, lambda: [_quarantined(levels, step, step in confirmed) for step in failed]
-    )
+    places = everyone(peers, lambda: [levels.quarantine(n, n in confirmed) for n in failed])
     levels.forget(failed)
     for (step, error), kept in zip(failed.items(), places[0], strict=True):
         text = f"step {step} is damaged; step {restored} was restored instead. "
         warn_caller(f"{text}The damaged step was kept as {kept}.\n{error}")
-
-
-def _quarantined(levels: Levels, step: int, is_confirmed: bool) -> str:
-    """The new place of the damaged step.
-
-    Its old place if the run belongs to another job or may not be changed: the state is still
-    restored.
-    """
-    if is_confirmed:
-        with contextlib.suppress(RunBusyError, StorageError):
-            return levels.quarantine(step)
-    return levels.store.path(step)
 
 
 def check_source(source: str | None, levels: Levels) -> None:

@@ -188,6 +188,10 @@ class ObjectClient:
         """Create an object, or replace it, with the content of another one, inside the store."""
         self._ask("copy", source, lambda store: store.copy(source, target))
 
+    def rename(self, name: str, new: str) -> None:
+        """Give an object another name. A store that cannot do it at once has both meanwhile."""
+        self._ask("rename", name, lambda store: store.rename(name, new))
+
     def list(self, directory: str | None = None) -> tuple[list[str], list[str]]:
         """The paths of objects, and of directories, directly below a directory, or the URL."""
         found = self._ask("list", directory or "", lambda s: s.list_with_delimiter(directory))

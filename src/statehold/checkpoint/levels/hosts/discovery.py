@@ -84,9 +84,8 @@ class WireExchange:
 
     def serve(self, places: Sequence[HostPlace]) -> str:
         if self._server is None:
-            stores = [(place.name, place.store) for place in places]
-            stores += [(place.copies.name, place.copies.store) for place in places]
-            server = FileServer({name: store.root for name, store in stores}, self._address)
+            served = [each for place in places for each in (place, place.copies)]
+            server = FileServer({each.name: each.store.root for each in served}, self._address)
             server.start()
             self._server = server
         return self._server.address
@@ -128,13 +127,11 @@ class Hosts:
             only = KnownHost(socket.gethostname(), (0,), {})
             for place in places:
                 place.met((only,), 0, 0, exchange.near(place))
+                _warn_of_missing_copies(place, 1)
         self._learned = False
         self._outcome: Any = None  # of the meeting, once it is known
         self._secret, self._handed = "", 0  # to so many others
         self._tries = 0
-        if peers is None:
-            for place in places:
-                _warn_of_missing_copies(place, 1)
 
     @cached_property
     def _keys(self) -> KeyPair:
