@@ -40,3 +40,26 @@ def test_one_line_when_asked_and_one_at_the_end(tmp_path: Path, ask: str, who: s
     assert len([line for line in lines if line.startswith(asked) and line.endswith(" s")]) == 1
     told = "step 7 is committed at levels directory, far; leaving with exit code 75"
     assert lines.count(told) == 1
+
+
+FAILED_BEFORE = """
+import logging, sys, torch, statehold
+logging.basicConfig(format="%(message)s", level=logging.WARNING)
+with statehold.Checkpointer(sys.argv[1], staging_bytes="64MiB") as ckpt:
+    ckpt.leave_on(within_s=60)
+    ckpt.save(1, {"w": torch.ones(3)}).wait("committed")
+    open(f"{sys.argv[1]}/step-000000000002.partial", "w").close()  # where its directory belongs
+    failing = ckpt.save(2, {"w": statehold.Gated(torch.ones(3))})  # no call waits for its bytes
+    while failing.error is None:
+        pass
+    ckpt.leave()
+    ckpt.save(3, {"w": torch.ones(3)})
+"""
+
+
+def test_a_save_that_has_failed_is_told_of_and_the_last_one_is_made(tmp_path: Path) -> None:
+    done = scripts.run(["-c", FAILED_BEFORE, tmp_path / "run"], timeout=DEADLINE_S * 4)
+    assert done.returncode == LEFT, done.stderr
+    assert "step 2 was not saved" in done.stderr
+    assert "step-000000000002.partial" in done.stderr
+    assert "step 3 is committed at level directory; leaving with exit code 75" in done.stderr

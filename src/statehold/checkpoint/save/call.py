@@ -210,8 +210,11 @@ class Saver:
         return work
 
     def _wait(self, save: Passage, is_last: Callable[[int], bool]) -> bool:
-        """Return once there is room for another save: whether the process ends with this one."""
-        self.trainer.raise_failures()
+        """Return once there is room for another save: whether the process ends with this one.
+
+        The last save does not stop for one before it.
+        """
+        self.trainer.raise_failures(is_last=is_last(save.step))
         self.prepare()
         with save.stage("wait"):
             self.pipeline.wait_for_room(self.schedule.turns.settled)
@@ -219,8 +222,7 @@ class Saver:
         ends = is_last(save.step)
         if ends:
             self.levels.promotions.end_with(save.step)
-        else:  # the last save does not stop for one before it
-            self.trainer.raise_failures()
+        self.trainer.raise_failures(is_last=ends)
         near, promoters = self.levels.near, self.levels.promotions.promoters
         known = [self.pipeline.newest_step(), *(each.status.newest for each in promoters)]
         # If the first level is unreachable, saves go to the next one. It is asked when it is back.

@@ -253,12 +253,17 @@ class Trainer:
         self.gate.check_gradients(save.step)
         return captured
 
-    def raise_failures(self) -> None:
-        """Raise the error of a save that failed since the last call."""
+    def raise_failures(self, *, is_last: bool = False) -> None:
+        """Raise the error of a save that failed since the last call.
+
+        is_last: log it, because the process ends with the save that is being made.
+        """
         for save in self.watched:
             error = save.unraised_error()
-            if error is not None:
+            if error is not None and not is_last:
                 raise error
+            if error is not None:
+                logger.warning("step %d was not saved\n%s", save.step, error)
         self.watched = [
             save for save in self.watched if not save.done("committed") and not save.error
         ]
