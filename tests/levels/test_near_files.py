@@ -26,6 +26,8 @@ from statehold.errors import (
 )
 from statehold.io.objects.parallel import Extent
 from statehold.layout.layout import Box
+from statehold.process import file_locks
+from statehold.process.file_locks import LockFile
 from statehold.process.host_memory import SHARED_MEMORY
 from statehold.steps import near_files
 from statehold.steps.near_files import GAP_BYTES, PREFIX, NearFiles, coalesced
@@ -186,21 +188,46 @@ NearFiles([sys.argv[1]]).bring(1, "data", 1000, None, kill)
 """
 
 
-def test_what_a_killed_process_has_left_in_memory_goes_with_the_next_fetch() -> None:
-    left = Path(SHARED_MEMORY).glob
-    with contextlib.closing(NearFiles([SHARED_MEMORY])) as live:
+@pytest.mark.parametrize("where", ["memory", "run"])
+def test_what_a_killed_process_has_left_goes_with_the_next_fetch(tmp_path, where: str) -> None:
+    """The next fetch need not go to the same place: room in memory comes and goes."""
+    place = SHARED_MEMORY if where == "memory" else str(tmp_path)
+    left = Path(place).glob
+    with contextlib.closing(NearFiles([place])) as live:
         kept = Path(live.bring(1, NAME, 1000, None, Far()))
         done = subprocess.run(
-            [sys.executable, "-c", KILLED, SHARED_MEMORY], capture_output=True, check=False
+            [sys.executable, "-c", KILLED, place], capture_output=True, check=False
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
         names = f"{PREFIX}{int(done.stdout)}-*"
         assert [each.name for folder in left(names) for each in folder.iterdir()] == ["data"]
-        with contextlib.closing(NearFiles([SHARED_MEMORY])) as near:
+        with contextlib.closing(NearFiles([SHARED_MEMORY, place])) as near:
             near.bring(1, NAME, 1000, None, Far())
         assert not list(left(names))
         assert kept.read_bytes() == FAR[:1000]
     assert not list(left(f"{PREFIX}{os.getpid()}-*"))
+
+
+def test_what_other_hosts_have_fetched_into_a_shared_run_stays(tmp_path, monkeypatch) -> None:
+    """Their locks cannot be seen here: they are in the memory of that host, or container."""
+    run = tmp_path / "run"
+    with contextlib.closing(NearFiles([str(run)])) as far:
+        with monkeypatch.context() as patch:
+            patch.setattr(near_files, "memory_path", lambda: str(tmp_path / "locks"))
+            kept = Path(far.bring(1, NAME, 1000, None, Far()))
+        with contextlib.closing(NearFiles([str(run)])) as near:
+            near.bring(1, NAME, 1000, None, Far())
+        assert kept.read_bytes() == FAR[:1000]
+
+
+def test_locks_are_known_by_their_file_and_by_the_boot_of_the_host(tmp_path, monkeypatch) -> None:
+    one, same, other = (LockFile(str(tmp_path / name)) for name in ("a", "a", "b"))
+    assert one.host == same.host != other.host
+    before = one.host
+    monkeypatch.setattr(file_locks, "boot_id", lambda: "another")
+    assert one.host != before
+    for each in (one, same, other):
+        each.close()
 
 
 # -- of a step in an object store ------------------------------------------------------------------

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from statehold.errors import StorageError
 from statehold.process.forks import forget_in_children
-from statehold.process.host_memory import SHARED_MEMORY, home
+from statehold.process.host_memory import SHARED_MEMORY, boot_id, home
 from statehold.process.warn import logger
 
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
@@ -141,6 +141,11 @@ class LockFile:
                     if is_same and self._has_line(Path(f"/proc/{pid}/fdinfo/{fd}"), byte):
                         return True
         return False
+
+    @property
+    def host(self) -> str:
+        """Processes that see the same locks get the same answer, until their host boots again."""
+        return f"{boot_id()[:8]}{_first_byte(os.fstat(self._locked_fd)):x}"
 
     @property
     def is_lost(self) -> bool:

@@ -71,6 +71,11 @@ def ranks_on_host(world_size: int, environ: Mapping[str, str] = os.environ) -> i
     return world_size
 
 
+def boot_id() -> str:
+    """Tells this run of the host's kernel from all others. Raises OSError."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
 def _of_host(proc: Path) -> Iterator[Room]:
     known = _numbers(proc / "meminfo")
     if "MemAvailable" in known:

@@ -3,7 +3,7 @@
 A fetched file is a sparse one of its full length, with the needed ranges in their places. So its
 readers use the same offsets as everywhere, and check the same checksums.
 Owns: the place of such files, and their end: when the step is not read any more, or at close(). A
-killed process leaves them. In the memory of the host, the next one that fetches removes them.
+killed process leaves them, and the next one of the host that fetches removes them.
 Invariants: a range has its storage before a byte of it is written as memory. Without space, that is
 an error with a name, and not a signal. No other process uses the names of these files.
 Not here: how ranges are fetched (objects, levels/hosts/remote), which ranges (read_plan).
@@ -30,8 +30,9 @@ from statehold.process.file_locks import LockFile, memory_path
 from statehold.process.host_memory import SHARED_MEMORY
 from statehold.process.ownership import is_own
 
-# Of the directories of such files. The number of the process comes next, then that of a byte, which
-# is locked as long as the files are used (process/file_locks).
+# Of the directories of such files. The number of the process comes next, then the host, then the
+# number of a byte, which is locked as long as the files are used (process/file_locks). A run may be
+# shared with hosts and containers that have locks of their own.
 PREFIX = ".statehold-fetched-"
 _BYTE_BITS = 56
 
@@ -141,15 +142,17 @@ class NearFiles:
         with self._guard:
             if self._lock is None:
                 byte = secrets.randbits(_BYTE_BITS)
-                self._prefix = f"{PREFIX}{os.getpid()}-{byte:x}-"
+                self._prefix = PREFIX
                 with contextlib.suppress(OSError, StorageError):  # nobody removes them then
                     self._lock = LockFile(memory_path())
                     self._lock.take(byte)
-                    _remove_of_dead(self._lock)
+                    self._prefix = f"{PREFIX}{os.getpid()}-{self._lock.host}-{byte:x}-"
+                    for directory in self._directories:
+                        _remove_of_dead(self._lock, Path(directory))
 
 
-def _remove_of_dead(lock: LockFile) -> None:
-    for folder in Path(SHARED_MEMORY).glob(f"{PREFIX}*-*-*"):
+def _remove_of_dead(lock: LockFile, directory: Path) -> None:
+    for folder in directory.glob(f"{PREFIX}*-{lock.host}-*-*"):
         with contextlib.suppress(OSError, ValueError):  # of others, or gone
             is_used = lock.is_taken(int(folder.name.split("-")[-2], 16))
             if not is_used and lock.has_locks and is_own(str(folder)):

@@ -202,9 +202,10 @@ class RestoreCalls:
             if self.peers is not None:
                 check_same(self.parts.specs, of_rank_0)
             check_source(request.source, self.levels)
-            if request.selection is None:
+            selection = request.selection
+            if selection is None:
                 return transfer_into(state, alone=self.peers is None)
-            return partial(_chosen, request.selection)
+            return lambda _: selection  # before any step is open
 
         choose = together(self.peers, check)
         self.parts.trainer.gate.wait()
@@ -231,11 +232,6 @@ class RestoreCalls:
             )
             watch.end(self.report, failed)
         return restorer, failed
-
-
-def _chosen(selection: Selection, _: SavedStep) -> Selection:
-    """What is chosen before any step is open."""
-    return selection
 
 
 # -- what the caller asks for ----------------------------------------------------------------------

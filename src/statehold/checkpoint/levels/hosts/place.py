@@ -49,6 +49,7 @@ from statehold.format.manifest import Manifest
 from statehold.format.saved import MANIFEST_NAME
 from statehold.layout.layout import Ranks
 from statehold.options.paths import step_name
+from statehold.process.host_memory import boot_id
 from statehold.process.warn import logger
 from statehold.steps.directories import each_of
 from statehold.steps.shelf import Ranges, Shelf, ShelfFile, Through
@@ -126,14 +127,13 @@ class HostPlace(DirectoryPlace):
         if self._fs.backend == "sim":
             return f"simulated {id(self._fs)}"
         try:
-            booted = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
             above = Path(self._site.called)
             while not above.is_dir() and above != above.parent:
                 above = above.parent
             found, below = os.stat(above), os.path.relpath(self._site.called, above)
+            return f"{boot_id()} {found.st_dev} {found.st_ino} {below}"
         except OSError:  # a rank that cannot look is alone, and raises when it writes
             return f"unknown {secrets.token_hex(8)}"
-        return f"{booted} {found.st_dev} {found.st_ino} {below}"
 
     def met(self, hosts: Sequence[KnownHost], mine: int, rank: int, near: NearFiles) -> None:
         """The ranks have met: these hosts have the level, and this is the mine-th of them.
