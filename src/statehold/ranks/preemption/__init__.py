@@ -100,8 +100,9 @@ class Preemption:
     def failed(self, error: BaseException | None) -> None:
         """Training ended with `error`.
 
-        While a job leaves, that is most often the end of another rank, in a collective. It is
-        logged, and this rank ends as the others do.
+        While a job leaves, that is most often the end of another rank, in a collective, or that of
+        a worker that got the warning, too. It is logged, and this rank ends as the others do.
+        Nothing is saved: an update may have been under way.
         """
         if self.is_asked and isinstance(error, Exception):
             logger.error("an exception while leaving", exc_info=error)

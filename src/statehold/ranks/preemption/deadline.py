@@ -6,8 +6,10 @@
 
 Invariants: the process ends in time after the signal, whatever its threads are doing, even if the
 main thread does not come to run Python. Never half a step: the next job clears a step that is not
-committed by then. A fork of the process takes no part. Nothing here logs, because a log that
-blocks must not keep the process. `on_asked` is called once the end is set, and must not block
+committed by then. A fork of the process takes no part: SIGTERM ends it, because a parent ends its
+workers so. Other signals that are watched do nothing there, because they may be sent to the whole
+group, and training to the last save needs the workers. Nothing here logs, because a log that blocks
+must not keep the process. `on_asked` is called once the end is set, and must not block
 either.
 Not here: which save is the last, the messages of the ranks (exchange).
 """
@@ -155,11 +157,11 @@ class Deadline:
     # -- from signals ----------------------------------------------------------------------
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # in a fork this does nothing
+        if os.getpid() == self._pid:
+            self._wake(number)
+        elif number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            return
-        self._wake(number)
 
     def stop_waking(self) -> None:
         """Have signals write nothing into the pipe any more."""
