@@ -82,8 +82,9 @@ class Checkpointer:
             number of ranks that torchrun, srun or mpirun has put into the environment. With "none"
             this process saves alone, even if others run beside it. "auto" uses the store if
             torch.distributed is initialized with more than one rank.
-        peer_timeout_s: how many seconds to wait for another rank before it counts as lost. At the
-            end also for a device that does nothing: it may wait for another rank, too.
+        peer_timeout_s: how many seconds to wait for another rank before it counts as lost, also
+            for one that still copies its part to another level. At the end also for a device that
+            does nothing: it may wait for another rank, too.
         node_mtbf: for levels with every="auto", the mean time between failures of one node, such
             as "250d". None: a published figure (264 days).
         nodes: for levels with every="auto", the number of nodes of the job. None: the number of
