@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from statehold import offload
+from statehold._core import Fs, open_fs
 from statehold.errors import (
     ChecksumError,
     MissingFileError,
@@ -20,6 +21,7 @@ from statehold.errors import (
     StorageError,
     UsageError,
 )
+from statehold.offload.store import StateFiles
 from support import scripts
 from support.faults import DEADLINE_S, must
 from support.in_memory import SimFs
@@ -161,6 +163,60 @@ def test_a_file_with_a_second_name_is_never_written(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
     twins.ours.close()
     assert {file.name: file.read_bytes() for file in step.iterdir()} == kept
+
+
+def test_files_that_somebody_reads_are_replaced(tmp_path: Path) -> None:
+    """They have one name, so they would wait for nothing. A reader keeps the bytes."""
+    twins = Twins(SHAPES, [BF16], tiers=[offload.Path(tmp_path)], subgroup_bytes=SMALL)
+    twins.train(1)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.state")}
+    with contextlib.ExitStack() as readers:
+        opened = [readers.enter_context(file.open("rb")) for file in before]
+        twins.train(4)
+        twins.check()
+        assert len(list(tmp_path.rglob("*.state"))) == len(before)
+        assert [file.read() for file in opened] == list(before.values())
+    twins.ours.close()
+
+
+class NoLeases:
+    """A file system that refuses leases, as NFS, CephFS and FUSE do."""
+
+    def __init__(self, fs: Fs) -> None:
+        self.fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fs, name)
+
+    def can_reuse(self, path: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_files_do_not_gather_where_there_are_no_leases(tmp_path: Path, is_saved: bool) -> None:
+    """A file is given up for each new one, so what was reserved stays reserved."""
+    opt, run = tmp_path / "opt", tmp_path / "run"
+    opt.mkdir()
+    run.mkdir()
+    with contextlib.closing(open_fs("threads")) as fs:
+        files = StateFiles(cast("Fs", NoLeases(fs)), str(opt))
+        files.reserve([4096] * 10)
+        state, found = list[str](), list[int]()
+        for _ in range(20):
+            for _ in range(8):
+                path, file = files.take(4096)
+                file.close()
+                if len(state) == 8:
+                    files.give_back(state.pop(0))
+                state.append(path)
+            found.append(len(list(opt.rglob("*.state"))))
+            for link in run.iterdir() if is_saved else ():
+                link.unlink()
+            for path in state if is_saved else ():
+                os.link(path, run / Path(path).name)
+        assert found[-1] == found[len(found) // 2]
+        assert 10 <= found[-1] <= (26 if is_saved else 10)
+        files.close()
 
 
 def test_a_directory_that_is_replaced_is_found(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from statehold import offload
 from statehold.offload import pipeline, workers
 from statehold.offload.state import OffloadedState
-from statehold.offload.store import SubgroupStore
+from statehold.offload.store import StateFiles
 from statehold.tensors.placements import OWN
 from statehold.tensors.stored import Role, SavedParameter
 from support.interrupts import interrupt_everywhere
@@ -47,7 +47,7 @@ def test_ctrl_c_in_a_save_keeps_no_file_that_close_waits_for(tmp_path: Path) -> 
         stored.release()
 
     places = interrupt_everywhere(
-        [pipeline.SubgroupPipeline.hold, SubgroupStore.hold, OffloadedState.stored],
+        [pipeline.SubgroupPipeline.hold, StateFiles.hold, OffloadedState.stored],
         partial(made, tmp_path),
         save,
         offload.AdamW.close,

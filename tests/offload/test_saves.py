@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from safetensors import safe_open
 
 import statehold
 from statehold import offload
+from statehold._core import open_fs
 from statehold.checkpoint.telemetry.watch import Watch
 from statehold.errors import (
     ChecksumError,
@@ -34,6 +38,7 @@ from statehold.tensors.stored import Role, SavedParameter, StoredState
 from support import scripts
 from support.faults import DEADLINE_S, SMALL, must
 from support.inside import inside
+from support.seeds import SEED
 from support.twins import Twins, same_bits
 from support.twins import state_of as state_of_optimizer
 from support.wrapped import Extra, Holder, Imitating, Subclassing
@@ -526,6 +531,51 @@ def test_files_of_removed_steps_are_written_again(folders: Callable[[str], Path]
             other = twins_at(folders("opt2"), seed=1)
             assert ckpt.restore(state_of(other), step=step) == step
             other.ours.close()
+
+
+def test_a_step_that_stays_keeps_no_other_files(folders: Callable[[str], Path]) -> None:
+    """Its files wait before those of later steps."""
+    twins, opt = twins_at(folders("opt")), folders("opt")
+    keep = statehold.Keep(last=1, best=1, metric="loss")
+    with statehold.Checkpointer(folders("run"), keep=keep, **SMALL) as ckpt:
+        for step in range(1, 13):
+            twins.train(1)
+            metrics = {"loss": 0.0 if step == 1 else 1.0}
+            ckpt.save(step, state_of(twins), metrics=metrics).wait("committed", DEADLINE_S)
+            inside(ckpt).pipeline.drain(DEADLINE_S)
+        twins.check()
+        files = list(opt.rglob("*.state"))
+        assert len(files) <= 5 * twins.ours.stats.paths[0].subgroups
+    twins.ours.close()
+
+
+@pytest.mark.parametrize("order", ["of saves", "any"])
+def test_the_space_of_removed_steps_is_used_again(
+    folders: Callable[[str], Path], order: str
+) -> None:
+    """Beside more files of steps that stay than are looked at for one that is taken."""
+    opt, random_of = folders("opt"), random.Random(SEED)
+    steps, state = deque[list[Path]](), list[str]()
+    with contextlib.closing(open_fs("threads")) as fs:
+        files = StateFiles(fs, str(opt))
+        for step in range(60):
+            for _ in range(8):
+                path, file = files.take(4096)
+                file.close()
+                if len(state) == 8:
+                    files.give_back(state.pop(0))
+                state.append(path)
+            links = [folders("run") / f"{step}-{Path(path).name}" for path in state]
+            for path, link in zip(state, links, strict=True):
+                os.link(path, link)
+            if step >= 20:  # those before stay
+                steps.append(links)
+            if len(steps) > 2:
+                steps.rotate(0 if order == "of saves" else random_of.randrange(3))
+                for link in steps.popleft():
+                    link.unlink()
+        assert len(list(opt.rglob("*.state"))) <= 8 * (20 + 2 + 1) + 2 * 8
+        files.close()
 
 
 def test_few_files_wait_for_their_steps(

@@ -202,8 +202,8 @@ def _tried(fs: Fs, directory: str) -> Iterator[Check]:
     yield _try("O_DIRECT", lambda: _direct(fs, file),
                "reads and writes pass the page cache", "goes through the page cache")  # fmt: skip
     yield _try("F_SETLEASE", lambda: fs.can_reuse(file),
-               "files of retired steps are overwritten, which is faster",
-               "retired files are deleted, and new ones allocated")  # fmt: skip
+               "retired files of steps and optimizers are overwritten, which is faster",
+               "retired files of steps and optimizers are deleted, and new ones made")  # fmt: skip
     yield _try("renameat2 exchange", lambda: _exchange(fs, directory),
                "a step or a checkpoint can be replaced in one operation",
                "replacing a step or a checkpoint takes two renames and two syncs more")  # fmt: skip

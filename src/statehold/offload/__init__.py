@@ -106,7 +106,7 @@ class _Offloaded(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those that drain_gradients has taken from `.grad`."""
         super().zero_grad(set_to_none)
-        self._opened.discard()
+        self._opened.mirror.discard()
         self._clipped = None
 
     @torch.no_grad()

@@ -130,7 +130,7 @@ class Held:
 
     def take(self, stored: Stored) -> None:
         """Hold a generation. On a thread of the pool, where no signal's handler comes."""
-        self.store.hold(stored)
+        self.store.files[stored.path].hold(stored.file)
         self.taken.append(stored)
 
     def files(self, heads: Mapping[int, Head]) -> list[StoredFile]:
@@ -148,7 +148,8 @@ class Held:
 
     def __del__(self) -> None:
         while self.taken:
-            self.store.release(self.taken.pop())
+            stored = self.taken.pop()
+            self.store.files[stored.path].release(stored.file)
 
 
 @dataclass
@@ -241,7 +242,7 @@ class SubgroupPipeline:
         self._settle(list(self._writes))
         for place in self.places:
             if place.stored is not None:
-                self.store.drop(place.stored)
+                self.store.files[place.stored.path].give_back(place.stored.file)
         self.places = [_Place() for _ in self._subgroups]
         self._owners = [None] * self._buffers.count
         self._free = deque(range(self._buffers.count))
@@ -322,7 +323,7 @@ class SubgroupPipeline:
         old, stored = place.stored, self._write(index, memory)
         place.stored, place.is_changed = stored, False
         if old is not None:
-            self.store.drop(old)
+            self.store.files[old.path].give_back(old.file)
         return stored
 
     def _read(self, index: int, stored: Stored, memory: torch.Tensor) -> None:

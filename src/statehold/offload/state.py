@@ -201,10 +201,6 @@ class OffloadedState:
         }
         return here | self.mirror.collect(must_wait=must_wait)
 
-    def discard(self) -> None:
-        """Forget drained gradients."""
-        self.mirror.discard()
-
     @property
     def has_failed(self) -> bool:
         """Whether the state belongs to no step until load()."""

@@ -186,18 +186,6 @@ class SubgroupStore:
         meters = self.meters[path]
         return Moved(meters.read.nbytes, meters.written.nbytes, meters.both.busy_s)
 
-    def hold(self, stored: Stored) -> None:
-        """Keep this generation until release(), also when it was dropped."""
-        self.files[stored.path].hold(stored.file)
-
-    def release(self, stored: Stored) -> None:
-        """The end of one hold()."""
-        self.files[stored.path].release(stored.file)
-
-    def drop(self, stored: Stored) -> None:
-        """The state does not need this generation any more."""
-        self.files[stored.path].give_back(stored.file)
-
     def close(self) -> None:
         """Remove all state files, and release everything. No transfer is under way."""
         self._owned.close()
@@ -273,10 +261,20 @@ class SubgroupStore:
 # A file with a second name is never written, because the other name may be part of a checkpoint. It
 # waits, and takes no space of its own, until it has one name again. To write into a file that has
 # its blocks is faster than to make a new one.
+#
+# Steps end in any order. So before a file is taken, LOOKS of those that wait are looked at, in
+# turns, and all of these that have one name may be taken. To look at all that wait would take as
+# long as to write a small file. To look only when there is no other file is too late: the turns
+# pass the files of a step that stays, and each look that finds none costs a new file.
+#
+# A file with one name may be open, because a restore may still read a step that was removed. Only
+# a lease shows that nobody has it. Without one the file is removed, and a new one is made in its
+# place.
 
 
 # As many as a state has subgroups, times the steps that most runs keep.
 LINKED_MAX = 1024
+LOOKS = 16
 NAME = re.compile(r"subgroup-[0-9]{8}\.state")
 
 
@@ -297,7 +295,7 @@ class StateFiles:
         self._made = 0
         self._sizes: dict[str, int] = {}  # of all files
         self._spare: list[str] = []
-        self._linked = deque[str]()  # not of any use, but for a step; the oldest first
+        self._linked = deque[str]()  # not of any use, but for a step; who was looked at is last
         self._held = Counter[str]()
         self._retired: set[str] = set()  # held, and of no other use
         try:
@@ -338,50 +336,54 @@ class StateFiles:
     def take(self, nbytes: int) -> tuple[str, File]:
         """A file that may be overwritten, and its path."""
         self.check()
-        path = self._reusable(nbytes)
-        if path is not None:
-            try:
-                return path, self._opened(path, nbytes, reuse=True)
-            except NoSpaceError:  # it was to grow
-                self.give_back(path)
-                raise
-        path = self._new_name()
-        return path, self._opened(path, nbytes, reuse=False)
+        reused = self._reusable(nbytes)
+        path = reused or self._new_name()
+        try:
+            file = open_file(self._fs, path, nbytes, reuse=reused is not None)
+        except NoSpaceError:
+            if reused is not None:  # it was to grow
+                self.give_back(reused)
+            raise
+        self._sizes[path] = nbytes
+        return path, file
 
     def _reusable(self, nbytes: int) -> str | None:
-        """A file that has no second name; None if there is none."""
+        """A file that nobody else has; None if a new one is to be made."""
+        self._look_at_linked()
         while (path := self._pop(nbytes)) is not None:
-            if self._fs.can_reuse(path):
+            names = self._names_of(path)
+            if names > 1 and len(self._linked) < LINKED_MAX:
+                self._linked.append(path)
+                continue
+            if names == 1 and self._fs.can_reuse(path):
                 return path
-            self._set_aside(path)
-        with contextlib.suppress(IndexError):  # steps are removed in the order of their saves
-            while not self._fs.can_reuse(path := self._linked.popleft()):
-                if self._fs.stat_bytes(path) is not None:
-                    self._linked.appendleft(path)
-                    return None
-                del self._sizes[path]
-            return path
+            if names:
+                self._fs.unlink(path)  # a step or a reader keeps the bytes
+            del self._sizes[path]
+            if names == 1:
+                return None
         return None
 
-    def _set_aside(self, path: str) -> None:
-        """Keep a file that has a second name until it has none, unless too many wait already."""
-        is_there = self._fs.stat_bytes(path) is not None
-        if is_there and len(self._linked) < LINKED_MAX:
-            self._linked.append(path)
-            return
-        if is_there:
-            self._fs.unlink(path)  # under the other name the bytes stay
-        del self._sizes[path]
+    def _look_at_linked(self) -> None:
+        """Find files that have no second name any more."""
+        with contextlib.suppress(IndexError):  # another thread looks at them
+            for _ in range(min(LOOKS, len(self._linked))):
+                path = self._linked.popleft()
+                (self._linked if self._names_of(path) > 1 else self._spare).append(path)
+
+    def _names_of(self, path: str) -> int:
+        """How many names a file has. A simulated disk only says whether nobody else has it."""
+        if self._fs.backend == "sim":
+            return 0 if self._fs.stat_bytes(path) is None else 2 - self._fs.can_reuse(path)
+        look = storing("look at a file of an optimizer", path)
+        with look, contextlib.suppress(FileNotFoundError):
+            return os.lstat(path).st_nlink
+        return 0
 
     def open_held(self, path: str, nbytes: int) -> File:
         """A file that a save holds: to write its header."""
         self.check()
         return self._fs.open_write(path, nbytes, reuse=True)
-
-    def _opened(self, path: str, nbytes: int, *, reuse: bool) -> File:
-        file = open_file(self._fs, path, nbytes, reuse=reuse)
-        self._sizes[path] = nbytes
-        return file
 
     def give_back(self, path: str) -> None:
         """The state does not need the bytes of this file any more."""

@@ -90,19 +90,16 @@ class OptimizerUpdate:
 
     def use(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> list[Span]:
         """Update a subgroup in its buffer, and the parameters of its spans. Returns these."""
-        if is_fresh:
-            make(subgroup, memory, self._parameters)
-        active, fields = self._active(subgroup), Fields(subgroup, memory)
+        active, fields = self.prepare(subgroup, memory, is_fresh), Fields(subgroup, memory)
 
         def use_strip(strip: Sequence[Span]) -> None:
-            self._adopt(strip, fields)
             self.run(strip, fields, _Host(self.grads, self.scale, self._workers.scratch()))
 
         self._on_workers(use_strip, active)
         return active
 
     def prepare(self, subgroup: Subgroup, memory: torch.Tensor, is_fresh: bool) -> list[Span]:
-        """What the host does before a device updates a subgroup. Returns the spans to update."""
+        """What the host does before a subgroup is updated. Returns the spans to update."""
         if is_fresh:
             make(subgroup, memory, self._parameters)
         active, fields = self._active(subgroup), Fields(subgroup, memory)
