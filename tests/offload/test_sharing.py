@@ -93,6 +93,30 @@ def test_a_dead_job_leaves_nothing_and_living_ones_lose_nothing(tmp_path: Path) 
     assert list(tmp_path.rglob("*.state")) == [foreign]
 
 
+def test_a_warning_names_a_folder_that_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where every folder is everybody's (CIFS with dir_mode=0777), what a dead job left stays."""
+    for name in ("optimizer-0", "optimizer-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(0o777)
+    left = tmp_path / "optimizer-0" / "subgroup-00000001.state"
+    left.write_bytes(b"left")
+    twins = twins_on(tmp_path, seed=1)
+    twins.train(1)
+    assert {file.parent.name for file in tmp_path.rglob("*.state")} == {
+        "optimizer-0",
+        "optimizer-2",
+    }
+    twins.ours.close()
+    assert list(tmp_path.rglob("*.state")) == [left]
+    said = [
+        record.getMessage() for record in caplog.records if "passes over" in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert f"{tmp_path / 'optimizer-0'} (mode 777)" in said[0]
+
+
 def test_a_fork_keeps_no_folder_of_its_dead_parent(tmp_path: Path) -> None:
     """A data loader's worker may outlive its trainer."""
     code = (

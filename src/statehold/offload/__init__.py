@@ -142,7 +142,7 @@ class _Offloaded(torch.optim.Optimizer):
     @property
     def has_lost_state(self) -> bool:
         """Whether an update has failed in the middle, and no state was loaded since."""
-        return self._opened.has_failed
+        return self._opened.failure is not None
 
     def gathered_state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """What `state` of torch's optimizer has, by parameter. A save takes it by their names."""

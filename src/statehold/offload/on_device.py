@@ -264,7 +264,7 @@ class _Copy:
 
 def pinned_bytes(parameters: Iterable[Parameter]) -> int:
     """The memory for weights and gradients of those that are on a device."""
-    return _laid_out([each for each in parameters if _is_mirrored(each)])[1][-1]
+    return _laid_out([each for each in parameters if is_external(each.local)])[1][-1]
 
 
 def _laid_out(parameters: Iterable[Parameter]) -> tuple[list[tuple[int, int]], list[int]]:
@@ -298,7 +298,7 @@ class Mirror:
         *,
         drains: bool,
     ) -> None:
-        self._parameters = {i: each for i, each in enumerate(parameters) if _is_mirrored(each)}
+        self._parameters = {i: each for i, each in enumerate(parameters) if is_external(each.local)}
         self.copies: dict[int, _Copy] = {}
         self._drains, self._elsewhere = drains, elsewhere
         self.gradients: dict[int, torch.Tensor] = {}
@@ -507,10 +507,6 @@ def _gaps(spans: Iterable[Span], end: int) -> Iterator[tuple[int, int]]:
         begin = span.end
     if end > begin:
         yield begin, end
-
-
-def _is_mirrored(parameter: Parameter) -> bool:
-    return is_external(parameter.local)
 
 
 def _aligned(nbytes: int, to: int) -> int:

@@ -140,7 +140,7 @@ class OffloadedState:
         self.store = SubgroupStore(self._paths, forms, names, fs)
         self.timeline = self.store.timeline
         self._open(groups, every, drains=drains)
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # since then the state belongs to no step
         self._is_closed, self._owner_pid = False, os.getpid()
         self._updates, self._update_s, self._compute_s = 0, 0.0, 0.0
 
@@ -200,11 +200,6 @@ class OffloadedState:
             if each.mirrored is None and each.tensor.grad is not None
         }
         return here | self.mirror.collect(must_wait=must_wait)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the state belongs to no step until load()."""
-        return self._failure is not None
 
     @property
     def started(self) -> list[int]:
@@ -316,7 +311,7 @@ class OffloadedState:
             started = [index for index, fields in enumerate(given) if fields]
             self.pipeline.visit(self._touched(started), use, changes=True)
         self.mirror.forget()
-        self._failure = None
+        self.failure = None
 
     def close(self) -> None:
         """Remove the state from all tiers. A forked child leaves its parent's state alone."""
@@ -432,14 +427,12 @@ class OffloadedState:
     def _check_usable(self) -> None:
         self._check_open()
         self._check_looks()
-        if self._failure is not None:
+        if self.failure is not None:
             raise UsageError(
                 "an earlier update of this optimizer has failed, so its state belongs to no step",
-                facts={
-                    "failure": f"{type(self._failure).__name__}: {self._failure}".splitlines()[0]
-                },
+                facts={"failure": f"{type(self.failure).__name__}: {self.failure}".splitlines()[0]},
                 hint="restore the newest committed step, or call load_state_dict()",
-            ) from self._failure
+            ) from self.failure
 
     def _check_looks(self) -> None:
         for parameter in self.parameters:
@@ -492,7 +485,7 @@ class OffloadedState:
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             if hasattr(error, "add_note"):
                 error.add_note(f"statehold: this {what} of an optimizer is incomplete")
             raise

@@ -521,8 +521,22 @@ def _is_usable(fs: Fs, folder: str) -> bool:
         try:
             os.mkdir(folder, 0o700)
         except FileExistsError:
-            return os.path.isdir(folder) and is_own(folder)
+            if os.path.isdir(folder) and is_own(folder):
+                return True
+            _warn_of_state(folder)
+            return False
     return True
+
+
+def _warn_of_state(folder: str) -> None:
+    """Say it if a folder that is passed over has state files: they stay when their job is dead."""
+    with contextlib.suppress(OSError):  # no directory, or this user may not look into it
+        if any(map(NAME.fullmatch, os.listdir(folder))):
+            log_once(
+                f"an optimizer passes over {folder} (mode {os.lstat(folder).st_mode & 0o7777:o}), "
+                "because it is another user's, or others may write it. The state files there stay: "
+                "remove them if no job uses them, and mount with dir_mode=0700 if this is CIFS"
+            )
 
 
 # -- turns -----------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ class OptimizerUpdate:
         """What the host does before a subgroup is updated. Returns the spans to update."""
         if is_fresh:
             make(subgroup, memory, self._parameters)
-        active, fields = self._active(subgroup), Fields(subgroup, memory)
+        active = [span for span in subgroup.spans if span.parameter in self.grads]
+        fields = Fields(subgroup, memory)
         if not self._changed.isdisjoint(span.parameter for span in active):
             self._on_workers(lambda strip: self._adopt(strip, fields), active)
         return active
@@ -130,9 +131,6 @@ class OptimizerUpdate:
             parameter = self._parameters[span.parameter]
             if parameter.has_master:
                 _cut(side.weights(parameter), span).copy_(fields.of(span, MASTER))
-
-    def _active(self, subgroup: Subgroup) -> list[Span]:
-        return [span for span in subgroup.spans if span.parameter in self.grads]
 
     def _on_workers(self, call: Callable[[Sequence[Span]], None], spans: Sequence[Span]) -> None:
         self._workers.run(call, strips(spans, STRIP, self._workers.count))
