@@ -178,6 +178,17 @@ def test_elements_that_somebody_changes_are_taken_over(tmp_path: Path) -> None:
     twins.check()
 
 
+def test_changes_that_torch_does_not_count_are_taken_over_once_they_are(tmp_path: Path) -> None:
+    """Collectives in place and `.data` move no version. docs/offload.md says what to call then."""
+    twins = Twins([(9000,)], [BF16], tiers=paths(tmp_path, 1))
+    twins.train(3)
+    twins.params[0].data[100:200] = 3.0
+    torch.autograd.graph.increment_version(twins.params[0])
+    twins.masters[0].data[100:200] = 3.0
+    twins.train(1)
+    twins.check()
+
+
 def test_subgroups_move_to_the_faster_path(tmp_path: Path) -> None:
     """The placement begins equal, and the bits are the same all the while."""
     twins = Twins([(1 << 20,)], [BF16], tiers=paths(tmp_path, 2), subgroup_bytes=196_608)
