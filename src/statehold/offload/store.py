@@ -369,7 +369,10 @@ class StateFiles:
         with contextlib.suppress(IndexError):  # another thread looks at them
             for _ in range(min(LOOKS, len(self._linked))):
                 path = self._linked.popleft()
-                (self._linked if self._names_of(path) > 1 else self._spare).append(path)
+                if self._names_of(path) > 1:
+                    self._linked.append(path)
+                else:
+                    self.give_back(path)
 
     def _names_of(self, path: str) -> int:
         """How many names a file has. A simulated disk only says whether nobody else has it."""
