@@ -466,3 +466,27 @@ def test_a_best_step_that_no_level_has_is_no_error_at_the_end(
     monkeypatch.setattr(Folders, "hold", lambda *_: None)  # as if each host had a level of its own
     trainer(tmp_path / "out", save_total_limit=1, **BEST_IS_2).train()
     assert "step 2 is the best one, and no level has it any more" in told(caplog)
+
+
+def test_the_best_saved_step_stays_although_an_unsaved_one_is_better(tmp_path: Path) -> None:
+    losses = {1: 5.0, 2: 1.0, 3: 0.5}
+
+    def evaluated(kind: Any) -> Any:
+        class Evaluated(kind):  # type: ignore[misc]
+            def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+                return {"eval_loss": losses.get(self.state.global_step, 9.0)}
+
+            def _export(self, folder: Any) -> None:
+                if not self.is_in_train:  # as if the disk had no time for weights until then
+                    super()._export(folder)
+
+        changes = {**BEST_IS_2, "save_steps": 2, "save_total_limit": 2, "max_steps": 10}
+        found = trainer(tmp_path / kind.__name__, Evaluated, **changes)
+        found.train()
+        assert found.state.best_global_step == 3
+        assert Path(found.state.best_model_checkpoint).name == "checkpoint-2"
+        return found
+
+    stock, ours = evaluated(Trainer), evaluated(StateholdTrainer)
+    assert same_weights(ours.model, stock.model)
+    assert LlamaForCausalLM.from_pretrained(ours.state.best_model_checkpoint)

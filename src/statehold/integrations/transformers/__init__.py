@@ -204,15 +204,21 @@ class StateholdTrainer(Trainer):
             raise UsageError("this Trainer does not save engines of DeepSpeed")
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             log.warning("only the end of the training is pushed to the Hub, not every save")
-        if self.args.save_strategy != SaveStrategy.NO:
-            for doubt in at_the_start(self.args):
-                log.warning("%s", doubt)
+        persist = self.args.dataloader_num_workers > 0 and self.args.dataloader_persistent_workers
+        if persist and self.args.save_strategy != SaveStrategy.NO:
+            log.warning(_PERSISTENT)
 
     def _warn_of_readers(self, opened: _OpenRun) -> None:
         """Of folders without weights; a callback may come at any time."""
-        if not self.weights_before_on_save:
-            for doubt in before_weights(self.callback_handler.callbacks, opened.told):
-                log.warning("%s", doubt)
+        own = {
+            type(each).__name__
+            for each in self.callback_handler.callbacks
+            if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save
+        }
+        new = ", ".join(sorted(own - opened.told))
+        if new and not self.weights_before_on_save:
+            log.warning(_FOLDERS.format(new))
+        opened.told |= own
 
     def _keep(self) -> int | None:
         """How many steps the run keeps: those that have a folder are among them."""
@@ -394,8 +400,9 @@ class StateholdTrainer(Trainer):
             opened.restore({"rng": opened.rng}, step=opened.step, only=["rng"])
 
     def _load_best_model(self) -> None:
-        opened, step = self._open_run, self.state.best_global_step
-        if opened is None or opened.folders.step_of(self.state.best_model_checkpoint) != step:
+        opened, best = self._open_run, self.state.best_model_checkpoint
+        step = opened.folders.step_of(best) if opened is not None else None
+        if opened is None or step is None:
             super()._load_best_model()
             return
         opened.settle()
@@ -466,14 +473,18 @@ class StateholdTrainer(Trainer):
         return json.dumps(vars(self.state), sort_keys=True)
 
     def _note_best(self, opened: _OpenRun, step: int) -> None:
-        """Which folder is the best, as the Trainer decides it; its step must not be retired."""
-        best = self.state.best_global_step
-        if not best or self.args.save_strategy == SaveStrategy.NO:
+        """Which folder is the best, as the Trainer decides it; its step must not be retired.
+
+        An evaluation that is better, but is not saved, moves only `best_global_step`.
+        """
+        best, folders = self.state.best_global_step, opened.folders
+        if self.args.save_strategy == SaveStrategy.NO:
             return
-        if best == step or opened.folders.has(best):
-            self.state.best_model_checkpoint = opened.folders.path(best)
-        if self.args.should_save and best != step and opened.folders.has(best):
-            opened.folders.hold(best)
+        if best and (best == step or folders.has(best)):
+            self.state.best_model_checkpoint = folders.path(best)
+        kept = folders.step_of(self.state.best_model_checkpoint)
+        if self.args.should_save and kept not in (None, step) and folders.has(kept):
+            folders.hold(kept)
 
     def _surplus(self, opened: _OpenRun) -> list[Folder]:
         best = opened.folders.step_of(self.state.best_model_checkpoint)
@@ -585,23 +596,8 @@ _FOLDERS = (
 )
 
 
-def at_the_start(args: Any) -> Iterator[str]:
-    """What the log of a run that may be killed should say. args: the TrainingArguments."""
-    if args.dataloader_num_workers > 0 and args.dataloader_persistent_workers:
-        yield _PERSISTENT
-
-
-def before_weights(callbacks: Iterable[Any], told: set[str]) -> Iterator[str]:
-    """What it should say of callbacks that get on_save. told: those that it has named."""
-    own = {type(each).__name__ for each in callbacks
-           if getattr(each.on_save, "__func__", None) is not TrainerCallback.on_save}  # fmt: skip
-    if names := ", ".join(sorted(own - told)):
-        yield _FOLDERS.format(names)
-    told |= own
-
-
 def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
-    """What the log of a run that resumes should say."""
+    """What the log of a run that resumes should say. args: the TrainingArguments."""
     if args.save_only_model:
         yield _MODEL_ONLY
     if not args.restore_callback_states_from_checkpoint:
