@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,76 @@ def test_zero_comes_in_whole(tmp_path: Path, stage: int, ranks: int, latest: boo
     source = zero_files.write(tmp_path / "zero", stage, ranks, latest=latest)
     statehold.import_step(source, f"{tmp_path / 'run'}@3")
     check(statehold.load(tmp_path / "run"))
+
+
+def changed(source: Path, files: str, change: Callable[[int, dict[str, Any]], object]) -> Path:
+    """The checkpoint, with a change in each file, by its number."""
+    for number, path in enumerate(sorted((source / "global_step3").glob(files))):
+        content = torch.load(path, weights_only=False)
+        change(number, content)
+        torch.save(content, path)
+    return source
+
+
+MODELS = "*_model_states.pt"
+LACKING, TIED = torch.empty(0, dtype=torch.bfloat16), "head.weight"
+
+
+def tie(_: int, content: dict[str, Any]) -> None:
+    content["module"][TIED] = LACKING
+    content["shared_params"] = {TIED: "0.weight"}
+
+
+def freeze(rank: int, content: dict[str, Any]) -> None:
+    """Two ranks of a weight that no optimizer has."""
+    content["module"]["frozen"] = LACKING
+    content["frozen_param_shapes"] = {"frozen": torch.Size((3, 1))}
+    content["frozen_param_fragments"] = {
+        "frozen": torch.tensor([[1.0, 2.0], [3.0, 0.0]][rank]).bfloat16()
+    }
+
+
+def universal(source: Path, folder: Path) -> Path:
+    """As DeepSpeed's ds_to_universal: the model states as they were, beside the parameters."""
+    statehold.import_step(source, f"{folder / 'run'}@3")
+    statehold.export_step(f"{folder / 'run'}@3", folder / "universal", "deepspeed-universal")
+    inner = folder / "universal" / "global_step3"
+    (inner / "mp_rank_00_model_states.pt").unlink()
+    for path in (source / "global_step3").glob(MODELS):
+        shutil.copy(path, inner)
+    for left in [*(inner / "zero").glob(TIED), *(inner / "zero").glob("frozen")]:
+        shutil.rmtree(left)
+    return folder / "universal"
+
+
+@pytest.mark.usefixtures("classes")
+@pytest.mark.parametrize("is_universal", [False, True])
+def test_a_weight_that_is_tied_or_frozen_comes_in_from_stage_3(
+    tmp_path: Path, is_universal: bool
+) -> None:
+    source = zero_files.write(tmp_path / "zero", 3, 2)
+    changed(changed(source, MODELS, tie), MODELS, freeze)
+    found = universal(source, tmp_path) if is_universal else source
+    statehold.import_step(found, f"{tmp_path / 'in'}@3")
+    state = statehold.load(tmp_path / "in")
+    check(state)
+    assert torch.equal(state["model"][TIED], state["model"]["0.weight"])
+    assert torch.equal(state["model"]["frozen"], torch.tensor([[1.0], [2.0], [3.0]]).bfloat16())
+    assert "frozen_param_fragments" not in state["deepspeed"]
+
+
+@pytest.mark.usefixtures("classes")
+def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
+    def lose(_: int, content: dict[str, Any]) -> None:
+        content["module"] |= {TIED: LACKING, "buffer": torch.empty(0)}
+        content["buffer_names"] = ["buffer"]
+
+    source = changed(zero_files.write(tmp_path / "zero", 3, 1), MODELS, lose)
+    with pytest.raises(CorruptionError, match=TIED):
+        statehold.import_step(source, f"{tmp_path / 'run'}@3")
+    changed(source, MODELS, lambda _, content: content["module"].pop(TIED))
+    statehold.import_step(source, f"{tmp_path / 'run'}@3")
+    assert statehold.load(tmp_path / "run", "model.buffer").shape == (0,)
 
 
 @pytest.mark.usefixtures("classes")

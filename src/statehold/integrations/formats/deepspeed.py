@@ -89,28 +89,49 @@ def model_files(directory: str) -> list[str]:
 
 def state_of(
     states: Mapping[str, Mapping[str, Any]],
-    module: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    rest: Mapping[str, Any],
+    models: Sequence[Mapping[str, Any]],
+    optimizer: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The state. states: of each parameter its fp32 and its moments, by their names."""
-    model = dict(module)
-    for name, fields in states.items():
-        weight = module.get(name)
-        if isinstance(weight, Streamed) and weight.nbytes == 0 and fields[FP32].nbytes:
-            model[name] = converted(fields[FP32], weight.dtype)  # ZeRO-3 keeps no copy of it
-        elif weight is None:
-            model[name] = fields[FP32]
+    """The state. states: of each parameter its fp32 and its moments, by their names. models: what
+    each rank's file of model states has. optimizer: what one rank's file of the optimizer has."""
+    masters = {name: fields[FP32] for name, fields in states.items()}
     moments = {
         f"model.{name}": {key: value for key, value in fields.items() if key != FP32}
         for name, fields in states.items()
     }
+    rest, of_optimizer = (
+        {key: value for key, value in content.items() if key not in _TAKEN}
+        for content in (models[0], optimizer)
+    )
     return {
-        "model": model,
-        "fp32": {name: fields[FP32] for name, fields in states.items()},
+        "model": _weights(masters, models),
+        "fp32": masters,
         "optimizer": {STATE: moments, GROUPS: [dict(group) for group in groups]},
-        "deepspeed": {key: _plain_values(value) for key, value in rest.items()},
+        "deepspeed": _plain_values({**rest, "optimizer": of_optimizer}),
     }
+
+
+def _weights(masters: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The weights of a model. In ZeRO-3 its file has an empty tensor for each that is cut."""
+    first = models[0]
+    frozen, ties = _frozen(models), first.get(_TIES) or {}
+    model = {**first[MODULE], **frozen}
+    for name, master in masters.items():
+        weight = model.get(name)
+        if weight is None or _is_empty(weight):
+            model[name] = master if weight is None else converted(master, weight.dtype)
+    model |= {other: model[name] for other, name in ties.items() if name in model}
+    known = {*masters, *frozen, *ties, *(first.get(_BUFFERS) or ())}
+    for name, weight in model.items():
+        if _is_empty(weight) and name not in known:
+            facts = {"name": name, "expected": "a weight, or the name that it is tied to"}
+            raise CorruptionError("a checkpoint of DeepSpeed lacks a weight", facts=facts)
+    return model
+
+
+def _is_empty(weight: Any) -> bool:
+    return isinstance(weight, Streamed) and not weight.nbytes
 
 
 def named_groups(
@@ -154,8 +175,9 @@ _BASE, _SLICES = "base_optimizer_state", "param_slice_mappings"
 _PARTITIONS, _FLAT = "single_partition_of_fp32_groups", "fp32_flat_groups"
 _SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
 _FROZEN = "frozen_param_fragments"
+_TIES, _BUFFERS = "shared_params", "buffer_names"
 # Parts of the files that the state has in another form.
-_TAKEN = {MODULE, _SHAPES, _FROZEN, _STATES, _BASE, _SLICES, _PARTITIONS, _FLAT}
+_TAKEN = {MODULE, GROUPS, _SHAPES, _FROZEN, _STATES, _BASE, _SLICES, _PARTITIONS, _FLAT}
 
 
 def zero_directory(path: str, names: Collection[str]) -> str | None:
@@ -182,10 +204,8 @@ def read_zero(directory: str) -> dict[str, Any]:
     shapes = models[0][_SHAPES]
     if _FLAT in ranks[0]:
         pieces, groups = _stage_3(ranks, shapes), ranks[0][_STATES][GROUPS]
-        module = {**models[0][MODULE], **_frozen(models)}
     elif _SLICES in ranks[0] and isinstance(ranks[0].get(_BASE), Mapping):
         pieces, groups = _stages_1_and_2(ranks), ranks[0][_BASE][GROUPS]
-        module = models[0][MODULE]
     else:
         facts = {"directory": directory, "expected": _SLICES, "there": ", ".join(ranks[0])}
         raise UnsupportedValueError(
@@ -197,10 +217,7 @@ def read_zero(directory: str) -> dict[str, Any]:
     for (name, key), found in pieces.items():
         states.setdefault(name, {})[key] = _joined(f"{name}.{key}", tuple(whole[name]), found)
     order = [[name for name in group if name in states] for group in shapes]
-    named = named_groups(groups, order)
-    rest = {key: value for key, value in models[0].items() if key not in _TAKEN}
-    rest["optimizer"] = {key: item for key, item in ranks[0].items() if key not in _TAKEN}
-    return state_of(states, module, named, rest)
+    return state_of(states, named_groups(groups, order), models, ranks[0])
 
 
 def _optimizer_files(directory: str) -> list[str]:
@@ -252,9 +269,11 @@ def _part_of(numel: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Streamed]:
-    """Parameters of stage 3 that the optimizer does not have."""
-    found = {}
+    """Parameters of stage 3 that the optimizer does not have. In others the module has them."""
+    found, module = {}, models[0][MODULE]
     for name, shape in (models[0].get(_FROZEN_SHAPES) or {}).items():
+        if name in module and not _is_empty(module[name]):
+            continue
         pieces = [
             _cut(model[_FROZEN][name], 0, _part_of(math.prod(shape), rank, len(models))[1])
             for rank, model in enumerate(models)
@@ -306,7 +325,6 @@ LATEST_UNIVERSAL, ZERO, OPTIMIZER = "latest_universal", "zero", "optimizer_state
 # The first version of DeepSpeed whose files have all that these have.
 VERSION = "0.14.0"
 _PARAM, _STEP = "param", "step"
-_OTHER = ("optimizer_state_dict", "fp32_flat_groups")  # partitions of the job that wrote it
 
 
 def universal_directory(path: str, names: Collection[str]) -> str | None:
@@ -327,18 +345,15 @@ def read_universal(directory: str) -> dict[str, Any]:
     if lacking or not files:
         what = f"{lacking[0]}/fp32.pt" if lacking else "mp_rank_00_model_states.pt"
         raise MissingFileError("a universal checkpoint lacks a file", facts={"file": what})
-    model = read(files[0])
+    models = [read(file) for file in files]  # of ZeRO-3 there are several
     optimizer = read(os.path.join(zero, OPTIMIZER))
-    shapes = model.get("param_shapes") or [dict.fromkeys(states)]
+    shapes = models[0].get(_SHAPES) or [dict.fromkeys(states)]
     order = [[name for name in group if name in states] for group in shapes]
-    groups = optimizer.pop(GROUPS)
-    rest = {key: value for key, value in model.items() if key not in (MODULE, "param_shapes")}
-    rest["optimizer"] = {key: item for key, item in optimizer.items() if key not in _OTHER}
-    named = named_groups(groups, order)
+    groups = named_groups(optimizer[GROUPS], order)
     ordered = {name: states.pop(name) for group in order for name in group} | states
     whole = {name: shape for group in shapes for name, shape in group.items() if shape is not None}
     ordered = {name: _shaped(fields, whole.get(name)) for name, fields in ordered.items()}
-    return state_of(ordered, model[MODULE], named, rest)
+    return state_of(ordered, groups, models, optimizer)
 
 
 def _fields(directory: str) -> dict[str, Any]:
@@ -371,12 +386,8 @@ def export(tree: Any, work: PartialExport) -> list[str]:
     masters = tree.get(FP32, {})
     rest = dict(tree.get("deepspeed", {}))
     tag = f"global_step{int(rest.get('global_steps', 0))}"
-    left_out = [
-        name
-        for key in tree
-        if key not in ("model", "optimizer", FP32, "deepspeed")
-        for name, _ in leaves({key: tree[key]})
-    ]
+    taken = ("model", "optimizer", FP32, "deepspeed")
+    left_out = [name for name, _ in leaves({key: tree[key] for key in tree if key not in taken})]
     states = _named(optimizer, model)
     for name, weight in model.items():
         if "/" in name:
@@ -422,11 +433,8 @@ def _write_parameter(
 ) -> None:
     archives.put(work, f"{directory}/{FP32}.pt", _entry(master))
     for key, value in fields.items():
-        is_whole = isinstance(value, Streamed) and value.shape == master.shape
-        if key == _STEP or not is_whole:
-            archives.put(work, f"{directory}/{key}.pt", value)
-        else:
-            archives.put(work, f"{directory}/{key}.pt", _entry(value))
+        is_whole = isinstance(value, Streamed) and value.shape == master.shape and key != _STEP
+        archives.put(work, f"{directory}/{key}.pt", _entry(value) if is_whole else value)
 
 
 def _entry(tensor: Streamed) -> dict[str, Any]:
@@ -436,11 +444,9 @@ def _entry(tensor: Streamed) -> dict[str, Any]:
 def _optimizer(
     optimizer: Mapping[str, Any], rest: dict[str, Any], changed: list[str]
 ) -> dict[str, Any]:
-    found = dict(rest.pop("optimizer", {}))
-    found.pop("loss_scaler", None)  # an object, which the job makes by its own configuration
     groups = [{**group, "params": list(range(len(group["params"])))} for group in optimizer[GROUPS]]
-    found |= {GROUPS: groups}
-    found.setdefault("ds_version", VERSION)
+    found = {"ds_version": VERSION, **rest.pop("optimizer", {}), GROUPS: groups}
+    found.pop("loss_scaler", None)  # an object, which the job makes by its own configuration
     return dict(plain(found, "optimizer", changed))
 
 
@@ -453,7 +459,7 @@ def _model(model: Mapping[str, Any], rest: Mapping[str, Any], changed: list[str]
     found: dict[str, Any] = {
         MODULE: OrderedDict(model),
         "param_shapes": [shapes],
-        "buffer_names": [],
+        "buffer_names": [name for name in shapes if not model[name].dtype.is_floating_point],
         "optimizer": None,
         "lr_scheduler": None,
         "data_sampler": None,
