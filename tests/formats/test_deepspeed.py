@@ -54,7 +54,7 @@ def changed(source: Path, files: str, change: Callable[[int, dict[str, Any]], ob
     return source
 
 
-MODELS = "*_model_states.pt"
+MODELS, OPTIMIZERS = "*_model_states.pt", "*_optim_states.pt"
 LACKING, TIED = torch.empty(0, dtype=torch.bfloat16), "head.weight"
 
 
@@ -113,6 +113,28 @@ def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
     changed(source, MODELS, lambda _, content: content["module"].pop(TIED))
     statehold.import_step(source, f"{tmp_path / 'run'}@3")
     assert statehold.load(tmp_path / "run", "model.buffer").shape == (0,)
+
+
+@pytest.mark.usefixtures("classes")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_without_moments_comes_in(tmp_path: Path, stage: int) -> None:
+    """Before the first update, or of plain SGD, an optimizer has none."""
+
+    def clear(_: int, content: dict[str, Any]) -> None:
+        inner = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        content["optimizer_state_dict"][inner]["state"] = {}
+
+    source = changed(zero_files.write(tmp_path / "zero", stage, 2), OPTIMIZERS, clear)
+    statehold.import_step(source, f"{tmp_path / 'run'}@3")
+    state = statehold.load(tmp_path / "run")
+    for name, fields in reference().items():
+        check_equal(state["fp32"][name], fields["fp32"])
+    assert state["optimizer"]["state"] == {}
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with statehold.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.restore({"model": model, "optimizer": optimizer}, strict=False)
+    assert not optimizer.state
 
 
 @pytest.mark.usefixtures("classes")

@@ -99,6 +99,7 @@ def state_of(
     moments = {
         f"model.{name}": {key: value for key, value in fields.items() if key != FP32}
         for name, fields in states.items()
+        if len(fields) > 1  # SGD has no moments, and nothing has them before the first update
     }
     rest, of_optimizer = (
         {key: value for key, value in content.items() if key not in _TAKEN}
@@ -241,7 +242,7 @@ def _stages_1_and_2(ranks: Sequence[Mapping[str, Any]]) -> _Pieces:
     pieces: _Pieces = defaultdict(list)
     for rank in ranks:
         for group, slices in enumerate(rank[_SLICES]):
-            flat = {FP32: rank[_PARTITIONS][group], **rank[_BASE]["state"][group]}
+            flat = {FP32: rank[_PARTITIONS][group], **rank[_BASE]["state"].get(group, {})}
             for name, place in slices.items():
                 for key, values in flat.items():
                     pieces[name, key].append(_cut(values, place.start, place.numel))
@@ -252,7 +253,7 @@ def _stage_3(ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, A
     pieces: _Pieces = defaultdict(list)
     for number, rank in enumerate(ranks):
         for part, of_part in enumerate(shapes):
-            flat = {FP32: rank[_FLAT][part], **rank[_STATES]["state"][part]}
+            flat = {FP32: rank[_FLAT][part], **rank[_STATES]["state"].get(part, {})}
             at = 0
             for name, shape in of_part.items():
                 size, count = _part_of(math.prod(shape), number, len(ranks))
