@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import pickle
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import statehold
@@ -153,6 +155,32 @@ def test_a_save_that_begins_before_another_ends(tmp_path: Path) -> None:
         loaded = {"a": torch.full((3,), -1.0)}
         dcp.load(loaded, storage_reader=StorageReader(path))
         assert_equal(torch.full((3,), value), loaded["a"])
+
+
+def test_a_failed_save_may_be_collected_while_the_next_one_makes_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its traceback is a cycle with its state, so the collector drops both, at any allocation."""
+
+    class Collecting(DefaultStager):
+        def __init__(self, *options: Any) -> None:
+            gc.collect()
+            super().__init__(*options)
+
+    monkeypatch.setattr("statehold.integrations.dcp.writer.DefaultStager", Collecting)
+    writer, done = StorageWriter(), threading.Event()
+    failed: list[Any] = [writer.stage({"a": torch.ones(3)})]
+    failed.append(failed)
+    del failed
+    found: list[Any] = []
+
+    def save() -> None:
+        found.append(writer.stage({"a": torch.zeros(3)}))
+        done.set()
+
+    threading.Thread(target=save, daemon=True).start()
+    must(done.wait(DEADLINE_S))
+    assert_equal(torch.zeros(3), found[0]["a"])
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import re
 import secrets
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -410,29 +410,26 @@ class StagingPool:
     """Stagers of torch, each with the memory of one copy."""
 
     def __init__(self) -> None:
-        self._idle: list[DefaultStager] = []
-        self._guard = threading.Lock()
+        # No lock: the collector appends, on any thread, whatever that is doing.
+        self._idle: deque[DefaultStager] = deque()
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy that no later change of `state` reaches; complete when this returns."""
-        with self._guard:
-            stager = self._idle.pop() if self._idle else _new_stager()
+        try:
+            stager = self._idle.pop()
+        except IndexError:
+            stager = _new_stager()
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # a Future only if it were asynchronous
         staged = Staged(copied)
-        weakref.finalize(staged, self._give_back, stager).atexit = False
+        weakref.finalize(staged, self._idle.append, stager).atexit = False
         return staged
-
-    def _give_back(self, stager: DefaultStager) -> None:
-        with self._guard:
-            self._idle.append(stager)
 
     def close(self) -> None:
         """Free the memory of unused copies."""
-        with self._guard:
-            idle, self._idle = self._idle, []
-        for stager in idle:
-            stager.close()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
 
 def _new_stager() -> DefaultStager:
