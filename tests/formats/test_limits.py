@@ -14,7 +14,7 @@ import torch
 import statehold
 from statehold.errors import RunBusyError
 from statehold.integrations.formats import archives
-from statehold.integrations.formats.partial import Journal, OutFile
+from statehold.integrations.formats.partial import Journal, OutFile, PartialExport
 from statehold.units import MiB, parse_bytes
 from support import scripts
 from support.transfers import check_equal, saved
@@ -96,6 +96,33 @@ def test_an_export_that_is_killed_goes_on(
     check_equal(statehold.load(tmp_path / "back", "model"), statehold.load(step, "model"))
 
 
+KILLED_AS_IT_CLEARS = """
+import os, signal, sys
+import statehold
+os.unlink = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+statehold.export_step(*sys.argv[1:], "hf")
+"""
+
+
+def test_an_export_that_is_killed_as_it_clears_another_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = saved(tmp_path / "run", 1, {"model": {"a": torch.ones(9)}})
+
+    def killed(_: PartialExport) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialExport, "commit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            statehold.export_step(step, tmp_path / "out", "dcp")
+    assert len(os.listdir(tmp_path / "out.partial")) > 1
+    code, _ = run_script(KILLED_AS_IT_CLEARS, step, tmp_path / "out")
+    assert code == -signal.SIGKILL
+    statehold.export_step(step, tmp_path / "out", "hf")
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+
+
 def test_an_import_that_is_killed_goes_on(tmp_path: Path, written: list[int]) -> None:
     step = saved(tmp_path / "run", 1, state())
     statehold.export_step(step, tmp_path / "hf", "hf")
@@ -113,6 +140,7 @@ def test_work_goes_on_with_the_same_source_only(tmp_path: Path) -> None:
     directory = str(tmp_path / "work")
     with contextlib.closing(Journal(directory, "one")) as journal:
         assert journal.is_fresh
+        journal.begin()
         journal.note("a", "sum")
         journal.flush()
         journal.note("b", "never flushed")

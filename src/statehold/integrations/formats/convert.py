@@ -350,7 +350,9 @@ def _begun(store: Store, step: int, identity: str) -> Journal:
             return journal
         journal.close()
     store.begin(step)
-    return Journal(partial, identity)
+    journal = Journal(partial, identity)
+    journal.begin()
+    return journal
 
 
 # -- the tree ------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@
 Owns: files that are written at offsets, their syncs, the journal, the rename.
 Invariants: a line stands in the journal only after the bytes that it is about were synced. A
 journal of other work, or of a source that has changed since, is thrown away with all that it is
-about. What no export has left at DST.partial is refused, and stays. The destination appears whole,
-by one rename, after every byte of it was synced. One process works on a destination at a time. No
-link is followed out of it, and a directory that another user has made is refused.
+about, before it is taken for new work. What no export has left at DST.partial is refused, and
+stays. The destination appears whole, by one rename, after every byte of it was synced. One process
+works on a destination at a time. No link is followed out of it, and a directory that another user
+has made is refused.
 Not here: what is written (one module for each format). torch is not imported: a command refuses a
 destination without it.
 """
@@ -58,12 +59,23 @@ class Journal:
             )
         self._file = _opened(self._path, os.O_RDWR)
         self._waiting: list[tuple[str, str]] = []
+        self._directory, self._identity = directory, identity
         self._done = self._read(identity)
         self.is_fresh = self._done is None
-        if self._done is None:
-            self._done = {}
-            os.ftruncate(self._file, 0)
-            self._append([identity])
+
+    def begin(self) -> None:
+        """Forget other work, with its files. A kill in between leaves a journal of no work."""
+        self._head(identity_of(clearing=self._directory))
+        for path in Path(self._directory).iterdir():
+            if path.name != JOURNAL:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._head(self._identity)
+
+    def _head(self, identity: str) -> None:
+        line = f"{json.dumps([identity])}\n".encode()
+        os.pwrite(self._file, line, 0)  # before the cut: an empty journal would be nobody's
+        os.ftruncate(self._file, len(line))
+        os.fdatasync(self._file)
 
     def _read(self, identity: str) -> dict[str, str] | None:
         with open(self._path, encoding="utf-8", errors="replace") as file:
@@ -87,14 +99,11 @@ class Journal:
 
     def flush(self) -> None:
         """All that was noted is durable by now."""
-        for pair in self._waiting:
-            self._append(list(pair))
+        lines = "".join(f"{json.dumps(pair)}\n" for pair in self._waiting)
+        os.lseek(self._file, 0, os.SEEK_END)
+        os.write(self._file, lines.encode())
         self._waiting.clear()
         os.fdatasync(self._file)
-
-    def _append(self, line: list[str]) -> None:
-        os.lseek(self._file, 0, os.SEEK_END)
-        os.write(self._file, f"{json.dumps(line)}\n".encode())
 
     def close(self) -> None:
         os.close(self._file)
@@ -217,13 +226,7 @@ class PartialExport:
         make_own_directory(self.directory, "of an unfinished export", 0o775)
         self.journal = Journal(self.directory, identity)
         if self.journal.is_fresh:
-            self._clear()
-
-    def _clear(self) -> None:
-        for name in os.listdir(self.directory):
-            path = f"{self.directory}/{name}"
-            if name != JOURNAL:
-                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+            self.journal.begin()
 
     def place(self, name: str) -> str:
         """Where a file of the destination is written; names of a state must not lead out of it."""
