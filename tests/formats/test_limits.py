@@ -15,6 +15,7 @@ import statehold
 from statehold.errors import RunBusyError
 from statehold.integrations.formats import archives
 from statehold.integrations.formats.partial import Journal, OutFile, PartialExport
+from statehold.integrations.formats.streamed import MappedFile
 from statehold.units import MiB, parse_bytes
 from support import scripts
 from support.transfers import check_equal, saved
@@ -179,3 +180,17 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path, large: str, kind: s
     print(f"{kind}: {int(kib) >> 10} MiB for {STATE_BYTES // MiB} MiB, in")
     assert int(kib) * 1024 < MEMORY_MAX
     shutil.rmtree(tmp_path)  # so that the two sides of several formats fit on a small disk
+
+
+NO_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+
+
+@pytest.mark.skipif(NO_OVERCOMMIT, reason="this host gives no map that is larger than its memory")
+def test_a_file_may_be_larger_than_the_memory_of_the_host(tmp_path: Path) -> None:
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory, swap = (int(told[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+    size, path = memory + swap + (1 << 30), tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(size)  # a hole, which takes no space
+    found = MappedFile(str(path)).streamed(torch.uint8, (4,), size - 4)
+    assert bytes(next(found.views())) == bytes(4)

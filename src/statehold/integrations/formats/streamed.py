@@ -93,6 +93,11 @@ def runs(dtype: torch.dtype, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, min(end, begin + size)
 
 
+# An older Python has no name for it. Without it, the kernel counts a private map as memory that
+# will be needed, and refuses a file that is larger than the host's.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
 class MappedFile:
     """A file of others, mapped privately. Nobody may cut it."""
 
@@ -100,9 +105,8 @@ class MappedFile:
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                self._map = (
-                    mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else None
-                )
+                flags, prot = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+                self._map = mmap.mmap(file.fileno(), size, flags, prot) if size else None
         except FileNotFoundError as error:
             raise MissingFileError("a checkpoint lacks a file", facts={"file": path}) from error
         except OSError as error:
