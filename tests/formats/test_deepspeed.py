@@ -138,6 +138,14 @@ def test_an_optimizer_without_moments_comes_in(tmp_path: Path, stage: int) -> No
 
 
 @pytest.mark.usefixtures("classes")
+def test_the_directory_may_be_the_run(tmp_path: Path) -> None:
+    """save_into_steps() makes it one."""
+    source = zero_files.write(tmp_path / "zero", 3, 2)
+    statehold.import_step(source, f"{source}@3")
+    check(statehold.load(source))
+
+
+@pytest.mark.usefixtures("classes")
 def test_it_restores_into_a_model_and_an_optimizer_of_torch(tmp_path: Path) -> None:
     source = zero_files.write(tmp_path / "zero", 2, 3)
     statehold.import_step(source, f"{tmp_path / 'run'}@3")

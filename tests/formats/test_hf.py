@@ -172,3 +172,12 @@ def test_the_word_format_is_no_name_of_a_tie(tmp_path: Path) -> None:
     statehold.export_step(step, tmp_path / "out", "hf")
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "w": "format"}
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_run_among_the_files_of_its_source_is_refused_at_once(tmp_path: Path, below: str) -> None:
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    safetensors_torch.save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="among the files of the source"):
+        statehold.import_step(tmp_path, f"{tmp_path / below}@1")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -147,8 +148,7 @@ def _exported(
             work_on(destination, identity, is_file=kind.is_file, done=done) as work,
         ):
             for file, text in beside.items():
-                with work.file(file) as out:
-                    out.write(text, 0)
+                work.put(file, text)
             return [*dict.fromkeys([*kind.export(found.root, work), *found.arrays])]
 
 
@@ -181,7 +181,9 @@ def import_step(
     """
     path = absolute(source, "the source")
     run, number = step_in(step)
-    before, (kind, place) = _stamps(path), recognised(path)
+    kind, place = recognised(path)
+    _check_apart(run, place)
+    before = _stamps(place)
     below = kind.name if name is None else name
     tree = replaced(kind.read(place), read_now)
     for part in reversed(below.split(".") if below else []):
@@ -195,28 +197,28 @@ def import_step(
     tree = without(tree, patterns)
     for where, unknown in untrusted.foreign_in(tree):
         raise untrusted.untrusted(path, unknown, where, f'leave it out with skip=["{where}"]')
-    identity = identity_of(source=path, stamps=before, name=below, skip=sorted(patterns))
+    identity = identity_of(source=place, stamps=before, name=below, skip=sorted(patterns))
     with counted(f"importing {path}", nbytes_of(tree), report) as done:
-        check = partial(_check_unchanged, path, before)
+        check = partial(_check_unchanged, place, before)
         return write_step(run, number, tree, identity, done, check)
+
+
+def _check_apart(run: str, source: str) -> None:
+    """Raise if an import would write among the files that it reads."""
+    if pathlib.Path(os.path.realpath(run)).is_relative_to(os.path.realpath(source)):
+        raise UsageError(
+            "the run would lie among the files of the source",
+            facts={"expected": "a run outside of the source", "run": run, "source": source},
+        )
 
 
 def _stamps(path: str) -> list[list[Any]]:
     """The files of a source as they are now: an import goes on only with the same ones."""
-    if not os.path.exists(path):
-        return []
-    if not os.path.isdir(path):
-        return [_stamp(path, os.path.basename(path))]
-    return [
-        _stamp(os.path.join(parent, name), os.path.relpath(os.path.join(parent, name), path))
-        for parent, _, names in sorted(os.walk(path))
-        for name in sorted(names)
-    ]
-
-
-def _stamp(path: str, name: str) -> list[Any]:
-    found = os.stat(path)
-    return [name, found.st_size, found.st_mtime_ns]
+    walked = sorted(os.walk(path))
+    inside = [os.path.join(parent, name) for parent, _, names in walked for name in sorted(names)]
+    files = inside or [path] * os.path.isfile(path)
+    found = [(file, os.stat(file)) for file in files]
+    return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in found]
 
 
 def _check_unchanged(path: str, before: list[list[Any]]) -> None:
@@ -324,8 +326,7 @@ def write_step(
         try:
             begin_run(store, run)
             if step in store.steps():
-                facts = {"run": run, "step": step}
-                raise UsageError("the run has this step already", facts=facts)
+                raise UsageError("the run has this step already", facts={"run": run, "step": step})
             partial = store.partial(step)
             with storing("write a step", run):
                 with contextlib.closing(_begun(store, step, identity)) as journal:
