@@ -277,7 +277,9 @@ def test_the_folder_of_a_committed_step_outlives_a_power_cut(
     tmp_path: Path, disk: SyncedDisk, folders: Any
 ) -> None:
     """The step may lie in an object store, and without its folder it would count as given up."""
-    folder = folders.of(7)
+    from statehold.integrations.transformers.folders import Folder
+
+    folder = Folder(folders, 7)
     folders.make(7, "{}")
     finisher = made(lambda _: None)
     finisher.hold(Saved(7).end(), folder)

@@ -32,14 +32,14 @@ def adapted(**more: Any) -> Any:
     return peft.get_peft_model(base(), lora)
 
 
-def train(model: Any, out: Path) -> Any:
+def train(model: Any, out: Path, kind: Any = StateholdTrainer, **more: Any) -> Any:
     rows = torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(7))
     arguments = transformers.TrainingArguments(
         str(out), max_steps=3, save_steps=1, per_device_train_batch_size=2, report_to=[],
         disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = StateholdTrainer(model=model, args=arguments, train_dataset=data)
+    trainer = kind(model=model, args=arguments, train_dataset=data, **more)
     trainer.train(resume_from_checkpoint=True)
     return trainer
 
@@ -146,3 +146,51 @@ def test_so_it_does_with_an_accelerator(tmp_path: Path) -> None:
             if each is model:
                 ckpt.flush()
     assert all(map(torch.equal, came_back, frozen))
+
+
+# -- parameters of the base that begin to train later ----------------------------------------------
+
+
+def late(model: Any) -> Any:
+    [head] = [each for name, each in model.named_parameters() if name.endswith("lm_head.weight")]
+    return head
+
+
+class Unfreezes(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 2:
+            late(others["model"]).requires_grad_(True)
+
+
+def with_a_late_head(out: Path, kind: Any = StateholdTrainer) -> Any:
+    model = adapted()
+    held = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW([*held, late(model)], lr=1e-2)
+    train(model, out, kind, callbacks=[Unfreezes()], optimizers=(optimizer, None))
+    return late(model)
+
+
+def test_what_begins_to_train_later_is_in_each_later_step_and_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = late(adapted())
+    trained = with_a_late_head(tmp_path)
+    assert not torch.equal(trained, begun)
+    names = [
+        [name for name in statehold.load(tmp_path, "model", step=step) if "lm_head" in name]
+        for step in (1, 2, 3)
+    ]
+    assert (len(names[0]), len(names[2])) == (0, 1)
+    assert caplog.text.count("began to train") == 1
+    assert torch.equal(with_a_late_head(tmp_path), trained)
+
+
+def test_the_best_step_may_be_from_before_a_parameter_began_to_train(tmp_path: Path) -> None:
+    class Back(StateholdTrainer):
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._inner_training_loop(*args, **kwargs)
+            self.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+            self._load_best_model()
+            return result
+
+    with_a_late_head(tmp_path, Back)

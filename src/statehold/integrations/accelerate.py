@@ -32,6 +32,8 @@ def accelerator_state(
 ) -> dict[str, Any]:
     """A state for Checkpointer.save() and restore(); call it after the last prepare().
 
+    Of a peft model it has what trains now: call it again when more of the base begins to train.
+
     Args:
         accelerator: the Accelerator that has prepared the model and the rest.
         loaders: the prepared loaders whose position counts; None takes all. Pass [train_loader] if

@@ -35,11 +35,12 @@ from statehold.process.worker import Thread
 
 
 def trained_part(
-    bare: nn.Module, wrapped: nn.Module | None = None
+    bare: nn.Module, wrapped: nn.Module | None = None, late: Collection[str] = ()
 ) -> nn.Module | dict[str, torch.Tensor]:
     """What a state holds of a model: of a peft model, all but the frozen parameters of its base.
 
-    wrapped: the model as it trains, such as under DistributedDataParallel.
+    wrapped: the model as it trains, such as under DistributedDataParallel. late: other parameters
+    that steps hold, because they have trained.
     """
     if not _is_peft(bare):
         return bare if wrapped is None else wrapped
@@ -50,6 +51,7 @@ def trained_part(
         name: each
         for name, each in bare.named_parameters()
         if each.requires_grad
+        or name in late
         or _is_of_adapter(bare, name, adapters)
         or (has_biases and name.endswith("bias"))
     }

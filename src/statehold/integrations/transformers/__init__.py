@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from statehold.checkpoint.checkpointer import Checkpointer
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import StepNotFoundError, UsageError
+from statehold.errors import StepNotFoundError, UsageError, some
 from statehold.format.entries import NAMES_MAX, is_name
 from statehold.integrations.trained import (
     Finisher,
@@ -82,7 +82,8 @@ class _OpenRun:
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
     _Resumed; kept: the names of its extra entries. is_asked: it is that step or none; otherwise a
     damaged one is set aside, and the one before it is restored. has_saved: since the Trainer has
-    begun its loop. told: the callbacks that a warning has named.
+    begun its loop. late: parameters of the base that train, and did not in the beginning. told:
+    the callbacks that a warning has named.
     """
 
     run: str
@@ -96,6 +97,7 @@ class _OpenRun:
     is_asked: bool = False
     kept: frozenset[str] = frozenset()
     has_saved: bool = False
+    late: frozenset[str] = frozenset()
     beside: Beside | None = None
     is_same_world: bool = True
     rng: Rng = field(default_factory=Rng)
@@ -220,6 +222,14 @@ class StateholdTrainer(Trainer):
             log.warning(_FOLDERS.format(new))
         opened.told |= own
 
+    def _warn_of_resume(self) -> None:
+        if self.args.save_only_model:
+            log.warning(_MODEL_ONLY)
+        callbacks = self.callback_handler.callbacks
+        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
+        if names and not self.args.restore_callback_states_from_checkpoint:
+            log.warning(_FORGETFUL.format(", ".join(names)))
+
     def _keep(self) -> int | None:
         """How many steps the run keeps: those that have a folder are among them."""
         limit: int | None = self.args.save_total_limit
@@ -249,12 +259,12 @@ class StateholdTrainer(Trainer):
             if is_new and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
-        for doubt in at_a_resume(self.args, self.callback_handler.callbacks):
-            log.warning("%s", doubt)
-        trainer = {"state": "", "world": 0, "extra": ""}
+        self._warn_of_resume()
+        trainer = {"state": "", "world": 0, "extra": "", "late": ""}
         opened.restore_chosen({"trainer": trainer}, only=["trainer"], strict=False)
         opened.is_same_world = trainer["world"] == self.args.world_size
         opened.kept = frozenset(str(trainer["extra"]).splitlines())
+        opened.late = frozenset(str(trainer["late"]).splitlines())
         folders = opened.folders
         if opened.source not in (None, os.path.realpath(folders.path(step))):
             # A folder here would look like a checkpoint of this run.
@@ -357,7 +367,7 @@ class StateholdTrainer(Trainer):
         state = {**self._model_part(), **self._training_parts(opened)}
         if extra := self._extra_part(opened):
             state["extra"] = extra
-        state["trainer"] = self._trainer_part(text, extra)
+        state["trainer"] = self._trainer_part(opened, text, extra)
         metrics = logged_at(step, self.state.log_history)
         save = opened.ckpt.save(step, state, metrics=metrics, force=True)
         opened.has_saved = True
@@ -368,7 +378,7 @@ class StateholdTrainer(Trainer):
             is_now, finisher = self.weights_before_on_save, opened.finisher
             for folder in self._surplus(opened):
                 folder.remove() if is_now else finisher.remove(folder)
-            folder = opened.folders.of(step)
+            folder = Folder(opened.folders, step)
             finisher.write(folder) if is_now else finisher.hold(save, folder)
 
     def _load_from_checkpoint(self, checkpoint: str, model: Any = None) -> None:
@@ -406,11 +416,12 @@ class StateholdTrainer(Trainer):
             super()._load_best_model()
             return
         opened.settle()
+        # `late`: the step may be from before other parameters began to train.
         if step in opened.ckpt.steps():
-            opened.ckpt.restore(self._model_part(), step, only=["model"])
+            opened.ckpt.restore(self._model_part(), step, only=["model"], strict=not opened.late)
         elif opened.folders.holds(step):
             with Checkpointer(opened.folders.path(step)) as held:
-                held.restore(self._model_part(), step, only=["model"])
+                held.restore(self._model_part(), step, only=["model"], strict=not opened.late)
         else:
             log.warning("step %d is the best one, and no level has it any more", step)
             super()._load_best_model()
@@ -421,15 +432,22 @@ class StateholdTrainer(Trainer):
         opened = self._open_run
         return opened if opened is not None and opened.step is not None else None
 
-    def _bare_model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        return model
+    def _bare_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _model_part(self) -> dict[str, Any]:
         opened = self._open_run
         assert opened is not None
+        bare = self._bare_model()
         if opened.model is None:
-            opened.model = trained_part(self._bare_model(), self.model_wrapped)
+            opened.model = trained_part(bare, self.model_wrapped, opened.late)
+        held = opened.model
+        named = bare.named_parameters() if isinstance(held, dict) else ()
+        late = {name: each for name, each in named if each.requires_grad and name not in held}
+        if late:
+            log.warning("began to train, so later steps hold it, too: %s", some([*late]))
+            opened.late |= late.keys()
+            opened.model |= late
         return {"model": opened.model}
 
     def _training_parts(self, opened: _OpenRun) -> dict[str, Any]:
@@ -457,11 +475,12 @@ class StateholdTrainer(Trainer):
         changed = opened.beside.changed(opened.kept) if opened.beside else {}
         return {**changed, **self.extra_state()}
 
-    def _trainer_part(self, text: str, extra: dict[str, Any]) -> dict[str, Any]:
+    def _trainer_part(self, opened: _OpenRun, text: str, extra: dict[str, Any]) -> dict[str, Any]:
         """On rank 0 only: evaluation times differ between ranks, and any world may resume."""
         if self.args.process_index:
             return {}
-        return {"state": text, "world": self.args.world_size, "extra": "\n".join(extra)}
+        names = {"extra": "\n".join(extra), "late": "\n".join(sorted(opened.late))}
+        return {"state": text, "world": self.args.world_size, **names}
 
     def _state_text(self) -> str:
         """The TrainerState, with the states of the callbacks as they are now."""
@@ -487,9 +506,9 @@ class StateholdTrainer(Trainer):
             folders.hold(kept)
 
     def _surplus(self, opened: _OpenRun) -> list[Folder]:
-        best = opened.folders.step_of(self.state.best_model_checkpoint)
-        limit = self.args.save_total_limit
-        return [*map(opened.folders.of, opened.folders.surplus(limit, best, opened.unfinished()))]
+        folders, limit = opened.folders, self.args.save_total_limit
+        best = folders.step_of(self.state.best_model_checkpoint)
+        return [Folder(folders, each) for each in folders.surplus(limit, best, opened.unfinished())]
 
     def _finish(self, opened: _OpenRun) -> None:
         """Write the weights of every folder that has none. All saves have ended."""
@@ -497,14 +516,13 @@ class StateholdTrainer(Trainer):
         for folder in self._surplus(opened) if opened.has_saved else []:
             folder.remove()
         for step in reversed(opened.folders.steps()):
-            opened.finisher.write(opened.folders.of(step))
+            opened.finisher.write(Folder(opened.folders, step))
 
     def _begin(self) -> None:
         self.state.train_batch_size = self._train_batch_size  # a resume begins with what fits
         if self._open_run is not None:
             holders = [self, *self.callback_handler.callbacks]
-            ranks = self.args.world_size
-            self._open_run.beside = Beside(holders, self._bare_model(), ranks)
+            self._open_run.beside = Beside(holders, self._bare_model(), self.args.world_size)
         if (opened := self._resumed()) is not None:
             self._restore_extra(opened)
             self._restore_loss(opened)
@@ -594,16 +612,6 @@ _FOLDERS = (
     "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
     "StateholdTrainer: then each save waits for them"
 )
-
-
-def at_a_resume(args: Any, callbacks: Iterable[Any]) -> Iterator[str]:
-    """What the log of a run that resumes should say. args: the TrainingArguments."""
-    if args.save_only_model:
-        yield _MODEL_ONLY
-    if not args.restore_callback_states_from_checkpoint:
-        names = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
-        if names:
-            yield _FORGETFUL.format(", ".join(names))
 
 
 # -- what was logged -------------------------------------------------------------------------------

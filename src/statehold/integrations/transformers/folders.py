@@ -80,9 +80,6 @@ class Folders:
             return sorted(int(match[1]) for match in names if match)
         return []
 
-    def of(self, step: int) -> Folder:
-        return Folder(self, step)
-
     def has(self, step: int) -> bool:
         return os.path.isdir(self.path(step))
 
@@ -262,8 +259,7 @@ class Beside:
 
     def _is_same(self, name: str, now: Held) -> bool:
         """Whether the training began with it: with a tensor of this shape, or with a module."""
-        shape = getattr(now, "shape", None)
-        return name in self._shapes and self._shapes[name] == shape
+        return name in self._shapes and self._shapes[name] == getattr(now, "shape", None)
 
     def _warn_of(self, now: dict[str, Held]) -> None:
         modules = {name for name, each in now.items() if isinstance(each, nn.Module)}
