@@ -181,3 +181,11 @@ def test_a_run_among_the_files_of_its_source_is_refused_at_once(tmp_path: Path, 
     with pytest.raises(UsageError, match="among the files of the source"):
         statehold.import_step(tmp_path, f"{tmp_path / below}@1")
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_without_an_index_the_usual_name_means_the_model(tmp_path: Path) -> None:
+    """The other files hold it in another form, as those of Mistral do."""
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    for name, tensor in (("model", "w"), ("consolidated", "v")):
+        safetensors_torch.save_file({tensor: torch.ones(4)}, tmp_path / f"{name}.safetensors")
+    assert list(hf.read(str(tmp_path))) == ["w"]

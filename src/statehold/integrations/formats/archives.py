@@ -156,10 +156,9 @@ class _Record:
         self._is_verified = False
 
     def verify(self) -> None:
-        if not self._is_verified and self._file.crc32(self.begin, self._info.file_size) != (
-            self._info.CRC
-        ):
-            facts = {"file": self._file.path, "cause": f"bad CRC-32 of {self._info.filename!r}"}
+        info = self._info
+        if not self._is_verified and self._file.crc32(self.begin, info.file_size) != info.CRC:
+            facts = {"file": self._file.path, "cause": f"bad CRC-32 of {info.filename!r}"}
             raise _damaged(facts)
         self._is_verified = True
 
@@ -438,7 +437,8 @@ def indexed(directory: str, index_name: str, suffix: str) -> tuple[list[str], di
     path = os.path.join(directory, index_name)
     if not os.path.exists(path):
         names = sorted(name for name in os.listdir(directory) if name.endswith(suffix))
-        return [os.path.join(directory, name) for name in names], {}
+        whole = [name for name in names if name == f"model{suffix}"]  # others are other forms of it
+        return [os.path.join(directory, name) for name in whole or names], {}
     try:
         with open(path, encoding="utf-8") as file:
             index = {str(key): str(name) for key, name in json.load(file)["weight_map"].items()}
