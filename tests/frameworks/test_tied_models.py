@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import statehold
 from statehold.dcp import restore_stock
+from statehold.integrations.deepspeed import EngineProgress, load_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,3 +50,22 @@ def test_a_tied_model_takes_a_folder_of_save_pretrained(tmp_path: Path, name: st
     with statehold.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.restore({"model": other}) == 1
     torch.testing.assert_close(other.state_dict(), state, rtol=0, atol=0)
+
+
+def test_weights_of_an_engine_have_all_names_of_a_tied_one(tmp_path: Path) -> None:
+    """As stage 3 saves them: each parameter once, and flattened. DeepSpeed is not needed."""
+    model = nn.ModuleDict({"words": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["words"].weight
+    weight = model["words"].weight.detach()
+    zero = SimpleNamespace(loss_scaler=SimpleNamespace())
+    counts = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0, "micro_steps": 1}
+    engine = SimpleNamespace(
+        module=model, optimizer=zero, gradient_accumulation_steps=lambda: 1, **counts
+    )
+    progress = EngineProgress(engine, {"words.weight": [5, 3]})
+    state = {"model": {"words.weight": weight.flatten()}, "deepspeed": progress}
+    with statehold.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).wait("committed")
+    found = load_weights(tmp_path)
+    assert torch.equal(found["head.weight"], weight)
+    model.load_state_dict(found)

@@ -94,8 +94,10 @@ def load_weights(step: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     step: "runs/x" or "runs/x@100". Stage 3 saves flattened tensors: this gives them their shapes.
     """
     found = statehold.load(step, "model")
-    shapes = statehold.load(step, "deepspeed")["shapes"]
-    return {name: each.view(shapes.get(name, each.shape)) for name, each in found.items()}
+    told = statehold.load(step, "deepspeed")
+    shapes, ties = told["shapes"], told.get("ties", {})
+    whole = {name: each.view(shapes.get(name, each.shape)) for name, each in found.items()}
+    return {**whole, **{other: whole[name] for other, name in ties.items()}}
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -103,9 +105,12 @@ def load_weights(step: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 def _model(engine: Any, partitions: list[Partition]) -> Any:
     mesh = mesh_of(engine.optimizer.dp_process_group)
-    whole = partial(_whole, layout=Layout(mesh))
-    kept = persistent_buffers(engine.module)
-    buffers = {name: Volatile(whole(each)) for name, each in kept.items()}
+
+    def whole(tensor: torch.Tensor) -> Piece:
+        return Piece(tensor, tuple(tensor.shape), Layout(mesh), rank_here())
+
+    kept = persistent_buffers(engine.module).items()
+    buffers = {name: Volatile(whole(each)) for name, each in kept}
     parameters = dict(engine.module.named_parameters())
     if engine.zero_optimization_stage() < 3:
         return {**{name: whole(each) for name, each in parameters.items()}, **buffers}
@@ -121,10 +126,6 @@ def _model(engine: Any, partitions: list[Partition]) -> Any:
         if name not in runs
     }
     return Weights(engine.optimizer, {**runs, **frozen, **buffers})
-
-
-def _whole(tensor: torch.Tensor, layout: Layout) -> Piece:
-    return Piece(tensor, tuple(tensor.shape), layout, rank_here())
 
 
 class Weights:
@@ -346,18 +347,21 @@ _OF_ZERO = ("overflow", "custom_loss_scaler", "external_loss_scale")
 
 
 class EngineProgress:
-    """What an engine counts itself, the scale of its loss, and the shapes of its parameters.
+    """What an engine counts itself, the scale of its loss, and the shapes and ties of parameters.
 
-    shapes: those of the parameters, by name.
+    shapes: those of the parameters, by name. A tied one has its other names in `ties`.
     """
 
     def __init__(self, engine: Any, shapes: Mapping[str, list[int]]) -> None:
         self._engine = engine
         self._shapes = dict(shapes)
+        named, first = engine.module.named_parameters(remove_duplicate=False), dict[int, str]()
+        firsts = {name: first.setdefault(id(each), name) for name, each in named}
+        self._ties = {other: name for other, name in firsts.items() if other != name}
 
     def state_dict(self) -> dict[str, Any]:
         engine, zero = self._engine, self._engine.optimizer
-        every = engine.gradient_accumulation_steps()
+        every, of_scaler = engine.gradient_accumulation_steps(), vars(zero.loss_scaler).items()
         if engine.micro_steps % every:
             raise UsageError(
                 "a save in the middle of an accumulation would lose its gradients",
@@ -369,10 +373,9 @@ class EngineProgress:
             **{name: getattr(engine, name) for name in _COUNTS},
             "updates": engine.micro_steps // every,
             "zero": {name: _plain(getattr(zero, name, None)) for name in _OF_ZERO},
-            "loss_scaler": {
-                name: value for name, value in vars(zero.loss_scaler).items() if _is_plain(value)
-            },
+            "loss_scaler": {name: value for name, value in of_scaler if _is_plain(value)},
             "shapes": self._shapes,
+            "ties": self._ties,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -380,12 +383,10 @@ class EngineProgress:
         for name in _COUNTS:
             setattr(engine, name, state[name])
         engine.micro_steps = state["updates"] * engine.gradient_accumulation_steps()
-        for name, value in state["zero"].items():
-            if hasattr(zero, name):
-                setattr(zero, name, value)
-        for name, value in state["loss_scaler"].items():
-            if name in vars(zero.loss_scaler):
-                setattr(zero.loss_scaler, name, value)
+        for part, values in ((zero, state["zero"]), (zero.loss_scaler, state["loss_scaler"])):
+            for name, value in values.items():
+                if hasattr(part, name):
+                    setattr(part, name, value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -586,7 +587,7 @@ class _Methods:
         self._engine = engine
         self._options = options
         self._state = engine_state(engine)
-        self._stock_load = engine.load_checkpoint
+        self._stock_load: Callable[..., tuple[str | None, Any]] = engine.load_checkpoint
         # By directory: its run, the last save, and the step that was loaded since.
         self._open: dict[str, Checkpointer] = {}
         self._last: dict[str, Save] = {}
@@ -632,11 +633,10 @@ class _Methods:
         if (last := self._last.pop(key, None)) is not None:  # its error is raised once
             last.wait("committed")
         if not ckpt.steps():
-            found: tuple[str | None, dict[str, Any] | None] = self._stock_load(
+            return self._stock_load(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
             )  # fmt: skip
-            return found
         client: dict[str, Any] = {}
         state = {**self._state, CLIENT: client, TAG: ""}
         skip = [] if load_optimizer_states else ["optimizer"]
