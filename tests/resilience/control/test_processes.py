@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -91,6 +92,17 @@ def test_coordinate_says_where_and_what_and_ends_on_sigterm() -> None:
         out, err = office.communicate(timeout=PATIENCE_S)
     assert (office.returncode, err) == (0, "")
     assert "epoch 1 has 1 replica: a" in out
+
+
+def test_coordinate_may_open_a_file_for_each_rank() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 256), hard))  # the child inherits it
+    try:
+        with coordinate("--port", 0) as office:
+            assert port_in(line_of(office))
+            assert resource.prlimit(office.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_coordinate_says_it_in_json() -> None:
