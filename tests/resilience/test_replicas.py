@@ -557,6 +557,19 @@ def test_a_run_that_has_ended_without_this_replica_leaves_it_no_step(
         assert not list(steps)
 
 
+def test_a_step_keeps_its_losses() -> None:
+    with coordinated(1) as meeting, replica(meeting.address) as replicas:
+        steps, then = [], []
+        for step in replicas.steps(3):
+            for microbatch in step:
+                x = data()[:1] * (step.number + 1)
+                microbatch.backward(replicas.state["model"](x).sum())
+            steps.append(step)
+            then.append((step.loss, step.losses))
+        assert [(step.loss, step.losses) for step in steps] == then
+        assert len({loss for loss, _ in then}) == 3
+
+
 def test_a_second_loop_goes_on_where_the_first_one_has_ended() -> None:
     with coordinated(1) as meeting, replica(meeting.address) as replicas:
         numbers = []

@@ -26,7 +26,7 @@ from statehold.resilience.data.seeding import seed_microbatch
 from statehold.resilience.driver import Driver
 from statehold.resilience.progress import StuckCheck
 from statehold.resilience.protocol.actions import Compute
-from statehold.resilience.sums.interface import Sum
+from statehold.resilience.sums.interface import Reported, Sum
 from statehold.resilience.sums.norm import Gather, clip_by_norm
 
 
@@ -129,6 +129,7 @@ class Step:
         self._has_begun = False
         self._number: int | None = None
         self._share: list[int] = []
+        self._report: Reported | None = None
         self.is_over = False
 
     @property
@@ -143,13 +144,13 @@ class Step:
     def losses(self) -> list[float]:
         """The losses of the step's microbatches on all replicas, by index."""
         self.check()
-        return [] if self.is_over else list(self._work.sums.finished.losses)
+        return list(self._report.losses) if self._report else []
 
     @property
     def loss(self) -> float:
         """Their mean: the same bits on every replica. NaN if there is no such step."""
         self.check()
-        return math.nan if self.is_over else self._work.sums.finished.mean_loss
+        return self._report.mean_loss if self._report else math.nan
 
     @property
     def share(self) -> list[int]:
@@ -181,6 +182,7 @@ class Step:
         except StopIteration as stop:
             self._number, self._share = stop.value, work.driver.share
             self.is_over = self._number is None
+            self._report = None if self.is_over else work.sums.finished
         except BaseException:  # GeneratorExit: an exception in the loop's body, or `break`
             work.driver.part()
             raise
