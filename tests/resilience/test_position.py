@@ -97,6 +97,27 @@ def test_a_state_that_is_saved_by_hand_goes_on_bit_for_bit(
     assert found == end
 
 
+class Around(torch.optim.Optimizer):
+    """Its step() is that of another one, as in Lookahead."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.base.step(closure)
+
+
+def test_an_optimizer_may_step_inside_another_one() -> None:
+    model = model_of()
+    base = torch.optim.SGD(model.parameters(), 0.1)
+    with coordinated(1) as meeting, Replicas(
+        model, Around(base), microbatches=MICROBATCHES, samples=SAMPLES, batch=BATCH, seed=SEED,
+        coordinator=meeting.address, state={"base": base},
+    ) as replicas:  # fmt: skip
+        assert train(replicas, UNTIL)[0] == list(range(UNTIL))
+
+
 def test_an_update_that_was_left_in_its_middle_leaves_no_state_of_any_step() -> None:
     with coordinated(1) as meeting, replica(meeting.address) as replicas:
         model, optimizer = replicas.state["model"], replicas.state["optimizer"]

@@ -21,7 +21,7 @@ Invariants: `step` and the sums that it has with it fit the weights whenever som
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -50,7 +50,8 @@ class Position:
         self._state = sums.state_dict()  # of the sums, at the beginning of the step
         self._next: int | None = None
         self._versions = 0
-        self._is_updating = self._has_failed = self._is_mixed = False
+        self._updating: set[int] = set()  # the optimizers whose step() is under way, or has raised
+        self._has_failed = self._is_mixed = False
         updating = {id(each): each for _, each in parts(state)}
         optimizers = [each for each in updating.values() if _has_hooks(each)]
         self._updates: Counter[int] = Counter()
@@ -61,28 +62,22 @@ class Position:
         self._counts += filter(None, map(_count_of, updating.values()))
         self._before_body: list[Any] | None = None
         self._habit: set[int] | None = None
-        self._hooks = [
-            hook
-            for each in optimizers
-            for hook in (
-                each.register_step_pre_hook(self._before),
-                each.register_step_post_hook(self._after),
-            )
-        ]
+        self._hooks = [each.register_step_pre_hook(self._before) for each in optimizers]
+        self._hooks += [each.register_step_post_hook(self._after) for each in optimizers]
 
     @property
     def step(self) -> int:
-        if self._next is not None and self._moved() != self._versions:
+        if self._next is not None and _versions_of(self._params) != self._versions:
             self.advance(self._next)
         return self._step
 
     @property
     def is_torn(self) -> bool:
         """Whether updates were left in their middle. Another try would add to what was done."""
-        return self._is_updating or self._has_failed or self._is_mixed
+        return bool(self._updating) or self._has_failed or self._is_mixed
 
     def committed(self, step: int) -> None:
-        self._next, self._versions = step + 1, self._moved()
+        self._next, self._versions = step + 1, _versions_of(self._params)
         self._before_body = self._counted()
 
     def ended(self, step: int) -> None:
@@ -106,9 +101,6 @@ class Position:
         for hook in self._hooks:
             hook.remove()
 
-    def _moved(self) -> int:
-        return sum(version_of(local_of(each)) for each in self._params)
-
     def _counted(self) -> list[Any]:
         return [count() for count in self._counts]
 
@@ -119,14 +111,14 @@ class Position:
         pairs = zip(self._before_body, self._counted(), strict=True)
         return {index for index, (before, now) in enumerate(pairs) if before != now}
 
-    def _before(self, *_: object) -> None:
-        self._has_failed |= self._is_updating
-        self._is_updating = True
+    def _before(self, optimizer: object, *_: object) -> None:
+        self._has_failed |= id(optimizer) in self._updating
+        self._updating.add(id(optimizer))
 
     def _after(self, optimizer: object, *_: object) -> None:
-        self._is_updating = False
+        self._updating.discard(id(optimizer))
         self._updates[id(optimizer)] += 1
-        if self._next is not None:
+        if self._next is not None and not self._updating:  # or one that steps inside another
             self.advance(self._next)
 
     def _facts(self) -> dict[str, int]:
@@ -145,16 +137,16 @@ class Position:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in self._facts().items():
             if state["course"].get(name) != value:
+                what = name if name == "seed" else f"number of {name}"
                 raise StateMismatchError(
-                    f"the saved run has another number of {name}"
-                    if name != "seed"
-                    else "the saved run has another seed",
+                    f"the saved run has another {what}",
                     facts={"expected": state["course"].get(name), "got": value},
                     hint="the order of the samples would change: go on with the saved numbers",
                 )
         self._sums.load_state_dict(state["sums"])
         self.advance(int(state["step"]))
-        self._is_updating = self._has_failed = self._is_mixed = False
+        self._updating.clear()
+        self._has_failed = self._is_mixed = False
         self._before_body = None
 
 
@@ -167,10 +159,12 @@ def _count_of(each: object) -> Callable[[], Any] | None:
     if isinstance(each, LRScheduler):
         return partial(_epochs, each)
     if isinstance(each, nn.Module):
-        return lambda: sum(
-            version_of(local_of(tensor)) for tensor in chain(each.parameters(), each.buffers())
-        )
+        return lambda: _versions_of(chain(each.parameters(), each.buffers()))
     return None
+
+
+def _versions_of(tensors: Iterable[Tensor]) -> int:
+    return sum(version_of(local_of(each)) for each in tensors)
 
 
 def _epochs(scheduler: Any) -> Any:
