@@ -12,9 +12,10 @@ import pytest
 
 from statehold.kv import PageVerdict
 from statehold.kv.opened import OpenStore
+from statehold.kv.tiers import memory_path
 from statehold.units import KiB, MiB
 from support.faults import must
-from support.pages import PAGE, key, made, page, put
+from support.pages import PAGE, SLOT, key, made, page, put
 
 
 @pytest.mark.parametrize("kind", ["get", "put"])
@@ -50,9 +51,11 @@ def test_a_call_begins_while_pages_of_the_one_before_are_under_way(
         assert found == [[PageVerdict.HIT if kind == "get" else PageVerdict.STORED]] * 2
 
 
-def mapped_bytes(name: str) -> tuple[int, int]:
-    """Of the memory of this name: its bytes, and how many of them have an entry in the table of
-    pages."""
+def mapped_bytes(path: Path) -> tuple[int, int]:
+    """Of the memory of the store in `path`, which is open in this process: its bytes, and how many
+    of them have an entry in the table of pages."""
+    # The memory of another test's store may still be mapped: its objects die at a collection.
+    name = memory_path(str(path), SLOT)
     found, words = dict[str, int](), Path("/proc/self/smaps").read_text().split(name, 1)[1]
     for line in words.splitlines()[1:]:
         word, _, value = line.partition(":")
@@ -69,6 +72,6 @@ def test_the_memory_is_mapped_when_the_store_is_open(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("before Linux 5.14 the kernel maps nothing ahead")
     with made(tmp_path, memory=4 * MiB):
-        size, present = mapped_bytes("/kv-")
+        size, present = mapped_bytes(tmp_path)
     assert size > 4 * MiB
     assert present == size
