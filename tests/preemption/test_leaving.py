@@ -152,7 +152,7 @@ def test_a_signal_that_cannot_be_watched_changes_nothing(tmp_path: Path, odd: An
             ckpt.leave_on(signal.SIGTERM, odd, within_s=5)
         assert "SIGTERM" in caught.value.facts["expected"]
         assert signal.getsignal(signal.SIGTERM) == before
-        assert len(os.listdir("/proc/self/fd")) == opened
+        assert len(os.listdir("/proc/self/fd")) <= opened
         ckpt.leave_on(signal.SIGTERM, within_s=5)
     assert signal.getsignal(signal.SIGTERM) == before
 

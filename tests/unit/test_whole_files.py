@@ -148,6 +148,6 @@ def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError):
         open_regular(str(tmp_path / kind), os.O_RDONLY)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
     with open(tmp_path / "file", "rb", opener=open_regular) as file:
         assert file.read() == b"content"

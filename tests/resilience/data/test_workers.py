@@ -196,7 +196,8 @@ def nothing_stays() -> Iterator[None]:
     threads, files = threading.active_count(), descriptors()
     yield
     assert multiprocessing.active_children() == []
-    assert (threading.active_count(), descriptors()) == (threads, files)
+    assert threading.active_count() <= threads  # fewer, if one of an earlier test ends meanwhile
+    assert descriptors() <= files
 
 
 @pytest.mark.usefixtures("nothing_stays")
