@@ -78,10 +78,11 @@ def test_engines_that_start_later_find_all_pages(
         assert tokens(answers) == tokens(cold)
 
 
-def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Path) -> None:
-    # Memory for the least number of pages: what an engine leaves there survives its end, too.
-    asked, path = prompts(1, COUNT, TOKENS), tmp_path / "kv"
-    ask(model, asked, tmp_path / "first.json", **FP32, **pages(path, memory=0)).answers()
+def test_flipped_bits_are_computed_again(
+    model: Path, cold: Rounds, stored: tuple[Path, Rounds], tmp_path: Path
+) -> None:
+    asked = prompts(1, COUNT, TOKENS)
+    path = shutil.copytree(stored[0], tmp_path / "kv")  # its pages are in files alone
     damaged = 0
     for segment in path.glob("segment-*"):
         raw = bytearray(segment.read_bytes())
@@ -91,9 +92,8 @@ def test_flipped_bits_are_computed_again(model: Path, cold: Rounds, tmp_path: Pa
             damaged += 1
         segment.write_bytes(raw)
     assert damaged
-    answers = ask(
-        model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path, memory=0)
-    ).answers()
+    again = ask(model, asked, tmp_path / "again.json", rounds=(0, 0), **FP32, **pages(path))
+    answers = again.answers()
     assert 0 < sum(cached(answers, 0)) < COUNT * ALL
     assert cached(answers, 1) == [ALL] * COUNT  # what was computed again is there again
     assert tokens(answers, 0) == tokens(answers, 1) == tokens(cold)
