@@ -27,6 +27,8 @@ from statehold.resilience.protocol.messages import TORN
 
 logger = logging.getLogger(__name__)
 
+_PASSING = RunBusyError, StepOrderError  # of the run directory, and not of the state
+
 
 class Checkpoints:
     """checkpointer: None saves and restores nothing. state: as save() and restore() take it."""
@@ -51,11 +53,9 @@ class Checkpoints:
             return
         try:
             self._begin(self._checkpointer, step)
-        except (RunBusyError, StepOrderError) as error:
-            self._tell(step, error)
-        except UsageError:
-            raise
         except StateholdError as error:
+            if isinstance(error, UsageError) and not isinstance(error, _PASSING):
+                raise
             self._tell(step, error)
 
     def leave_to_others(self, step: int) -> None:

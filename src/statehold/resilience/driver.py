@@ -261,7 +261,6 @@ class Driver:
 
     def _part(self) -> NoReturn:
         """Leave the job, so that the others go on, and raise what differs (R19)."""
-        self.has_left = True
         self.close()
         member = self.seat.member
         raise refusal(member.name, self._parts, member.step, self._likeness.turns())
@@ -368,7 +367,6 @@ class Driver:
             view = self._view()
         elif view.step == TORN and not member.epoch:  # nobody else has a state, either
             raise self._lost(fenced, "start it again, with a checkpointer if a step is saved")
-        self._sums.begin()
         self._served = 0
         self.seat = self._take_seat(view)
 

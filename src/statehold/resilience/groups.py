@@ -45,13 +45,13 @@ _alive: set[Groups] = set()
 
 
 class PendingOperation:
-    """An operation that runs."""
+    """An operation. running: the work, and what it writes into until the end. None: it is over."""
 
-    def __init__(self, groups: Groups, what: str, work: Any, tensors: object) -> None:
+    def __init__(self, groups: Groups, what: str, running: tuple[Any, object] | None) -> None:
         self._groups = groups
         self._what = what
         self._failure = ""
-        self._running: tuple[Any, object] | None = (work, tensors)  # written into until the end
+        self._running = running
 
     def wait(self) -> None:
         """Return when the result is there. GroupLostError: it never will be."""
@@ -74,16 +74,6 @@ class PendingOperation:
             self._groups.keep(running)
         self._running = None
         self._groups.ended(self)
-
-
-class _Done(PendingOperation):
-    """The sum of one replica."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 class Groups:
@@ -119,7 +109,7 @@ class Groups:
     def start(self, tensor: Tensor) -> PendingOperation:
         """Begin to sum `tensor` over the column, in place."""
         if self._where.size[0] == 1:
-            return _Done()
+            return PendingOperation(self, "a sum", None)
         group = self._held(self._sums)
         return self._run("a sum", lambda: group.allreduce([tensor]), tensor)
 
@@ -204,7 +194,7 @@ class Groups:
         with self._lock:
             self._check()
             try:
-                pending = PendingOperation(self, what, begin(), tensors)
+                pending = PendingOperation(self, what, (begin(), tensors))
             except RuntimeError as error:
                 raise self.lost(what, _first_line(error)) from error
             self._running.add(pending)

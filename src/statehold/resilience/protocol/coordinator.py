@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from statehold.resilience.protocol.messages import (
@@ -458,12 +458,8 @@ class Coordinator:
             self._target = None  # who comes next waits for others, as after a loss of all members
 
     def _tell(self, names: Iterable[str], message: Message) -> None:
-        self._out += [(conn, message) for conn in self._connections(names)]
-
-    def _connections(self, names: Iterable[str]) -> Iterator[int]:
         for name in names:
-            for place in sorted(self.replicas[name].ranks):
-                yield self.replicas[name].ranks[place]
+            self._out += [(conn, message) for _, conn in sorted(self.replicas[name].ranks.items())]
 
 
 def _note(hellos: dict[int, Hello], place: int, message: Message) -> None:
