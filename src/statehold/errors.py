@@ -86,6 +86,8 @@ LINE_MAX = 1000
 
 # The fact of an error that came after the rename that publishes a step (D6).
 PUBLISHED = "published"
+# The fact of an error of restore() that came after it had begun to write into the state.
+OVERWRITTEN = "the state"
 
 
 class StateholdError(Exception):

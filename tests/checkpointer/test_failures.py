@@ -218,6 +218,19 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.parametrize(("operation", "has_begun"), [("read_file", False), ("read", True)])
+def test_a_storage_that_fails_in_a_restore_says_whether_the_state_is_as_it_was(
+    operation: str, has_begun: bool
+) -> None:
+    fs, training = SimFs(seed=1), Training()
+    with checkpointer_on(fs, "/run", **SMALL) as ckpt:
+        ckpt.save(1, training.state).wait("committed", DEADLINE_S)
+        fs.fail_next(operation, errno.EIO)
+        with pytest.raises(errors.StorageError) as caught:
+            ckpt.restore(training.state)
+        assert ("the state" in caught.value.facts) is has_begun
+
+
 OPERATIONS = ["mkdir", "open_write", "write", "sync", "sync_dir", "write_file", "rename"]
 
 

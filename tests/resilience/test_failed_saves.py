@@ -85,7 +85,7 @@ class Failing:
 
 
 def checkpoints(failing: Failing) -> Checkpoints:
-    return Checkpoints(cast(Any, failing), {})
+    return Checkpoints(cast(Any, failing), {}, lambda: None)
 
 
 def test_a_failed_save_is_logged_and_each_due_step_is_tried(

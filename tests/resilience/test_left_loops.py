@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -26,14 +28,26 @@ from resilience.replica import (
 )
 from resilience.replica import weights as checksum_of
 from statehold import Checkpointer
-from statehold.errors import ClosedError, ReplicaLostError, UsageError
+from statehold.errors import (
+    ChecksumError,
+    ClosedError,
+    ReplicaLostError,
+    StateholdError,
+    StorageError,
+    UsageError,
+)
 from statehold.process.worker import Flag
 from statehold.resilience import Microbatch, Replicas, Step
 from statehold.resilience.groups import Groups
 from statehold.resilience.protocol.comeback import Comeback
+from statehold.resilience.protocol.messages import Fenced
+from statehold.resilience.seat import Seat
 
 LEFT = 3  # in this step
 MOMENTS = ["forward", "backward", "log", "update", "end"]
+NEWER = LEFT + 2  # a step that others have saved
+NEWER_NAME = f"step-{NEWER:012d}"
+DATA = "rank-00000-of-00001.safetensors"
 
 
 class Interrupted(Exception):
@@ -224,6 +238,95 @@ def several(address: str, checkpointer: Checkpointer | None) -> Replicas:
         coordinator=address, checkpointer=checkpointer,
         state={"more": {"second": torch.optim.AdamW(rest)}, "scheduler": scheduler, "mean": mean},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", [DATA, "steps", "restore"])
+def test_a_restore_that_is_cut_off_leaves_no_state_of_any_step(
+    tmp_path: Path, whole: Path, alone: Log, damaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that was out finds a newer step, which cannot be read. If nothing of it is in the
+    state, the replica goes on with what it has, else only with a step that it has restored."""
+    run, end = tmp_path / "run", Seat.end_epoch
+    saved = run / NEWER_NAME
+
+    def fence(seat: Seat) -> None:
+        end(seat)
+        if seat.member.step == LEFT:
+            with seat.link.changed:
+                seat.member.receive(Fenced("its lease has ended"))
+
+    def others_have_saved(*_: object) -> float:
+        shutil.rmtree(run)
+        shutil.copytree(whole / NEWER_NAME, saved)
+        if damaged == DATA:
+            flip(saved / DATA)
+        else:
+            patch.setattr(Checkpointer, damaged, unreachable)
+        return 0.0
+
+    def unreachable(*_: object) -> None:
+        raise StorageError("cannot list the steps", errno=errno.ESTALE, path=str(run))
+
+    with (
+        coordinated(1) as meeting,
+        Checkpointer(run, keep=1) as ckpt,
+        replica(meeting.address, checkpointer=ckpt) as left,
+    ):
+        program = Program(left, "")
+        with monkeypatch.context() as patch:
+            patch.setattr(Seat, "end_epoch", fence)
+            patch.setattr(Comeback, "pause", others_have_saved)
+            with pytest.raises(StateholdError) as cut:
+                program.run()
+        assert ("the state" in cut.value.facts) is (damaged == DATA)
+        if damaged == DATA:
+            with pytest.raises(ChecksumError):
+                program.run()
+            flip(saved / DATA)
+        program.run()
+    skipped = range(LEFT, NEWER) if damaged == DATA else ()
+    assert program.losses == {n: loss for n, loss in alone.losses.items() if n not in skipped}
+    assert checksum_of(program.model) == alone.weights
+
+
+def test_a_first_restore_that_is_cut_off_leaves_no_state_of_a_new_run(
+    tmp_path: Path, whole: Path
+) -> None:
+    shutil.copytree(whole / NEWER_NAME, tmp_path / NEWER_NAME)
+    flip(tmp_path / NEWER_NAME / DATA)
+    with (
+        coordinated(1) as meeting,
+        Checkpointer(tmp_path) as ckpt,
+        replica(meeting.address, checkpointer=ckpt) as late,
+    ):
+        program, new = Program(late, ""), checksum_of(late.state["model"])
+        with pytest.raises(ChecksumError):
+            program.run()
+        assert checksum_of(program.model) != new
+        shutil.rmtree(tmp_path / NEWER_NAME)
+        with pytest.raises(ReplicaLostError) as lost:
+            program.run()
+    assert lost.value.facts["state"] == "parts of two steps"
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A run of all steps."""
+    run = tmp_path / "whole"
+    with (
+        coordinated(1) as meeting,
+        Checkpointer(run) as ckpt,
+        replica(meeting.address, checkpointer=ckpt) as left,
+    ):
+        Program(left, "").run()
+    return run
+
+
+def flip(path: Path) -> None:
+    """A bit near the end; again: as it was."""
+    raw = bytearray(path.read_bytes())
+    raw[-2] ^= 1
+    path.write_bytes(raw)
 
 
 @pytest.mark.thorough

@@ -277,9 +277,10 @@ class Checkpointer:
         Tensors keep their storage. Any number of ranks may have saved the step, in any layout. All
         of several ranks call this.
 
-        If names, shapes or dtypes differ, this raises an error before anything changes. If bytes
-        are damaged, or another rank fails, the state may be partly overwritten: restore another
-        step before you continue to train.
+        If names, shapes or dtypes differ, this raises an error before anything changes. If it fails
+        later, as for damaged bytes, a storage that fails, or another rank, the state may be partly
+        overwritten, and the error has the fact "the state". Then restore a step before you continue
+        to train.
 
         Args:
             state: what to fill, as for save().

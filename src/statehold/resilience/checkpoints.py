@@ -17,12 +17,12 @@ Not here: which replica saves (replicas), and when one gives up (driver).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from statehold.checkpoint.checkpointer import Checkpointer, give_way, leave_to_others
 from statehold.checkpoint.save.handle import Save
-from statehold.errors import RunBusyError, StateholdError, StepOrderError, UsageError
+from statehold.errors import OVERWRITTEN, RunBusyError, StateholdError, StepOrderError, UsageError
 from statehold.resilience.protocol.messages import TORN
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,17 @@ _PASSING = RunBusyError, StepOrderError  # of the run directory, and not of the 
 
 
 class Checkpoints:
-    """checkpointer: None saves and restores nothing. state: as save() and restore() take it."""
+    """checkpointer: None saves and restores nothing. state: as save() and restore() take it.
 
-    def __init__(self, checkpointer: Checkpointer | None, state: Mapping[str, Any]) -> None:
+    tear: called when a restore is cut off that may have changed some of the state.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer | None, state: Mapping[str, Any], tear: Callable[[], None]
+    ) -> None:
         self._checkpointer = checkpointer
         self._state = state
+        self._tear = tear
         self._begun: list[Save] = []  # whose ends are not known yet
         self._failures = 0  # since a step was committed
 
@@ -45,7 +51,12 @@ class Checkpoints:
             return False
         if than != TORN and max(self._checkpointer.steps(), default=TORN) <= than:
             return False
-        return self._checkpointer.restore(self._state) is not None
+        try:
+            return self._checkpointer.restore(self._state) is not None
+        except BaseException as error:  # Ctrl-C does not say whether anything was written
+            if not isinstance(error, StateholdError) or OVERWRITTEN in error.facts:
+                self._tear()
+            raise
 
     def save(self, step: int) -> None:
         """Raises UsageError for a state that no try can save."""

@@ -73,7 +73,10 @@ class Position:
 
     @property
     def is_torn(self) -> bool:
-        """Whether updates were left in their middle. Another try would add to what was done."""
+        """Whether updates or a restore were left in their middle.
+
+        Another try of an update would add to what was done.
+        """
         return bool(self._updating) or self._has_failed or self._is_mixed
 
     def committed(self, step: int) -> None:
@@ -96,6 +99,10 @@ class Position:
         self._is_mixed |= bool(updated) and not updated >= (self._habit or set())
         self._next = self._before_body = None
         self._sums.load_state_dict(self._state)
+
+    def tear(self) -> None:
+        """A restore was cut off: some of the state is that of another step."""
+        self._has_failed = True
 
     def close(self) -> None:
         for hook in self._hooks:

@@ -125,7 +125,7 @@ class Replicas:
         check_travels(self.state)
         self._position = Position(self._course, self._sums, self._params, self.state)
         self.state["replicas"] = self._position
-        self._checkpoints = Checkpoints(checkpointer, self.state)
+        self._checkpoints = Checkpoints(checkpointer, self.state, self._position.tear)
         self._place, self._width = identity.place_in(group)
         address = _address(coordinator)
         host = addresses.reachable_address(address[0])
@@ -293,7 +293,7 @@ class Replicas:
 
     def _join(self) -> Driver:
         """A state in parts is never taken for that of a step, nor one that misses an update."""
-        is_torn = False
+        is_torn = self._position.is_torn
         if self._driver is not None:
             self._driver.rest()
             self._position.go_back()

@@ -39,6 +39,7 @@ from statehold.checkpoint.restore.read_plan import ReadPlan
 from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.telemetry.watch import RestoreWatch
 from statehold.errors import (
+    OVERWRITTEN,
     CorruptionError,
     PeerFailedError,
     StateholdError,
@@ -227,9 +228,14 @@ class RestoreCalls:
                 nearest, runtime.engine, runtime.devices, self.peers, state, choose, watch, claim
             )
             step = choice.step
-            self.report, failed = (
-                restorer.first_intact(choice) if step is None else restorer.only(step)
-            )
+            try:
+                self.report, failed = (
+                    restorer.first_intact(choice) if step is None else restorer.only(step)
+                )
+            except StateholdError as error:
+                if restorer.has_begun_to_read:
+                    error.with_fact(OVERWRITTEN, PARTLY)
+                raise
             watch.end(self.report, failed)
         return restorer, failed
 
@@ -283,7 +289,7 @@ def requested(
 
 # A writer that saves one step again and again must not keep a reader for ever.
 BEGINNINGS_MAX = 100
-PARTLY = "may be partly overwritten: restore another step before training on"
+PARTLY = "may be partly overwritten: restore a step before training on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +309,7 @@ class Restorer:
     claim: locks every directory that has a step, if this rank leads; False if another job has a
         lock. `confirmed`: the steps that were then found damaged under the lock.
         `beginnings` counts how often a step was read again because it had changed. `was_intact`:
-        every copy that any rank has read of the restored step.
+        every copy that any rank has read of the restored step. `has_begun_to_read`: into the state.
     """
 
     def __init__(
@@ -322,7 +328,7 @@ class Restorer:
         self.confirmed: set[int] = set()
         self.beginnings = 0
         self.was_intact = True
-        self._has_begun_to_read = False
+        self.has_begun_to_read = False
         self._engine = engine
         self._devices = devices
         self._peers = peers
@@ -350,7 +356,7 @@ class Restorer:
                     failed[step] = error
                 asked.add(step)
         if failed:
-            newest = self._final(failed.pop(max(failed)))
+            newest = failed.pop(max(failed))
             raise newest.with_fact("also damaged", latest(failed)) if failed else newest
         return None, failed
 
@@ -363,14 +369,6 @@ class Restorer:
                 self._begin_anew(step, changed)
                 if step not in (there := self._ordered(Choice())):
                     raise no_such_step(step, self._saved.run, there) from None
-            except CorruptionError as error:
-                raise self._final(error) from None
-
-    def _final(self, error: CorruptionError) -> CorruptionError:
-        """The error that ends this restore."""
-        if self._has_begun_to_read:
-            error.with_fact("the state", PARTLY)
-        return error
 
     def _begin_anew(self, step: int, changed: StepChanged) -> None:
         self.beginnings += 1
@@ -540,7 +538,7 @@ class Restorer:
     # -- reading ---------------------------------------------------------------------------
 
     def _read_here(self, step: int, matched: Matched) -> None:
-        self._has_begun_to_read = True
+        self.has_begun_to_read = True
         self._read_all(step, matched.reading)
 
         def fill(wanted: Sequence[Wanted]) -> None:
