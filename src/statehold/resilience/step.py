@@ -137,10 +137,6 @@ class Step:
         return self._work.driver.number if self._number is None else self._number
 
     @property
-    def is_committed(self) -> bool:
-        return self._number is not None
-
-    @property
     def losses(self) -> list[float]:
         """The losses of the step's microbatches on all replicas, by index."""
         self.check()
@@ -203,7 +199,7 @@ class Step:
 
     def check(self) -> None:
         """Raise UsageError if the loop over the step has not come to its end."""
-        if not self.is_committed and not self.is_over:
+        if self._number is None and not self.is_over:
             raise UsageError(
                 "the loop over a step was left before its end",
                 facts={"step": self.number, "state": "its gradients are nowhere applied"},

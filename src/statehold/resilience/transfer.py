@@ -113,8 +113,9 @@ def _meet(where: MeetingPlace, says: str) -> list[str]:
 
 # -- the holder ------------------------------------------------------------------------------------
 # A piece is read while the state cannot change, under the lock that `stop_serving` takes. A joiner
-# that asks for something else than a range of the state loses its line. At most LINES_MAX are open,
-# because each takes a thread and memory for a range.
+# that asks for something else than a range of the state loses its line. At most LINES_MAX lines are
+# served at once, because each takes memory for a range. The others wait for their turns: until the
+# epoch ends, or their connection. Joiners ask holders in one order, so no two wait for each other.
 #
 # A joiner on the same host comes through a Unix socket, and gets memory that both share. The kernel
 # then copies no bytes of the state: that costs a third of what TCP costs. Elsewhere, as in a
@@ -136,9 +137,8 @@ class OfferServer:
         near.bind(f"\0{name}")
         near.listen(_BACKLOG)
         self.address = f"{addresses.joined(host, far.getsockname()[1])}/{name}"
-        self._reception = Reception(
-            [far, near], _DOOR, secret, frame_max=_REQUEST_MAX, most=LINES_MAX
-        )
+        self._turns = threading.Semaphore(LINES_MAX)
+        self._reception = Reception([far, near], _DOOR, secret, frame_max=_REQUEST_MAX)
         self._reception.start("statehold-offers", self._hear)
 
     def offer(self, epoch: int, offer: Offer) -> None:
@@ -158,8 +158,12 @@ class OfferServer:
     def _hear(self, guest: Guest, epoch: bytes) -> None:
         """A joiner names its epoch, and has a thread from then on."""
         offer = self._find(strictjson.message(epoch))
-        threading.Thread(None, self._talk, "statehold-line", (guest, offer), daemon=True).start()
+        threading.Thread(None, self._line, "statehold-line", (guest, offer), daemon=True).start()
         self._reception.lend(guest)  # last: a guest for whom there is no thread has to go
+
+    def _line(self, guest: Guest, offer: Offer) -> None:
+        with self._turns:
+            self._talk(guest, offer)
 
     def _talk(self, guest: Guest, offer: Offer) -> None:
         """Send the description of the state first, then the ranges of it that are asked for."""
@@ -170,7 +174,7 @@ class OfferServer:
             memory = _memory(shared)
             while True:  # a joiner may need long to prepare a large state
                 first, last = _range(wire.receive(math.inf), offer.run.nbytes)
-                for begin, end in _pieces(first, last):
+                for begin, end in _pieces(first, last, PIECE_BYTES):
                     piece = memory[begin - first : end - first]
                     self._read(offer, begin, piece, is_last=end == last)
                     self._send(wire, piece, is_shared=shared is not None)
@@ -212,8 +216,8 @@ def _range(request: bytes, nbytes: int) -> tuple[int, int]:
     raise ValueError("not a range of the state")
 
 
-def _pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    return ((at, min(end, at + PIECE_BYTES)) for at in range(begin, end, PIECE_BYTES))
+def _pieces(begin: int, end: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(end, at + nbytes)) for at in range(begin, end, nbytes))
 
 
 def _memory(shared: Tensor | None) -> Tensor:
@@ -275,10 +279,7 @@ class _Fetching:
             except ValueError as error:
                 raise self._lost(f"a holder describes no state: {error}") from error
             self._missing = arriving.run.nbytes
-            self._left.extend(
-                (at, min(self._missing, at + RANGE_BYTES))
-                for at in range(0, self._missing, RANGE_BYTES)
-            )
+            self._left.extend(_pieces(0, self._missing, RANGE_BYTES))
             alike = [holder for holder, found in documents.items() if found == document]
             if len(alike) < len(documents):
                 others = ", ".join(sorted(documents.keys() - set(alike)))
@@ -288,7 +289,9 @@ class _Fetching:
                 raise self._lost("no holder of the state is left")
             arriving.finish()
         finally:
-            self._hang_up()
+            for wire, _ in self._lines.values():
+                wire.hang_up()
+                wire.close()
 
     def _connect(self) -> dict[str, bytes]:
         """The descriptions of the state, by holder."""
@@ -299,7 +302,7 @@ class _Fetching:
                 wire, shared = join(holder, self._epoch, until, self._revoked)
                 self._lines[holder] = wire, shared
                 wire.frame_max = DOCUMENT_BYTES_MAX
-                found[holder] = wire.receive(time.monotonic() + _SILENCE_S)
+                found[holder] = wire.receive(math.inf)  # others may be served before
         if not found:
             raise self._lost("no holder of the state answers")
         return found
@@ -328,7 +331,7 @@ class _Fetching:
             begin = first
             try:
                 wire.send(f"[{first}, {end}]".encode(), time.monotonic() + _SILENCE_S)
-                for at, until in _pieces(first, end):
+                for at, until in _pieces(first, end, PIECE_BYTES):
                     piece = memory[at - first : until - first]
                     patient = time.monotonic() + _SILENCE_S
                     expected = wire.read(_SUM_BYTES, patient)
@@ -356,21 +359,24 @@ class _Fetching:
             "the transfer of the state has failed", facts={"epoch": self._epoch, "reason": why}
         )
 
-    def _hang_up(self) -> None:
-        for wire, _ in self._lines.values():
-            wire.hang_up()
-            wire.close()
-
 
 def join(address: str, epoch: int, until: float, revoked: Flag) -> tuple[Wire, Tensor | None]:
-    """A line to a holder, and the memory that both share. Raises OSError."""
+    """A line to a holder, and the memory that both share. Raises OSError.
+
+    until: for the connection. The end of a host that vanishes is noticed on the line itself.
+    """
     far, _, name = address.partition("/")
     wire = _near(name, until, revoked) or connect(
         addresses.split(far), _DOOR, of_job(), until, revoked
     )
     try:
         wire.send(str(epoch).encode(), until)
-        return wire, _shared(wire, until) if wire.socket.family == socket.AF_UNIX else None
+        if wire.socket.family == socket.AF_UNIX:
+            return wire, _shared(wire)
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(_SILENCE_S))
+        wire.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        return wire, None
     except OSError:
         wire.close()
         raise
@@ -391,9 +397,9 @@ def _near(name: str, until: float, revoked: Flag) -> Wire | None:
     return entered(near, _DOOR, of_job(), until, revoked)
 
 
-def _shared(wire: Wire, until: float) -> Tensor | None:
-    """The memory that the holder sends. A holder that stands still sends nothing."""
-    wire.wait(select.POLLIN, until)
+def _shared(wire: Wire) -> Tensor | None:
+    """The memory that the holder sends. It may serve others before."""
+    wire.wait(select.POLLIN, math.inf)
     said, memories, _, _ = socket.recv_fds(wire.socket, 1, 1)
     if said == _SHARES_NOTHING:
         return None

@@ -58,6 +58,7 @@ def test_elsewhere_the_line_is_tcp(server: OfferServer) -> None:
     wire, shared = joined(server.address + "x")
     assert shared is None
     assert wire.socket.family == socket.AF_INET
+    assert wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # its host may vanish
     assert len(first_piece(wire, shared)) == 24
     wire.close()
 

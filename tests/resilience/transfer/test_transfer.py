@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from statehold.errors import StateMismatchError
 from statehold.net import addresses
+from statehold.net import wire as net_wire
 from statehold.net.secret import ENVIRONMENT, Secret
 from statehold.net.wire import SecretError, Wire, connect
 from statehold.process.worker import Flag
@@ -411,22 +412,57 @@ def test_it_closes_while_a_device_that_hangs_is_read(
 
 
 def test_the_number_of_lines_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third one waits, and is let in when one of the others has gone."""
+    """The third one is let in, and served when one of the others has gone."""
     monkeypatch.setattr(transfer, "LINES_MAX", 2)
     server = OfferServer(HOST)
     server.offer(3, Offer(state_of(1, 1)))
-    first = [call(server) for _ in range(2)]
-    for each in first:
+    lines = [call(server) for _ in range(3)]
+    for each in lines[:2]:
         each.send(b"3", soon())
         must(each.receive(soon()))
-    address = addresses.split(server.address.partition("/")[0])
-    with contextlib.closing(Wire(socket.create_connection(address))) as third:
-        with pytest.raises(TimeoutError):
-            third.read(1, time.monotonic() + 0.3)
-        first[0].close()
-        assert third.read(1, soon())
-    first[1].close()
+    lines[2].send(b"3", soon())
+    with pytest.raises(TimeoutError):
+        lines[2].receive(time.monotonic() + 0.3)
+    lines[0].close()
+    must(lines[2].receive(soon()))
+    for each in lines:
+        each.close()
     server.close()
+
+
+def test_joiners_wait_for_their_turns(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than LINES_MAX, each was out of the job after the time that a connection may take."""
+    monkeypatch.setattr(transfer, "LINES_MAX", 1)
+    has_asked, waits, send, wait = Flag(), Flag(), Wire.send, Wire.wait
+    clock = SimpleNamespace(monotonic=time.monotonic)
+
+    def sending(wire: Wire, frame: bytes, until: float) -> None:
+        send(wire, frame, until)
+        if frame == b"5":
+            has_asked.set()
+
+    def waiting(wire: Wire, events: int, until: float) -> None:
+        if has_asked.is_set:
+            waits.set()
+        wait(wire, events, until)
+
+    job.serve()
+    first = [call(each.server) for each in job.holders]
+    for each in first:
+        each.send(b"5", soon())
+        must(each.receive(soon()))
+    monkeypatch.setattr(net_wire, "time", clock)
+    monkeypatch.setattr(transfer, "time", clock)
+    monkeypatch.setattr(Wire, "send", sending)
+    monkeypatch.setattr(Wire, "wait", waiting)
+    with ThreadPoolExecutor() as pool:
+        joined = pool.submit(job.fetch)
+        must(waits.wait(60))
+        clock.monotonic = lambda: time.monotonic() + 3600
+        for each in first:
+            each.close()
+        joined.result(60)
+    assert contents(job.joined) == contents(job.states[0])
 
 
 @pytest.mark.parametrize(
