@@ -86,6 +86,7 @@ class Reception:
         self._back: deque[Guest] = deque()
         self._count = 0
         self.rests_until: float | None = None
+        self._was_full = False  # when somebody came last
         self._lost: Lost = lambda guest, error: None
         self._is_over = False
         self._thread: Thread | None = None
@@ -261,26 +262,31 @@ class Reception:
     def _accept(self, listener: Any) -> None:
         if self.rests_until is not None:  # another listener was in this turn, too
             return
-        now = time.monotonic()
-        if len(self._silent) < SILENT_MAX and self._guests_fit(now):
+        now, count = time.monotonic(), len(self._guests) + len(self._lent)
+        is_full = count >= _descriptors()
+        if not is_full and len(self._silent) < SILENT_MAX and self._guests_fit(now, count):
             try:
                 connected, _ = listener.accept()
             except BlockingIOError:  # it has gone already
                 return
             except OSError:  # there is no descriptor just now
-                pass
+                is_full = True
             else:
+                self._was_full = False
                 self._welcome(connected, now)
                 return
+        if is_full and not self._was_full:
+            logger.warning(
+                "nobody else is let in to the %s: it has %d connections, and the limit of open "
+                "files (ulimit -n) of this process allows no more", self._door, count,
+            )  # fmt: skip
+        self._was_full = is_full
         for each in self._listeners:
             self._selector.unregister(each)
         self.rests_until = now + ROOM_S
 
-    def _guests_fit(self, now: float) -> bool:
+    def _guests_fit(self, now: float, count: int) -> bool:
         """Whether there is room for one more. If not, one that is idle may have to go for it."""
-        count = len(self._guests) + len(self._lent)
-        if count >= _descriptors():
-            return False
         if self._most is None or count < self._most:
             return True
         idle = next((each for each in self._guests if each not in self._silent), None)

@@ -128,21 +128,12 @@ class Position:
         if self._next is not None and not self._updating:  # or one that steps inside another
             self.advance(self._next)
 
-    def _facts(self) -> dict[str, int]:
-        course = self._course
-        return {
-            "samples": course.size,
-            "batch": course.batch,
-            "microbatches": course.microbatches,
-            "seed": course.seed,
-        }
-
     def state_dict(self) -> dict[str, Any]:
         step = self.step  # first: it may be found to have advanced
-        return {"step": step, "course": self._facts(), "sums": self._state}
+        return {"step": step, "course": self._course.facts, "sums": self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in self._facts().items():
+        for name, value in self._course.facts.items():
             if state["course"].get(name) != value:
                 what = name if name == "seed" else f"number of {name}"
                 raise StateMismatchError(

@@ -141,9 +141,8 @@ class Replicas:
             progress=StuckCheck(stuck_s),
             drawn=self._drawn,
         )
-        counts = {"microbatches": microbatches, "samples": samples, "batch": batch, "seed": seed}
         self._job = {
-            **{name: str(count) for name, count in counts.items()},
+            **{name: str(count) for name, count in self._course.facts.items()},
             "reduction": reduction,
             "redundancy": str(redundancy),
             "checkpointer": "None" if checkpointer is None else "given",

@@ -169,7 +169,9 @@ class Seat:
 
     def exchange(self, values: Sequence[int]) -> list[list[list[int]]]:
         """The values of rank j of replica i at [i][j] (R3). Raises GroupLostError."""
-        return self._held().gather(values)
+        if self._groups is None:
+            raise GroupLostError("the groups have been dropped")
+        return self._groups.gather(values)
 
     def tell(self, said: bytes) -> list[list[bytes]]:
         """What rank j of replica i says at [i][j]; of any length."""
@@ -181,11 +183,6 @@ class Seat:
             [array("q", words).tobytes()[:length] for words, (length,) in zip(*both, strict=True)]
             for both in zip(rows, lengths, strict=True)
         ]
-
-    def _held(self) -> Groups:
-        if self._groups is None:
-            raise GroupLostError("the groups have been dropped")
-        return self._groups
 
     def complain(self, reason: str) -> None:
         """The groups of the newest epoch have failed here (R5). Of an older one it is no news."""

@@ -337,7 +337,9 @@ class _Fetching:
                     expected = wire.read(_SUM_BYTES, patient)
                     if shared is None:
                         wire.fill(host_memory(piece), patient)
-                    self._place(run, at, piece, expected)
+                    if sum_of(piece) != expected:
+                        raise self._lost(f"the bytes from {at} on differ from their checksum")
+                    run.write(at, piece)
                     begin = until
                     with self._lock:
                         self._missing -= until - at
@@ -346,11 +348,6 @@ class _Fetching:
                 if not self._revoked.is_set:
                     logger.warning("statehold: state from %s has failed: %s", holder, error)
                 return
-
-    def _place(self, run: ByteRun, begin: int, piece: Tensor, checksum: bytes) -> None:
-        if sum_of(piece) != checksum:
-            raise self._lost(f"the bytes from {begin} on differ from their checksum")
-        run.write(begin, piece)
 
     def _lost(self, why: str) -> GroupLostError:
         if self._revoked.is_set:

@@ -96,6 +96,16 @@ class Course:
         check_number("microbatches", self.microbatches, 1, MICROBATCHES_MAX)
         check_number("seed", self.seed, 0, SEED_MAX)
 
+    @property
+    def facts(self) -> dict[str, int]:
+        """What all replicas have alike, and a run keeps, by the names that a user knows."""
+        return {
+            "samples": self.size,
+            "batch": self.batch,
+            "microbatches": self.microbatches,
+            "seed": self.seed,
+        }
+
     def samples(self, step: int, index: int) -> list[int]:
         """The numbers of the samples of a microbatch, each in range(size), in order."""
         self.check(step, index)
