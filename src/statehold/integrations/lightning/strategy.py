@@ -334,8 +334,12 @@ def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rest.get("optimizer_states"), LiveOptimizers):
         del rest["optimizer_states"]
         state.update(optimizers_of(trainer))
-    _without_loaders(rest)
-    data = stateful(trainer.train_dataloader)
+    # Each rank saves the positions of its own loaders.
+    rest["loops"] = loops = dict(rest["loops"])
+    fit = loops["fit_loop"] = dict(loops["fit_loop"])
+    fit["state_dict"] = {k: v for k, v in fit["state_dict"].items() if k != "combined_loader"}
+    each_loader = tree_leaves(trainer.train_dataloader)
+    data = [each for each in each_loader if hasattr(each, "load_state_dict")]
     own = {
         "checkpoint": rest,
         "world": trainer.world_size,
@@ -344,22 +348,9 @@ def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
         "reloaded": moments.reloaded(trainer),
     }
     # Any number of ranks may resume, so what is the same for all is saved by one.
-    own = own if trainer.is_global_zero else {}
+    state["lightning"] = own if trainer.is_global_zero else {}
     logged = {"shown": shown(trainer), "results": results_of(trainer)}
-    return {**state, "lightning": own, "logged": logged, "data": data, "rng": Rng()}
-
-
-def stateful(loaders: Any) -> list[Any]:
-    """The loaders in a collection that know their position."""
-    return [each for each in tree_leaves(loaders) if hasattr(each, "load_state_dict")]
-
-
-def _without_loaders(rest: dict[str, Any]) -> None:
-    """Take the positions of the loaders out of a checkpoint: each rank saves its own."""
-    rest["loops"] = loops = dict(rest["loops"])
-    fit = loops["fit_loop"] = dict(loops["fit_loop"])
-    inner = fit["state_dict"] = dict(fit["state_dict"])
-    inner.pop("combined_loader", None)
+    return {**state, "logged": logged, "data": data, "rng": Rng()}
 
 
 def values(run: str, step: int, rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -417,7 +408,16 @@ class Restoring:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        is_ours, found = self._strategy.broadcast(self._decided(checkpoint_path))
+        decided: Any = None
+        if self._trainer.is_global_zero:  # alone, because it may give the path its step
+            try:
+                decided = self._decided(checkpoint_path)
+            except Exception as error:  # the others wait for an answer
+                decided = error
+        decided = self._strategy.broadcast(decided)
+        if isinstance(decided, Exception):
+            raise decided
+        is_ours, found = decided
         if not is_ours:
             return dict(self._stock["load_checkpoint"](checkpoint_path, weights_only=weights_only))
         if found is None:
@@ -425,8 +425,9 @@ class Restoring:
         self._resumed = found = FoundStep(*found)
         ranks = self._trainer.global_rank, self._trainer.world_size
         checkpoint, self._known = values(found.run, found.step, *ranks)
-        if self._trainer.training and self._trainer.is_global_zero:
-            self._warn(found.step)
+        saved, now = self._known["world"], self._trainer.world_size
+        if self._trainer.training and self._trainer.is_global_zero and saved != now:
+            logger.warning(_OTHER_RANKS, found.step, saved, now)
         if found.last_of in checkpoint.get("callbacks", {}):
             checkpoint["callbacks"][found.last_of]["last_model_path"] = str(checkpoint_path)
         if self._known["optimizers"]:
@@ -436,11 +437,6 @@ class Restoring:
         else:
             checkpoint["state_dict"] = load(found.run, "model", step=found.step, mapped=True)
         return checkpoint
-
-    def _warn(self, step: int) -> None:
-        saved, now = self._known["world"], self._trainer.world_size
-        if saved != now:
-            logger.warning(_OTHER_RANKS, step, saved, now)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """The last of what is restored, so the generators follow here for the first time."""
@@ -506,12 +502,9 @@ class Restoring:
         """The loaders of the training get their positions before their iterators are made."""
         if self._trainer.training and hasattr(dataloader, "load_state_dict"):
             shuffle_once(dataloader)
-            self._place_loader(dataloader)
+            if positions := self._known.get("data", []):
+                goes_on(dataloader, positions.pop(0), self._known["epoch"])
         return self._stock["process_dataloader"](dataloader)
-
-    def _place_loader(self, loader: Any) -> None:
-        if positions := self._known.get("data", []):
-            goes_on(loader, positions.pop(0), self._known["epoch"])
 
     # -- the loops -------------------------------------------------------------------------
 
