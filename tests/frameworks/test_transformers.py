@@ -141,6 +141,18 @@ def test_a_resumed_training_is_that_of_the_trainer(tmp_path: Path, step: int) ->
     assert logged(again)[:-1] == logged(stock)[:-1]
 
 
+def test_a_finished_training_takes_no_further_step(tmp_path: Path) -> None:
+    """A warned job may leave with its last step, and is then started again."""
+    once, again = (
+        trainer(tmp_path / "out", max_steps=2, lr_scheduler_type="constant") for _ in range(2)
+    )
+    once.train()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert same_weights(again.model, once.model)
+    assert folders(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]
+
+
 @pytest.mark.thorough
 def test_callbacks_and_schedulers_that_look_at_metrics_go_on(tmp_path: Path) -> None:
     changes = {

@@ -339,6 +339,11 @@ class StateholdTrainer(Trainer):
                 kwargs["resume_from_checkpoint"] = self._found(opened)
         return super()._inner_training_loop(*args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """A warned job may leave with its last step. The Trainer alone would take one more."""
+        if self._resumed() is None or self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
         saves = self._open_run is not None and self.args.save_strategy != SaveStrategy.NO
@@ -417,11 +422,10 @@ class StateholdTrainer(Trainer):
             return
         opened.settle()
         # `late`: the step may be from before other parameters began to train.
-        if step in opened.ckpt.steps():
-            opened.ckpt.restore(self._model_part(), step, only=["model"], strict=not opened.late)
-        elif opened.folders.holds(step):
-            with Checkpointer(opened.folders.path(step)) as held:
-                held.restore(self._model_part(), step, only=["model"], strict=not opened.late)
+        source = None if step in opened.ckpt.steps() else opened.folders.path(step)
+        if source is None or opened.folders.holds(step):
+            how: dict[str, Any] = {"only": ["model"], "strict": not opened.late, "source": source}
+            opened.ckpt.restore(self._model_part(), step, **how)
         else:
             log.warning("step %d is the best one, and no level has it any more", step)
             super()._load_best_model()
@@ -525,7 +529,11 @@ class StateholdTrainer(Trainer):
             self._open_run.beside = Beside(holders, self._bare_model(), self.args.world_size)
         if (opened := self._resumed()) is not None:
             self._restore_extra(opened)
-            self._restore_loss(opened)
+            if opened.loss is not None:  # the Trainer has set its sums to zero
+                self._tr_loss.copy_(opened.loss["sum"])
+                self._globalstep_last_logged = opened.loss["logged"]
+                # train() reports the loss of its own steps
+                self._total_loss_scalar -= self.accelerator.gather(self._tr_loss).mean().item()
 
     def _restore_extra(self, opened: _OpenRun) -> None:
         """Here, because callbacks may have made their models when the training began."""
@@ -539,15 +547,6 @@ class StateholdTrainer(Trainer):
         if extra:
             skip = [f"extra.{name}" for name in lost]
             opened.restore({"extra": extra}, step=opened.step, only=["extra"], skip=skip)
-
-    def _restore_loss(self, opened: _OpenRun) -> None:
-        """The Trainer has set its sums of the loss to zero; they go on where the step was."""
-        if opened.loss is None:
-            return
-        self._tr_loss.copy_(opened.loss["sum"])
-        self._globalstep_last_logged = opened.loss["logged"]
-        # train() reports the loss of its own steps
-        self._total_loss_scalar -= self.accelerator.gather(self._tr_loss).mean().item()
 
     def _export(self, folder: Folder) -> None:
         """What from_pretrained opens, from the committed step into its folder."""
