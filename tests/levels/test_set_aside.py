@@ -15,6 +15,7 @@ from statehold.errors import StepOrderError, StorageError
 from statehold.io.objects.client import ObjectClient
 from statehold.steps.lock import RunLock
 from statehold.steps.objects import ObjectSteps
+from statehold.steps.store import Store
 from statehold.testing import ranks_on
 from support.faults import DEADLINE_S, SMALL
 
@@ -130,6 +131,54 @@ def test_beside_another_job_of_the_run_it_stays(tmp_path: Path) -> None:
         assert ckpt.restore(state(0)) == 10
     lock.release()
     assert objects(tmp_path) == ["10.commit", "20.commit"]
+
+
+@pytest.mark.parametrize("note", [b"\0" * 20, b'{"format": "statehold-run", "version": 99}'])
+def test_a_store_whose_note_is_damaged_keeps_it_and_the_state_is_restored(
+    tmp_path: Path, note: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each restart raised the error of the note."""
+    save(tmp_path, 10, 20)
+    for step in (10, 20):
+        shutil.rmtree(tmp_path / f"run/step-{step:012d}")
+    in_store(tmp_path, 20).joinpath(DATA).unlink()
+    (tmp_path / "bucket/llama/run.json").write_bytes(note)
+    for _ in range(2):
+        with (
+            statehold.Checkpointer(tmp_path / "run", levels=levels(tmp_path), **SMALL) as ckpt,
+            pytest.warns(RuntimeWarning, match=rf"{TOLD}.*kept as file:\S*20\.\n"),
+        ):
+            assert ckpt.restore(state(0)) == 10
+    assert "step 20 stays at level objects" in caplog.text
+    assert objects(tmp_path) == ["10.commit", "20.commit"]
+
+
+def test_a_directory_that_cannot_be_listed_keeps_no_store_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened() -> statehold.Checkpointer:
+        near, far = levels(tmp_path)
+        nfs = statehold.Directory(str(tmp_path / "nfs"), name="nfs")
+        return statehold.Checkpointer(tmp_path / "run", levels=[near, nfs, far], **SMALL)
+
+    def listed(store: Store) -> list[int]:
+        if store.root == str(tmp_path / "nfs"):
+            raise StorageError("cannot list", errno=errno.EIO, path=store.root)
+        return steps(store)
+
+    with opened() as ckpt:
+        for step in (10, 20):
+            ckpt.save(step, state(step)).wait("committed", DEADLINE_S)
+            ckpt.flush(DEADLINE_S)
+    shutil.rmtree(tmp_path / "run")
+    in_store(tmp_path, 20).joinpath(DATA).unlink()
+    steps = Store.steps
+    monkeypatch.setattr(Store, "steps", listed)
+    with opened() as ckpt:
+        with pytest.warns(RuntimeWarning, match=rf"{TOLD}.*kept as file:\S*20\.corrupt"):
+            assert ckpt.restore(state(0)) == 10
+        ckpt.save(11, state(11)).wait("committed", DEADLINE_S)
+    assert objects(tmp_path) == ["10.commit", "11.commit", "20.corrupt"]
 
 
 @pytest.mark.usefixtures("damaged")

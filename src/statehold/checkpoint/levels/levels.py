@@ -170,13 +170,12 @@ class Levels:
         because another job may change it, or the level cannot: the state is still restored.
         """
         kept = []
-        with contextlib.suppress(StorageError):
-            for place in self._leading(step):
-                kept.append(place.path(step))
-                try:
-                    kept[-1] = place.quarantine(step) if is_claimed else kept[-1]
-                except (RunBusyError, StorageError) as error:
-                    logger.warning("step %d stays at level %s\n%s", step, place.name, error)
+        for place in self._leading(step):
+            kept.append(place.path(step))
+            try:
+                kept[-1] = place.quarantine(step) if is_claimed else kept[-1]
+            except StateholdError as error:
+                logger.warning("step %d stays at level %s\n%s", step, place.name, error)
         return next(iter(kept), self.store.path(step))
 
     @contextlib.contextmanager
@@ -229,9 +228,9 @@ class Levels:
         return newest is not None and not self.promotions.have(newest)
 
     def _leading(self, step: int) -> list[Target]:
-        """The levels that have the step, and that this rank leads. A store that does not answer is
+        """The levels that have the step, and that this rank leads. A level that does not answer is
         passed over: the step may be whole there."""
-        near = [place for place in self.near if place.leads and step in place.store.steps()]
+        near = [each for each in self.near if each.leads and step in readable(each.store)]
         stores = (place for place in self.places if place not in self.near and place.leads)
         return [*near, *(place for place in stores if step in readable(place))]
 

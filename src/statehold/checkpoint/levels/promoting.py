@@ -51,6 +51,7 @@ from statehold.process.worker import Flag, Worker, yield_processor
 from statehold.ranks.peers import Peers
 from statehold.ranks.rounds import USUAL, Round, led
 from statehold.steps.copying import Copy, part_of
+from statehold.steps.shelf import Shelf
 from statehold.steps.target import Carriers, DirectoryPlace, Share, Target, last_saved_s
 
 # -- the copies to a level -------------------------------------------------------------------------
@@ -571,7 +572,7 @@ def _check_level(order: _Order) -> None:
         raise storage_error("keep copies of a step: their level did not get it", errno.ESTALE, "")
 
 
-def readable(place: Target) -> list[int]:
+def readable(place: Shelf) -> list[int]:
     """The steps at a level; none, if it cannot be read."""
     try:
         return place.steps()
