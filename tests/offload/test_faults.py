@@ -219,6 +219,26 @@ def test_files_do_not_gather_where_there_are_no_leases(tmp_path: Path, is_saved:
         files.close()
 
 
+def test_a_spare_file_that_is_open_elsewhere_is_passed_over(tmp_path: Path) -> None:
+    """On a full disk it cost the space that a new file needs."""
+    with contextlib.closing(open_fs("threads")) as fs:
+        files = StateFiles(fs, str(tmp_path))
+        files.reserve([4096] * 2)
+        first, second = sorted(map(str, tmp_path.rglob("*.state")))
+        if not fs.can_reuse(first):
+            pytest.skip("this file system has no leases")
+        with open(first, "rb"):
+            path, file = files.take(4096)
+            file.close()
+            assert path == second
+            files.give_back(path)
+        assert sorted(map(str, tmp_path.rglob("*.state"))) == [first, second]
+        path, file = files.take(4096)
+        file.close()
+        assert path in (first, second)
+        files.close()
+
+
 def test_a_directory_that_is_replaced_is_found(tmp_path: Path) -> None:
     path = tmp_path / "opt"
     path.mkdir()

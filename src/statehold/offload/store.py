@@ -110,7 +110,6 @@ class SubgroupStore:
         self.forms, self._names = forms, names
         self.heads: Mapping[int, Head] = {}  # of the newest save, by the index of the subgroup
         self._head_guard = threading.Lock()
-        self._owned = contextlib.ExitStack()
         with contextlib.ExitStack() as owned:
             if fs is None:
                 fs = _core.open_fs("auto", QUEUE_DEPTH * max(1, len(paths)))
@@ -153,7 +152,7 @@ class SubgroupStore:
         except BaseException:
             self.files[path].give_back(name)
             raise
-        header = b"" if head is None else head.encoded
+        header = head.encoded if head else b""
         return Stored(path, name, sums[: SUM_BYTES * len(form.parts)], header)
 
     def write_head(self, stored: Stored, head: Head) -> None:
@@ -161,11 +160,9 @@ class SubgroupStore:
         with self._head_guard:  # a file that has its header may have a second name
             if stored.header == head.encoded:
                 return
-            file = self.files[stored.path].open_held(stored.file, head.form.nbytes)
-            try:
+            opened = self.files[stored.path].open_held(stored.file, head.form.nbytes)
+            with contextlib.closing(opened) as file:
                 self._transfer(file, head.ranges, head.memory, stored.path, None)
-            finally:
-                file.close()
             stored.header = head.encoded
 
     def read(self, subgroup: Subgroup, stored: Stored, memory: torch.Tensor) -> None:
@@ -233,11 +230,10 @@ class SubgroupStore:
 
     def _damaged(self, form: FileForm, found: _core.Mismatch) -> ChecksumError:
         begin, end = (at - form.data_begin for at in (found.begin, found.end))
-        parts = form.subgroup.parts_in(begin, end)
         shown = [
             f"{part.field} of {self._names[part.span.parameter]} "
             f"[{part.span.begin}, {part.span.end})"
-            for part in parts
+            for part in form.subgroup.parts_in(begin, end)
         ]
         return ChecksumError(
             "optimizer state on storage differs from its checksum",
@@ -268,8 +264,8 @@ class SubgroupStore:
 # pass the files of a step that stays, and each look that finds none costs a new file.
 #
 # A file with one name may be open, because a restore may still read a step that was removed. Only
-# a lease shows that nobody has it. Without one the file is removed, and a new one is made in its
-# place.
+# a lease shows that nobody has it. If none of LOOKS spare files can be leased, one is removed, and
+# a new one is made in its place.
 
 
 # As many as a state has subgroups, times the steps that most runs keep.
@@ -350,19 +346,23 @@ class StateFiles:
     def _reusable(self, nbytes: int) -> str | None:
         """A file that nobody else has; None if a new one is to be made."""
         self._look_at_linked()
-        while (path := self._pop(nbytes)) is not None:
-            names = self._names_of(path)
-            if names > 1 and len(self._linked) < LINKED_MAX:
-                self._linked.append(path)
-                continue
-            if names == 1 and self._fs.can_reuse(path):
-                return path
-            if names:
-                self._fs.unlink(path)  # a step or a reader keeps the bytes
-            del self._sizes[path]
-            if names == 1:
-                return None
-        return None
+        found, others = "", list[str]()  # which others have
+        with self._guard:  # a thread that saw fewer would make a file too many
+            while not found and len(others) < LOOKS and (path := self._pop(nbytes)) is not None:
+                names = self._names_of(path)
+                if not names:
+                    del self._sizes[path]
+                elif names > 1 and len(self._linked) < LINKED_MAX:
+                    self._linked.append(path)
+                elif names == 1 and self._fs.can_reuse(path):
+                    found = path
+                else:
+                    others.append(path)
+            if others and not found:
+                self._fs.unlink(others[0])  # a step or a reader keeps the bytes
+                del self._sizes[others.pop(0)]
+            self._spare += others
+        return found or None
 
     def _look_at_linked(self) -> None:
         """Find files that have no second name any more."""
@@ -378,8 +378,7 @@ class StateFiles:
         """How many names a file has. A simulated disk only says whether nobody else has it."""
         if self._fs.backend == "sim":
             return 0 if self._fs.stat_bytes(path) is None else 2 - self._fs.can_reuse(path)
-        look = storing("look at a file of an optimizer", path)
-        with look, contextlib.suppress(FileNotFoundError):
+        with storing("look at a state file", path), contextlib.suppress(FileNotFoundError):
             return os.lstat(path).st_nlink
         return 0
 
