@@ -117,6 +117,17 @@ def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("classes")
 @pytest.mark.parametrize("stage", [2, 3])
+def test_a_weight_without_elements_is_one(tmp_path: Path, stage: int) -> None:
+    def add(_: int, content: dict[str, Any]) -> None:
+        content["module"]["gate"] = torch.empty(0, 4, dtype=torch.bfloat16)
+
+    source = changed(zero_files.write(tmp_path / "zero", stage, 1), MODELS, add)
+    statehold.import_step(source, f"{tmp_path / 'run'}@3")
+    assert statehold.load(tmp_path / "run", "model.gate").shape == (0, 4)
+
+
+@pytest.mark.usefixtures("classes")
+@pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_without_moments_comes_in(tmp_path: Path, stage: int) -> None:
     """Before the first update, or of plain SGD, an optimizer has none."""
 

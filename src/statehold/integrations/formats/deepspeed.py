@@ -132,7 +132,8 @@ def _weights(masters: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) ->
 
 
 def _is_empty(weight: Any) -> bool:
-    return isinstance(weight, Streamed) and not weight.nbytes
+    """Whether ZeRO-3 has cut the weight: a weight of its own may have no elements, too."""
+    return isinstance(weight, Streamed) and weight.shape == (0,)
 
 
 def named_groups(
