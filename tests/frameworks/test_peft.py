@@ -32,11 +32,13 @@ def adapted(**more: Any) -> Any:
     return peft.get_peft_model(base(), lora)
 
 
-def train(model: Any, out: Path, kind: Any = StateholdTrainer, **more: Any) -> Any:
+def train(
+    model: Any, out: Path, kind: Any = StateholdTrainer, save_steps: int = 1, **more: Any
+) -> Any:
     rows = torch.randint(64, (16, 8), generator=torch.Generator().manual_seed(7))
     arguments = transformers.TrainingArguments(
-        str(out), max_steps=3, save_steps=1, per_device_train_batch_size=2, report_to=[],
-        disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+        str(out), max_steps=3, save_steps=save_steps, per_device_train_batch_size=2,
+        report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = kind(model=model, args=arguments, train_dataset=data, **more)
@@ -194,3 +196,35 @@ def test_the_best_step_may_be_from_before_a_parameter_began_to_train(tmp_path: P
             return result
 
     with_a_late_head(tmp_path, Back)
+
+
+# Which layers have a norm that trains at a step.
+def at_begin_and_later(step: int) -> list[int]:
+    return [0, 1] if step > 1 else [0]
+
+
+def in_turns(step: int) -> list[int]:
+    return [step - 1] if step < 3 else []
+
+
+@pytest.mark.parametrize("plan", [at_begin_and_later, in_turns])
+def test_what_trained_before_the_first_save_comes_back(tmp_path: Path, plan: Any) -> None:
+    class Plans(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            for number, norm in enumerate(norms(others["model"])):
+                norm.requires_grad_(number in plan(state.global_step + 1))
+
+    def norms(model: Any) -> list[Any]:
+        return [each for name, each in model.named_parameters() if "input_layernorm" in name]
+
+    def trained() -> list[Any]:
+        model = adapted()
+        held = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW([*held, *norms(model)], lr=1e-2)
+        train(model, tmp_path, save_steps=3, callbacks=[Plans()], optimizers=(optimizer, None))
+        return norms(model)
+
+    first = trained()
+    assert not any(map(torch.equal, first, norms(adapted())))
+    assert sum("layernorm" in name for name in statehold.load(tmp_path, "model")) == 2
+    assert all(map(torch.equal, trained(), first))

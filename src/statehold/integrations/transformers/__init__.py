@@ -82,8 +82,9 @@ class _OpenRun:
     wanted: resume_from_checkpoint. stack: what ends with it. step, source: what is resumed, as in
     _Resumed; kept: the names of its extra entries. is_asked: it is that step or none; otherwise a
     damaged one is set aside, and the one before it is restored. has_saved: since the Trainer has
-    begun its loop. late: parameters of the base that train, and did not in the beginning. told:
-    the callbacks that a warning has named.
+    begun its loop. late: names that the model part has even where they are frozen: those of the
+    step that is resumed, and of what began to train since. told: the callbacks that a warning has
+    named.
     """
 
     run: str
@@ -255,8 +256,7 @@ class StateholdTrainer(Trainer):
         opened.is_asked = source is not None or step != newest or step == opened.step
         opened.step, opened.source = step, source
         if step is None:
-            is_new = stock is None and not opened.ckpt.steps()
-            if is_new and self.args.should_save:
+            if stock is None and not opened.ckpt.steps() and self.args.should_save:
                 opened.folders.discard_unfinished()
             return stock
         self._warn_of_resume()
@@ -369,7 +369,7 @@ class StateholdTrainer(Trainer):
         text = self._state_text()
         if self.args.should_save:
             opened.folders.make(step, text)
-        state = {**self._model_part(), **self._training_parts(opened)}
+        state = {**self._model_part(opened), **self._training_parts(opened)}
         if extra := self._extra_part(opened):
             state["extra"] = extra
         state["trainer"] = self._trainer_part(opened, text, extra)
@@ -395,7 +395,7 @@ class StateholdTrainer(Trainer):
         if opened is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        state = {**self._model_part(), **self._training_parts(opened)}
+        state = {**self._model_part(opened), **self._training_parts(opened)}
         later = {"rng": "rng" in state, "extra": opened.kept}
         skip = ["trainer", *(name for name, is_there in later.items() if is_there)]
         if not opened.is_same_world and state.pop("loss", None) is not None:
@@ -425,7 +425,7 @@ class StateholdTrainer(Trainer):
         source = None if step in opened.ckpt.steps() else opened.folders.path(step)
         if source is None or opened.folders.holds(step):
             how: dict[str, Any] = {"only": ["model"], "strict": not opened.late, "source": source}
-            opened.ckpt.restore(self._model_part(), step, **how)
+            opened.ckpt.restore(self._model_part(opened), step, **how)
         else:
             log.warning("step %d is the best one, and no level has it any more", step)
             super()._load_best_model()
@@ -439,9 +439,7 @@ class StateholdTrainer(Trainer):
     def _bare_model(self) -> Any:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    def _model_part(self) -> dict[str, Any]:
-        opened = self._open_run
-        assert opened is not None
+    def _model_part(self, opened: _OpenRun) -> dict[str, Any]:
         bare = self._bare_model()
         if opened.model is None:
             opened.model = trained_part(bare, self.model_wrapped, opened.late)
@@ -483,7 +481,9 @@ class StateholdTrainer(Trainer):
         """On rank 0 only: evaluation times differ between ranks, and any world may resume."""
         if self.args.process_index:
             return {}
-        names = {"extra": "\n".join(extra), "late": "\n".join(sorted(opened.late))}
+        # All names: the next process may begin with any of them frozen.
+        held = opened.model if isinstance(opened.model, dict) else ()
+        names = {"extra": "\n".join(extra), "late": "\n".join(sorted(held))}
         return {"state": text, "world": self.args.world_size, **names}
 
     def _state_text(self) -> str:
@@ -568,6 +568,12 @@ class _Steps(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer._begin()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note what trains now, because it may be frozen again at the next save. A model that is
+        saved as a whole needs no note."""
+        if (opened := self._trainer._open_run) and not isinstance(opened.model, torch.nn.Module):
+            self._trainer._model_part(opened)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         opened = self._trainer._open_run
         if opened is not None and opened.ckpt.is_last(state.global_step):
@@ -607,9 +613,8 @@ _OTHER_ORDER = (
     "takes other samples for the rest of it. Use a sampler that seeds its order in set_epoch()"
 )
 _FOLDERS = (
-    "{}: on_save() is called before checkpoint-N has its weights, which are written in the "
-    "background. If it reads the folder, set weights_before_on_save = True in a subclass of "
-    "StateholdTrainer: then each save waits for them"
+    "{}: on_save() is called before checkpoint-N has its weights. If it reads the folder, set "
+    "weights_before_on_save = True in a subclass of StateholdTrainer: then each save waits for them"
 )
 
 
