@@ -275,6 +275,30 @@ def test_a_rank_that_has_failed_leaves_the_directory_to_rank_0(ranks: Ranks) -> 
         assert failures[rank].rank == 3
 
 
+def test_a_rank_that_ends_holds_no_save_of_the_others(ranks: Ranks) -> None:
+    """They may have begun two. The second one waited for peer_timeout_s."""
+    saved(ranks, 1, 2)
+    begun = threading.Barrier(4)
+
+    def act(rank: int) -> Any:
+        ckpt = ranks.ckpts[rank]
+        saves = [ckpt.save(step, state(rank, step)) for step in (3, 4) if rank != 3]
+        begun.wait(DEADLINE_S)
+        if rank == 3:
+            error = ValueError("of the training")
+            ckpt.__exit__(type(error), error, None)
+        found = []
+        for save in saves:
+            with pytest.raises(PeerFailedError) as caught:
+                save.wait("committed", DEADLINE_S)
+            found.append(caught.value)
+        return found
+
+    for found in ranks.outcomes(act)[:3]:
+        assert [each.rank for each in found] == [3, 3]
+        assert all("of the training" in str(each) for each in found)
+
+
 def test_rank_0_is_told_the_reason_where_others_have_cleared_the_directory(ranks: Ranks) -> None:
     """The last of the others removes the empty directory, in which rank 0 is about to write."""
     saved(ranks, 1, 2)

@@ -299,8 +299,8 @@ class Checkpointer:
             skip: names or patterns of what not to restore.
             rename: saved prefixes and the live prefixes that replace them.
             strict: False accepts missing or unexpected entries; `restored` then lists them.
-            cast: True converts between bfloat16, float16 and float32 where the live tensor has
-                another dtype than that of the step; `restored` then lists these.
+            cast: True converts between floating-point dtypes where the live tensor has another
+                one than the step; `restored` then lists these.
 
         Raises:
             StateMismatchError: names, shapes or dtypes differ, or nothing would be loaded.

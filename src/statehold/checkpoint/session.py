@@ -24,6 +24,7 @@ from statehold.checkpoint.levels.promoting import LevelStatus
 from statehold.checkpoint.restore.call import RestoreCalls
 from statehold.checkpoint.save.call import Saver
 from statehold.checkpoint.save.handle import Work, forked
+from statehold.checkpoint.save.pipeline import SAVES_IN_FLIGHT_MAX
 from statehold.errors import StateholdError, failing, no_such_step
 from statehold.process.warn import logger
 from statehold.ranks.preemption import Preemption
@@ -79,24 +80,17 @@ class Session:
         if not self._is_prepared:
             others = others_of(self.parts.run, self)
             self.levels.prepare(partial(make_way, others))
-            if self.levels.near[0].was_taken_over:
-                self._take_over()
+            # An agent could not end its work: continue it. On several ranks the others do not know
+            # it, so the next step goes to every level instead.
+            if self.levels.near[0].was_taken_over and self.peers is None:
+                self.pipeline.ahead(self.levels.promotions.catch_up)
+            elif self.levels.near[0].was_taken_over:
+                self.levels.promotions.hurry()
             self._is_prepared = True
         if not self.levels.notes.stay:
             self.levels.notes.write()
         if self.parts.companion.agent is not None:
             self.parts.companion.keep(self.pipeline.ahead)
-
-    def _take_over(self) -> None:
-        """An agent could not end its work: continue it.
-
-        On several ranks the others do not know it, so the next step goes to every level instead.
-        """
-        promotions = self.levels.promotions
-        if self.peers is None:
-            self.pipeline.ahead(promotions.catch_up)
-        else:
-            promotions.hurry()
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -209,10 +203,11 @@ class Session:
         self.levels.promotions.stop()
 
     def part(self, number: int, error: BaseException) -> None:
-        """This rank ends because of `error`. Other ranks that come to the save `number` need not
-        wait for it."""
+        """This rank ends because of `error`. Other ranks that come to the save `number`, or are at
+        one more by now, need not wait for it."""
         if self.peers is not None and self.peers.token is not None:
-            self.pipeline.give_up(number, error)
+            for missed in range(number, number + SAVES_IN_FLIGHT_MAX):
+                self.pipeline.give_up(missed, error)
 
     def close(self, *, flush: bool, alike: bool = True) -> None:
         """End the session. flush: copy the newest step to all levels before.

@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--settle must be at least 0 seconds", facts={"got": args.settle})
     check_number("--port", args.port, 0, 65535)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank of a job takes a file
+    with contextlib.suppress(OSError, ValueError):  # the kernel may allow less (fs.nr_open)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank of a job takes a file
     coordinator = Coordinator(args.replicas, args.settle)
     report = partial(_report, args.json)
     server = Server(coordinator, args.host, args.port, report, once=args.once)
