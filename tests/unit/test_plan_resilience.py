@@ -101,6 +101,11 @@ def test_the_time_of_a_run_is_the_sum_of_its_parts() -> None:
         assert out.total_s == pytest.approx(known_s + out.slower_s)
 
 
+def test_a_repair_may_take_no_time() -> None:
+    trace = DrawnTrace(8, 900, 1, repair_s=0)
+    assert {each.repair_s for each, _ in zip(trace, range(9), strict=False)} == {0.0}
+
+
 def test_restarts_take_the_time_of_the_closed_form() -> None:
     """Exponential failures; those during a restart do not prolong it."""
     job = dataclasses.replace(JOB, steps=20_000, restart_s=60.0)

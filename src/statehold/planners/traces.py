@@ -95,7 +95,8 @@ class DrawnTrace:
             yield Failure(at_s, None)
 
     def _repair(self, random_: random.Random) -> float:
-        return random_.expovariate(1 / self.repair_s) if math.isfinite(self.repair_s) else math.inf
+        is_drawn = 0 < self.repair_s < math.inf
+        return random_.expovariate(1 / self.repair_s) if is_drawn else self.repair_s
 
 
 @dataclass(frozen=True, slots=True)

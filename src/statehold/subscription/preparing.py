@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 from torch.optim import Optimizer
 
 from statehold.errors import ManifestError, StateMismatchError, UsageError
@@ -196,7 +196,8 @@ class Changes:
             return {}
         if not self._updated:
             return filled
-        return {name: each for name, each in filled.items() if not self._has(each.tensor)}
+        known = self._updated.isdisjoint
+        return {name: each for name, each in filled.items() if known(storages([each.tensor]))}
 
     def check(self, relied: Mapping[str, Filled]) -> None:
         """Raise UsageError if one of these tensors has changed."""
@@ -219,9 +220,6 @@ class Changes:
         """Watch no more. On any thread."""
         updates.unwatch_later(self)
 
-    def _has(self, tensor: Tensor) -> bool:
-        return not self._updated.isdisjoint(storages([tensor]))
-
     # -- for updates ---------------------------------------------------------------------------
 
     def before_update(self, optimizers: Iterable[Optimizer]) -> None:
@@ -234,7 +232,8 @@ class Changes:
         """The captured update changes nothing yet."""
 
     def before_memory_goes(self, storage: UntypedStorage) -> None:
-        """The storage is another memory then, which nothing is known of."""
+        """The storage is another memory then, perhaps at the same address."""
+        self._updated.add(storage.data_ptr())
 
 
 # -- pieces that differ ----------------------------------------------------------------------------
