@@ -338,8 +338,8 @@ def taken(trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
     rest["loops"] = loops = dict(rest["loops"])
     fit = loops["fit_loop"] = dict(loops["fit_loop"])
     fit["state_dict"] = {k: v for k, v in fit["state_dict"].items() if k != "combined_loader"}
-    each_loader = tree_leaves(trainer.train_dataloader)
-    data = [each for each in each_loader if hasattr(each, "load_state_dict")]
+    all_loaders = tree_leaves(trainer.train_dataloader)
+    data = [each for each in all_loaders if hasattr(each, "load_state_dict")]
     own = {
         "checkpoint": rest,
         "world": trainer.world_size,
